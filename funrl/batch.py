@@ -1,0 +1,40 @@
+"""The one record that travels through a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """Rows of tokens and what is known of each. B rows of T tokens; a field that is not known is None.
+
+    Every [B, T] field is aligned with `tokens`: position t speaks of token t, given what came before it.
+    """
+
+    tokens: Tensor  # [B, T] int64, prompt then completion then padding
+    mask: Tensor  # [B, T] bool, true exactly on tokens that the policy sampled
+    positions: Tensor | None = None  # [B, T] int64, position of each token in its sequence; None: 0, 1, 2, ...
+    segments: Tensor | None = None  # [B, T] int64, which sequence of a packed row; 0 is padding; None: one a row
+    group: Tensor | None = None  # [B] int64, rows of one prompt share a number
+    score: Tensor | None = None  # [B] outcome reward of the row
+    scores: Tensor | None = None  # [B, K] the parts of it, where there are several reward functions
+    token_reward: Tensor | None = None  # [B, T] rewards given to single tokens, added to the outcome
+    truncated: Tensor | None = None  # [B] bool, the completion hit the length limit
+    rollout_logp: Tensor | None = None  # [B, T] nats, by the engine that sampled
+    old_logp: Tensor | None = None  # [B, T] nats, by the trainer before the first update on this batch
+    ref_logp: Tensor | None = None  # [B, T] nats, by the frozen reference
+    teacher_logp: Tensor | None = None  # [B, T] nats, by a teacher to distil from
+    value: Tensor | None = None  # [B, T] the critic's estimate before token t, before the first update
+    sum_pi_squared: Tensor | None = None  # [B, T] sum over the vocabulary of the squared probabilities
+    greedy_score: Tensor | None = None  # [B] outcome reward of a greedy completion of the row's prompt
+    advantage: Tensor | None = None  # [B, T] in units of reward
+    returns: Tensor | None = None  # [B, T] the critic's target
+    weight: Tensor | None = None  # [B, T] importance weight of each token, a constant
+    entropy: Tensor | None = None  # [B, T] nats, of the policy that is being trained; differentiable
+
+
+def select(batch: Batch, rows) -> Batch:
+    """The given rows (a slice or an index tensor) of every field."""
+    return Batch(*(None if x is None else x[rows] for x in batch))

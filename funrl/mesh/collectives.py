@@ -1,0 +1,193 @@
+"""Collectives by axis name on local shards, in forward/backward pairs. On an axis of size 1 each is the identity.
+
+| forward | backward | use |
+|---|---|---|
+| `psum` sums | identity | partial results become a replicated one |
+| `pbroadcast` is the identity | sums | a replicated value enters code whose results differ by rank |
+| `all_gather` concatenates | `psum_scatter` | shards become whole, each rank uses the whole in its own way |
+| `psum_scatter` sums and splits | `all_gather` | the transpose of the above |
+| `all_to_all` exchanges | `all_to_all` back | one dim whole, another split |
+| `own_shard` takes this rank's part | concatenates | a replicated value is split; its gradient is whole again |
+| `gather_replicated` concatenates | takes this rank's part | shards become whole, every rank uses the whole alike |
+
+They are `setup_context`-style autograd functions over functional collectives, so eager mode, `torch.func`,
+`torch.compile(fullgraph=True)` and the rank simulator take them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funrl.mesh.mesh import Axes, Mesh
+
+_c10d = torch.ops._c10d_functional
+
+
+def psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Sum over `axes`; the gradient passes unchanged."""
+    return x if mesh.size(axes) == 1 else _PSum.apply(x, mesh.group_name(axes))
+
+
+def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """The identity; the gradient is summed over `axes`."""
+    return x if mesh.size(axes) == 1 else _PBroadcast.apply(x, mesh.group_name(axes))
+
+
+def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Elementwise maximum over `axes`; no gradient."""
+    return x if mesh.size(axes) == 1 else _all_reduce(x.detach(), "max", mesh.group_name(axes))
+
+
+def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
+    """Concatenates the shards of `axes` along `dim`; the gradient is summed and split."""
+    return x if mesh.size(axes) == 1 else _AllGather.apply(x, mesh.size(axes), mesh.group_name(axes), dim)
+
+
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
+    """Sums over `axes` and keeps this rank's part of `dim`; the gradient is concatenated."""
+    return x if mesh.size(axes) == 1 else _PSumScatter.apply(x, mesh.size(axes), mesh.group_name(axes), dim)
+
+
+def own_shard(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
+    """This rank's part of `dim` of a replicated tensor; the gradient is concatenated."""
+    if mesh.size(axes) == 1:
+        return x
+    return _OwnShard.apply(x, mesh.size(axes), mesh.group_name(axes), dim, mesh.index(axes))
+
+
+def gather_replicated(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
+    """Concatenates the shards of `axes` along `dim` for a use that is the same on every rank."""
+    if mesh.size(axes) == 1:
+        return x
+    return _GatherReplicated.apply(x, mesh.size(axes), mesh.group_name(axes), dim, mesh.index(axes))
+
+
+def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Tensor:
+    """Splits dim `split` over the ranks of `axes` and concatenates what arrives along dim `concat`."""
+    return x if mesh.size(axes) == 1 else _AllToAll.apply(x, mesh.size(axes), mesh.group_name(axes), split, concat)
+
+
+def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group))
+
+
+def _gather(x: Tensor, size: int, group: str, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(front, size, group)).movedim(0, dim)
+
+
+def _scatter(x: Tensor, size: int, group: str, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(front, "sum", size, group)).movedim(0, dim)
+
+
+def _own(x: Tensor, size: int, dim: int, index) -> Tensor:
+    if isinstance(index, int):
+        return x.chunk(size, dim)[index]
+    return x.unflatten(dim, (size, -1)).index_select(dim, index.reshape(1)).squeeze(dim)
+
+
+def _exchange(x: Tensor, size: int, group: str, split: int, concat: int) -> Tensor:
+    front = torch.stack(x.chunk(size, split))
+    parts = [front.shape[1:].numel()] * size
+    flat = _c10d.wait_tensor(_c10d.all_to_all_single(front.reshape(-1), parts, parts, group))
+    return torch.cat(list(flat.view(front.shape).unbind(0)), concat)
+
+
+class _PSum(torch.autograd.Function):
+    @staticmethod
+    def forward(x, group):
+        return _all_reduce(x, "sum", group)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _PBroadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(x, group):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_reduce(grad, "sum", ctx.group), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group, dim):
+        return _gather(x, size, group, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.args = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scatter(grad, *ctx.args), None, None, None
+
+
+class _PSumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group, dim):
+        return _scatter(x, size, group, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.args = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, *ctx.args), None, None, None
+
+
+class _OwnShard(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group, dim, index):
+        return _own(x, size, dim, index).contiguous()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.args = inputs[1:4]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, *ctx.args), None, None, None, None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group, dim, index):
+        return _gather(x, size, group, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.size, _, ctx.dim, ctx.index = inputs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _own(grad, ctx.size, ctx.dim, ctx.index).contiguous(), None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group, split, concat):
+        return _exchange(x, size, group, split, concat)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.size, ctx.group, ctx.split, ctx.concat = inputs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.size, ctx.group, ctx.concat, ctx.split), None, None, None, None

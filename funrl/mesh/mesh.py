@@ -1,0 +1,129 @@
+"""A named mesh of devices: one process per device, four axes, written "dp4,tp2" on the command line.
+
+The axes are, outermost first, `data`, `expert`, `sequence` and `tensor`; tensor parallelism is innermost because it
+talks most and neighbours are nearest. An axis that is not named has size 1. Ranks are numbered row-major.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
+AXES = tuple(SHORT.values())
+Axes = str | tuple[str, ...]
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be built; the message says which part and what would be right."""
+
+
+def parse(text: str) -> dict[str, int]:
+    """Sizes of all four axes from text such as "dp4,tp2"; the order is free, "" is one device.
+
+    Raises:
+      MeshError: an unknown axis, one given twice, or a size below 1.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    seen = set()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        if match is None or match[1] not in SHORT:
+            raise MeshError(f"--mesh={text}: {part!r} is not an axis; write dp, tp, ep or sp and a size, such as dp4,tp2")
+        if match[1] in seen:
+            raise MeshError(f"--mesh={text}: axis {match[1]!r} is given twice")
+        if int(match[2]) < 1:
+            raise MeshError(f"--mesh={text}: the size of {match[1]!r} is {match[2]}, it must be at least 1")
+        seen.add(match[1])
+        sizes[SHORT[match[1]]] = int(match[2])
+    return sizes
+
+
+def text(sizes: dict[str, int]) -> str:
+    """The inverse of `parse`: "dp4,tp2"; a mesh of one device is "dp1"."""
+    named = [f"{short}{sizes[axis]}" for short, axis in SHORT.items() if sizes[axis] > 1]
+    return ",".join(named) or "dp1"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's view of the mesh.
+
+    Attributes:
+      sizes: size of each of `AXES`.
+      rank: this process's number, row-major over `AXES`.
+      device: where this process's tensors live.
+      groups: process group of every combination of axes that are larger than 1, by the sorted tuple of names.
+      indices: position on each axis; given only by the simulator, where it differs within one process.
+    """
+
+    sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
+    rank: int = 0
+    device: torch.device = torch.device("cpu")
+    groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
+    indices: dict[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def size(self, axes: Axes) -> int:
+        return math.prod(self.sizes[a] for a in _tuple(axes))
+
+    def index(self, axes: Axes) -> Any:
+        """Position along `axes`, the first outermost. An int, or a simulated one under `simulate`."""
+        at = self.indices or coordinates(self.sizes, self.rank)
+        index: Any = 0
+        for axis in _tuple(axes):
+            index = index * self.sizes[axis] + at[axis]
+        return index
+
+    def group(self, axes: Axes) -> Any:
+        """Process group over `axes`; only for axes whose size is above 1."""
+        return self.groups[self._key(axes)]
+
+    def group_name(self, axes: Axes) -> str:
+        return self.group(axes).group_name
+
+    def _key(self, axes: Axes) -> tuple[str, ...]:
+        return tuple(a for a in AXES if a in _tuple(axes) and self.sizes[a] > 1)
+
+    def __str__(self) -> str:
+        return text(self.sizes)
+
+
+def single(device: torch.device | str = "cpu") -> Mesh:
+    """The mesh of one device: every collective on it is the identity and no process group exists."""
+    return Mesh(device=torch.device(device))
+
+
+def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
+    """Position of `rank` on each axis."""
+    at = {}
+    for axis in reversed(AXES):
+        rank, at[axis] = divmod(rank, sizes[axis])
+    return at
+
+
+def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
+    """The ranks of every group over `axes`: they agree on all other axes. In order of their first rank."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        at = coordinates(sizes, rank)
+        groups.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
+    return list(groups.values())
+
+
+def combinations(sizes: dict[str, int]) -> list[tuple[str, ...]]:
+    """Every non-empty combination of the axes that are larger than 1."""
+    large = [a for a in AXES if sizes[a] > 1]
+    return [c for n in range(1, len(large) + 1) for c in itertools.combinations(large, n)]
+
+
+def _tuple(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)

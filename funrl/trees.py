@@ -1,0 +1,108 @@
+"""Trees of tensors: nested dicts, tuples and NamedTuples whose leaves are tensors. None is an empty tree.
+
+Every leaf has a name, the path to it: `named({"layers": ({"norm": x},)})` is `[("layers/0/norm", x)]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+Tree = Any
+
+
+def map(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
+    """Applies `fn` leaf by leaf. Trees after the first may be deeper: then `fn` gets their subtrees."""
+    return optree.tree_map(fn, tree, *rest)
+
+
+def leaves(tree: Tree) -> list:
+    """The leaves in the tree's own order (dict keys sorted)."""
+    return optree.tree_leaves(tree)
+
+
+def named(tree: Tree) -> list[tuple[str, Any]]:
+    """The leaves with their names, in the same order as `leaves`."""
+    paths, values, _ = optree.tree_flatten_with_path(tree)
+    return [("/".join(str(key) for key in path), value) for path, value in zip(paths, values, strict=True)]
+
+
+def map_named(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
+    """Applies `fn(name, leaf, ...)` leaf by leaf."""
+    return optree.tree_map_with_path(lambda path, *xs: fn("/".join(str(key) for key in path), *xs), tree, *rest)
+
+
+def fill(tree: Tree, values: Iterable) -> Tree:
+    """A tree of the same structure whose leaves are `values`, in the order of `leaves`."""
+    return optree.tree_unflatten(optree.tree_structure(tree), list(values))
+
+
+def from_named(tree: Tree, values: Iterable[tuple[str, Any]]) -> Tree:
+    """A tree of the structure of `tree` filled by name.
+
+    Raises:
+      KeyError: a name is missing, unknown, or given twice; the message lists them.
+    """
+    given: dict[str, Any] = {}
+    twice = []
+    for name, value in values:
+        if name in given:
+            twice.append(name)
+        given[name] = value
+    names = [name for name, _ in named(tree)]
+    missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+    if missing or unknown or twice:
+        raise KeyError(f"tree names do not match: missing {missing}, unknown {unknown}, given twice {twice}")
+    return fill(tree, [given[name] for name in names])
+
+
+def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Floating point leaves in `dtype`; the others as they are."""
+    return map(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def to_device(tree: Tree, device: torch.device | str) -> Tree:
+    return map(lambda x: x.to(device), tree)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    return map(torch.zeros_like, tree)
+
+
+def clone(tree: Tree) -> Tree:
+    return map(lambda x: x.detach().clone(), tree)
+
+
+def count(tree: Tree) -> int:
+    """Number of elements in all leaves."""
+    return sum(math.prod(x.shape) for x in leaves(tree))
+
+
+def nbytes(tree: Tree) -> int:
+    """Bytes of all leaves."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves(tree))
+
+
+def value_and_grad(fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[tuple[Tensor, Any], Tree]]:
+    """Reverse-mode derivative of `fn(tree, *args) -> (scalar, aux)` with respect to its first argument.
+
+    The gradient is taken outside of whatever `fn` compiles, so activation checkpointing and per-layer
+    compilation inside `fn` keep working. A leaf that `fn` does not use gets a zero gradient.
+
+    Returns: a function with the arguments of `fn` that gives `((scalar, aux), gradient tree)`.
+    """
+
+    def wrapped(tree: Tree, *args, **kwargs):
+        primal = map(lambda x: x.detach().requires_grad_(x.is_floating_point()), tree)
+        value, aux = fn(primal, *args, **kwargs)
+        wanted = leaves(primal)
+        grads = torch.autograd.grad(value, wanted, allow_unused=True)
+        filled = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+        return (value.detach(), map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), fill(tree, filled)
+
+    return wrapped
