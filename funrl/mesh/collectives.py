@@ -95,6 +95,17 @@ def _exchange(x: Tensor, size: int, group: str, split: int, concat: int) -> Tens
     return torch.cat(list(flat.view(front.shape).unbind(0)), concat)
 
 
+def _constant(backward):
+    """A backward whose result is a constant: the functional collectives have derivatives of their own, which are not
+    these and which `torch.func` refuses."""
+
+    def without_grad(ctx, grad):
+        with torch.no_grad():
+            return backward(ctx, grad)
+
+    return without_grad
+
+
 class _PSum(torch.autograd.Function):
     @staticmethod
     def forward(x, group):
@@ -105,6 +116,7 @@ class _PSum(torch.autograd.Function):
         pass
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return grad, None
 
@@ -119,6 +131,7 @@ class _PBroadcast(torch.autograd.Function):
         ctx.group = inputs[1]
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return _all_reduce(grad, "sum", ctx.group), None
 
@@ -133,6 +146,7 @@ class _AllGather(torch.autograd.Function):
         ctx.args = inputs[1:]
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return _scatter(grad, *ctx.args), None, None, None
 
@@ -147,6 +161,7 @@ class _PSumScatter(torch.autograd.Function):
         ctx.args = inputs[1:]
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return _gather(grad, *ctx.args), None, None, None
 
@@ -161,6 +176,7 @@ class _OwnShard(torch.autograd.Function):
         ctx.args = inputs[1:4]
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return _gather(grad, *ctx.args), None, None, None, None
 
@@ -175,6 +191,7 @@ class _GatherReplicated(torch.autograd.Function):
         _, ctx.size, _, ctx.dim, ctx.index = inputs
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return _own(grad, ctx.size, ctx.dim, ctx.index).contiguous(), None, None, None, None
 
@@ -189,5 +206,6 @@ class _AllToAll(torch.autograd.Function):
         _, ctx.size, ctx.group, ctx.split, ctx.concat = inputs
 
     @staticmethod
+    @_constant
     def backward(ctx, grad):
         return _exchange(grad, ctx.size, ctx.group, ctx.concat, ctx.split), None, None, None, None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
@@ -58,14 +59,14 @@ class Mesh:
       sizes: size of each of `AXES`.
       rank: this process's number, row-major over `AXES`.
       device: where this process's tensors live.
-      groups: process group of every combination of axes that are larger than 1, by the sorted tuple of names.
+      groups: name of the process group of every combination of axes that are larger than 1.
       indices: position on each axis; given only by the simulator, where it differs within one process.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     rank: int = 0
     device: torch.device = torch.device("cpu")
-    groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
+    groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
@@ -73,7 +74,10 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def size(self, axes: Axes) -> int:
-        return math.prod(self.sizes[a] for a in _tuple(axes))
+        size = 1  # a plain loop: torch.compile traces through here
+        for axis in _tuple(axes):
+            size *= self.sizes[axis]
+        return size
 
     def index(self, axes: Axes) -> Any:
         """Position along `axes`, the first outermost. An int, or a simulated one under `simulate`."""
@@ -83,15 +87,17 @@ class Mesh:
             index = index * self.sizes[axis] + at[axis]
         return index
 
-    def group(self, axes: Axes) -> Any:
-        """Process group over `axes`; only for axes whose size is above 1."""
+    def group_name(self, axes: Axes) -> str:
+        """Name of the process group over `axes`, which functional collectives take; only for sizes above 1."""
         return self.groups[self._key(axes)]
 
-    def group_name(self, axes: Axes) -> str:
-        return self.group(axes).group_name
+    def group(self, axes: Axes) -> Any:
+        """The process group over `axes`; only for sizes above 1."""
+        return dist.distributed_c10d._resolve_process_group(self.group_name(axes))  # type: ignore[attr-defined]
 
     def _key(self, axes: Axes) -> tuple[str, ...]:
-        return tuple(a for a in AXES if a in _tuple(axes) and self.sizes[a] > 1)
+        wanted = _tuple(axes)
+        return tuple([a for a in AXES if a in wanted and self.sizes[a] > 1])
 
     def __str__(self) -> str:
         return text(self.sizes)

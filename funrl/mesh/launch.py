@@ -1,0 +1,233 @@
+"""Runs one program on every device of a mesh.
+
+Under torchrun (RANK and WORLD_SIZE in the environment) this process is one of the ranks. Otherwise the ranks are
+started here: forked on CPU, because a fork after `import torch` is ready in a second where eight fresh interpreters
+take half a minute; spawned on CUDA and ROCm, one process per GPU. A mesh of one device starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from funrl.mesh import mesh as meshes
+from funrl.mesh.mesh import Mesh, MeshError
+
+GRACE_S = 4.0  # how long ranks may take to end by themselves once one of them has failed
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; the message is its rank and its traceback."""
+
+
+def device_type() -> str:
+    """"cuda" where torch sees a GPU (ROCm included), else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_devices(sizes: Mapping[str, int], device: str) -> None:
+    """Raises MeshError where the mesh does not fit the machine or the ranks that torchrun has started."""
+    world = Mesh(dict(sizes)).world
+    if "WORLD_SIZE" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != world:
+            raise MeshError(f"the mesh {meshes.text(dict(sizes))} has {world} devices, torchrun started {os.environ['WORLD_SIZE']} ranks")
+    elif device == "cuda" and world > torch.cuda.device_count():
+        raise MeshError(f"the mesh {meshes.text(dict(sizes))} needs {world} GPUs, this machine has {torch.cuda.device_count()}")
+
+
+def launch(program: Callable[[Mesh], Any], sizes: Mapping[str, int], device: str | None = None) -> Any:
+    """Runs `program(mesh)` on every rank and returns what rank 0 returned.
+
+    Args:
+      program: the same on every rank; picklable where ranks are spawned (GPUs).
+      sizes: size of each mesh axis.
+      device: "cpu" or "cuda"; the default is `device_type()`.
+
+    Raises:
+      MeshError: the mesh does not fit the devices.
+      WorkerError: a rank raised or died. All other ranks are ended first; the message shows that rank's traceback.
+    """
+    device = device or device_type()
+    sizes = dict(sizes)
+    check_devices(sizes, device)
+    world = Mesh(sizes).world
+    if "WORLD_SIZE" in os.environ:
+        rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
+        with _process_group(sizes, rank, local, device, "env://") as mesh:
+            return program(mesh)
+    if world == 1:
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        return program(meshes.single(f"{device}:0" if device == "cuda" else "cpu"))
+    return _supervise(program, sizes, device, world)
+
+
+@contextlib.contextmanager
+def _process_group(sizes: dict[str, int], rank: int, local: int, device: str, rendezvous: str) -> Iterator[Mesh]:
+    """The mesh as this rank sees it, with a process group for every combination of its axes."""
+    world = Mesh(sizes).world
+    where = torch.device(f"{device}:{local}" if device == "cuda" else "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    options: dict[str, Any] = {"device_id": where} if device == "cuda" else {}
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=10),
+        **options,
+    )
+    try:
+        groups = {}
+        for axes in meshes.combinations(sizes):
+            for ranks in meshes.members(sizes, axes):
+                group: Any = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks)
+                if rank in ranks:
+                    groups[axes] = group.group_name
+        yield Mesh(sizes, rank, where, groups)
+        dist.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _supervise(program: Callable, sizes: dict[str, int], device: str, world: int) -> Any:
+    """Starts the ranks, waits for them, and ends all of them when one fails or the user interrupts."""
+    with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
+        pids: dict[int, int] = {}
+        start = _fork if device == "cpu" else _spawn
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            for rank in range(world):
+                pids[start(program, sizes, rank, device, folder)] = rank
+            failed = _wait(pids)
+        except KeyboardInterrupt:
+            # The terminal has sent the interrupt to every rank too: give them time to leave their files readable.
+            _end(pids, signal.SIGINT)
+            raise
+        finally:
+            _end(pids, signal.SIGTERM)
+        if failed is not None:
+            raise WorkerError(_explain(folder, *failed))
+        with open(os.path.join(folder, "result"), "rb") as file:
+            return pickle.load(file)
+
+
+def _wait(pids: dict[int, int]) -> tuple[int, int] | None:
+    """Waits until all ranks end well (None) or one does not (its rank and wait status)."""
+    while pids:
+        for pid in list(pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = pids.pop(pid)
+                if status:
+                    return rank, status
+        time.sleep(0.02)
+    return None
+
+
+def _end(pids: dict[int, int], sign: signal.Signals) -> None:
+    """Asks the remaining ranks to end, and kills those that have not after a few seconds."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
+    deadline = time.monotonic() + GRACE_S
+    while pids and time.monotonic() < deadline:
+        for pid in list(pids):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del pids[pid]
+        time.sleep(0.02)
+    for pid in list(pids):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        del pids[pid]
+
+
+def _explain(folder: str, rank: int, status: int) -> str:
+    """The traceback of the rank that failed first. A rank whose peer vanished fails too, but later."""
+    reports = []
+    for name in os.listdir(folder):
+        if name.startswith("error-"):
+            path = os.path.join(folder, name)
+            with open(path) as file:
+                reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
+    killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if killed is not None:
+        name = signal.Signals(killed).name
+        return f"rank {rank} was killed by {name}" + (" (out of memory?)" if killed == signal.SIGKILL else "")
+    if not reports:
+        return f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)} and left no traceback"
+    first = min(reports)
+    return f"rank {first[1]} failed:\n{first[2]}"
+
+
+def _fork(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    _die_with_parent()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // Mesh(sizes).world))
+    _rank_main(program, sizes, rank, device, folder)
+    raise AssertionError("a rank does not return")
+
+
+def _spawn(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> int:
+    import multiprocessing
+
+    process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=(program, sizes, rank, device, folder))
+    process.start()
+    assert process.pid is not None
+    return process.pid
+
+
+def _rank_main(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> None:
+    """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
+    # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    status = 1
+    try:
+        with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous") as mesh:
+            result = program(mesh)
+            if rank == 0:
+                with open(os.path.join(folder, "result"), "wb") as file:
+                    pickle.dump(result, file)
+        status = 0
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:
+        with open(os.path.join(folder, f"error-{rank}"), "w") as file:
+            file.write(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _die_with_parent() -> None:
+    """Linux: this process gets SIGKILL when its parent ends, so that a killed supervisor leaves no rank behind."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

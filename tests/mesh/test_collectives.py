@@ -1,0 +1,97 @@
+"""Every collective on simulated ranks against plain tensor arithmetic, forward and backward."""
+
+import pytest
+import torch
+
+from funrl.mesh import collectives as c
+from funrl.mesh.mesh import single
+from funrl.mesh.simulate import gather, per_rank, simulate
+
+WORLD = 8
+
+
+def inputs(shape=(4, 6)):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(WORLD, *shape, dtype=torch.float64, generator=generator)
+
+
+def run(fn, x, cotangent):
+    """Forward values and gradients of all ranks of dp4,tp2 for fn over the axis named."""
+    with simulate("dp4,tp2") as mesh:
+        local = per_rank(WORLD, lambda r: x[r]).requires_grad_()
+        y = fn(local, mesh)
+        seed = per_rank(WORLD, lambda r: cotangent(r))
+        (grad,) = torch.autograd.grad(y, local, seed)
+        return [gather(y, r).detach() for r in range(WORLD)], [gather(grad, r) for r in range(WORLD)]
+
+
+def group(rank, axis):
+    """Ranks of the group of `rank` over `axis` on dp4,tp2, in order."""
+    return [rank % 2 + 2 * d for d in range(4)] if axis == "data" else [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_psum_and_pbroadcast_are_duals(axis):
+    x, ct = inputs(), inputs().flip(0)
+    y, g = run(lambda v, m: c.psum(v, m, axis), x, lambda r: ct[r])
+    z, h = run(lambda v, m: c.pbroadcast(v, m, axis), x, lambda r: ct[r])
+    for r in range(WORLD):
+        torch.testing.assert_close(y[r], x[group(r, axis)].sum(0))
+        torch.testing.assert_close(g[r], ct[r])
+        torch.testing.assert_close(z[r], x[r])
+        torch.testing.assert_close(h[r], ct[group(r, axis)].sum(0))
+
+
+@pytest.mark.parametrize("axis,dim", [("data", 0), ("tensor", 1)])
+def test_all_gather_and_psum_scatter_are_duals(axis, dim):
+    x = inputs()
+    n = len(group(0, axis))
+    whole = torch.randn(WORLD, *[s * (n if d == dim else 1) for d, s in enumerate((4, 6))], dtype=torch.float64)
+    y, g = run(lambda v, m: c.all_gather(v, m, axis, dim), x, lambda r: whole[r])
+    z, h = run(lambda v, m: c.psum_scatter(v, m, axis, dim), whole, lambda r: x[r])
+    for r in range(WORLD):
+        ranks, at = group(r, axis), group(r, axis).index(r)
+        gathered, scattered = torch.cat(list(x[ranks]), dim), whole[ranks].sum(0).chunk(n, dim)[at]
+        torch.testing.assert_close(y[r], gathered)
+        torch.testing.assert_close(g[r], scattered)
+        torch.testing.assert_close(z[r], scattered)
+        torch.testing.assert_close(h[r], gathered)
+
+
+@pytest.mark.parametrize("axis,dim", [("data", 0), ("tensor", 1)])
+def test_own_shard_and_gather_replicated_are_duals(axis, dim):
+    x, n = inputs(), len(group(0, axis))
+    part = torch.randn(WORLD, *[s // (n if d == dim else 1) for d, s in enumerate((4, 6))], dtype=torch.float64)
+    y, g = run(lambda v, m: c.own_shard(v, m, axis, dim), x, lambda r: part[r])
+    z, h = run(lambda v, m: c.gather_replicated(v, m, axis, dim), part, lambda r: x[r])
+    for r in range(WORLD):
+        ranks, at = group(r, axis), group(r, axis).index(r)
+        torch.testing.assert_close(y[r], x[r].chunk(n, dim)[at])
+        torch.testing.assert_close(g[r], torch.cat(list(part[ranks]), dim))
+        torch.testing.assert_close(z[r], torch.cat(list(part[ranks]), dim))
+        torch.testing.assert_close(h[r], x[r].chunk(n, dim)[at])
+
+
+def test_all_to_all_moves_the_split_and_its_gradient_moves_back():
+    x = inputs((4, 8))
+    y, g = run(lambda v, m: c.all_to_all(v, m, "data", 0, 1), x, lambda r: torch.cat(list(inputs((1, 32))[r].chunk(1))))
+    for r in range(WORLD):
+        ranks, at = group(r, "data"), group(r, "data").index(r)
+        torch.testing.assert_close(y[r], torch.cat([x[q].chunk(4, 0)[at] for q in ranks], 1))
+        ct = inputs((1, 32))
+        torch.testing.assert_close(g[r], torch.cat([ct[q].chunk(4, 1)[at] for q in ranks], 0))
+
+
+def test_pmax_over_both_axes():
+    x = inputs()
+    with simulate("dp4,tp2") as mesh:
+        y = c.pmax(per_rank(WORLD, lambda r: x[r]), mesh, ("data", "tensor"))
+        values = [gather(y, r) for r in range(WORLD)]
+    assert all(torch.equal(v, x.amax(0)) for v in values)
+
+
+def test_size_one_is_the_identity():
+    x, mesh = torch.randn(3, 2), single()
+    for fn in (c.psum, c.pbroadcast, c.pmax, c.all_gather, c.psum_scatter, c.own_shard, c.gather_replicated):
+        assert fn(x, mesh, "tensor") is x
+    assert c.all_to_all(x, mesh, "data", 0, 1) is x
