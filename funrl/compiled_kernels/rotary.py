@@ -1,0 +1,52 @@
+"""Rotary positions: each pair (x_i, x_{i + N/2}) of a head is turned by position times frequency i."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotary(NamedTuple):
+    """The turns of some positions; the leading dims are those of the positions."""
+
+    cos: Tensor  # [..., 1, N], the second half repeats the first
+    sin: Tensor  # [..., 1, N], the first half negated
+
+
+def frequencies(head: int, theta: float, scaling=None, dtype=torch.float32, device=None) -> Tensor:
+    """theta^(-2 i / N) for i < N / 2, stretched by `scaling` (a RopeScaling), in radians per token: [N / 2]."""
+    exponent = torch.arange(0, head, 2, dtype=torch.int64, device=device).to(dtype) / head
+    frequency = 1.0 / theta**exponent
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    # llama3: turns over the original length decide; below `low` stretched, above `high` kept, linear between.
+    turns = scaling.original * frequency / (2 * math.pi)
+    keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - keep) * frequency / scaling.factor + keep * frequency
+
+
+def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype) -> Rotary:
+    """The turns of integer positions [...], computed in the dtype of `frequency` and given in `dtype`."""
+    angle = positions.unsqueeze(-1).to(frequency.dtype) * frequency
+    cos, sin = angle.cos(), angle.sin()
+    both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
+
+
+def rotate(x: Tensor, turn: Rotary) -> Tensor:
+    """Turns heads x [..., H, N] by `turn`."""
+    # Rolling by half a head swaps the two of each pair; the sign is already in the sine.
+    return torch.addcmul(x * turn.cos, x.roll(x.shape[-1] // 2, -1), turn.sin)
+
+
+def rotate_reference(x: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:
+    """`rotate` as a product of complex numbers."""
+    first, second = x.double().chunk(2, -1)
+    angle = (positions.unsqueeze(-1).double() * frequency.double()).unsqueeze(-2)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
