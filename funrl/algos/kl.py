@@ -1,0 +1,88 @@
+"""Estimates of KL(pi || other) from one sample, per token, and the term that holds a policy near its reference.
+
+With d = log other - log pi at the sampled token:
+
+| kind | value | as a loss, in expectation over fresh samples |
+|---|---|---|
+| k1 | -d | gradient is zero: useful in a reward or with the straight-through form |
+| k2 | d^2 / 2 | gradient of KL(pi, other), the right one |
+| k3 | exp(d) - 1 - d | gradient of KL(other, pi), the forward divergence |
+| abs | the absolute value of d | a distance, not an estimate of the KL |
+
+A kind with "+", such as "k3+", has that kind's value and the gradient of k2.
+
+References: Schulman, 2020, http://joschu.net/blog/kl-approx.html; Tang and Munos, 2025,
+  https://arxiv.org/abs/2506.09477
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from funrl.algos.core import Term, needs
+from funrl.algos.terms import LOG_RATIO_BOUND, constant, kept, token_ratio
+from funrl.batch import Batch
+
+KINDS = ("k1", "k2", "k3", "abs")
+
+
+def check_kind(kind: str) -> None:
+    """Raises ValueError for a kind that `kl_estimate` does not know."""
+    if kind.removesuffix("+") not in KINDS:
+        raise ValueError(f"KL kind {kind!r} is unknown; there are {list(KINDS)}, each also with '+' (gradient of k2)")
+
+
+def kl_estimate(logp_BT: Tensor, other_BT: Tensor, kind: str) -> Tensor:
+    """A one-sample estimate of KL(pi || other), elementwise; the table above says which.
+
+    Args:
+      logp_BT, other_BT: log-probabilities of the sampled tokens, nats.
+      kind: "k1", "k2", "k3" or "abs", or one of these with "+".
+    Returns: nats, in the shape of the arguments.
+    Raises:
+      ValueError: the kind is unknown.
+
+    Warning: k3 clamps d to +-20 so that exp stays finite. verl also clamps its value to +-10; TRL clamps nothing.
+    """
+    check_kind(kind)
+    if kind.endswith("+"):
+        gradient = kl_estimate(logp_BT, other_BT, "k2")
+        return gradient - gradient.detach() + kl_estimate(logp_BT, other_BT, kind[:-1]).detach()
+    d_BT = other_BT - logp_BT
+    if kind == "k1":
+        return -d_BT
+    if kind == "k2":
+        return 0.5 * d_BT.square()
+    if kind == "abs":
+        return d_BT.abs()
+    d_BT = d_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return d_BT.expm1() - d_BT
+
+
+def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
+    """An estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
+
+    With `bias_corrected` it is r k with r = pi / pi_old unclipped, which is unbiased when the tokens come from an older
+    policy; the gradient goes through both factors.
+
+    Args:
+      kind: "k1", "k2", "k3" or "abs", or one of these with "+" for the gradient of k2.
+      bias_corrected: weigh by the importance ratio, as DeepSeek-V3.2 does.
+    Needs: ref_logp [B, T]; old_logp [B, T] if bias_corrected.
+    Returns: a term; loss [B, T] in nats; metric "actor/kl_loss" (nats).
+    Raises:
+      ValueError: the kind is unknown.
+    References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556
+    """
+    check_kind(kind)
+    ratio = token_ratio()
+
+    @needs("ref_logp", *(("old_logp",) if bias_corrected else ()))
+    def term(logp_BT: Tensor, batch: Batch):
+        logp_BT, ref_BT = kept(logp_BT, batch.mask), constant(batch.ref_logp, batch.mask)
+        loss_BT = kl_estimate(logp_BT, ref_BT, kind)
+        if bias_corrected:
+            loss_BT = ratio(logp_BT, batch) * loss_BT
+        return loss_BT, {"actor/kl_loss": loss_BT.detach()}
+
+    return term
