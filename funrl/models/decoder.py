@@ -262,7 +262,9 @@ def _kv_count(heads: int, group: int) -> int:
     return 1 if group % heads == 0 else heads // group if heads % group == 0 else heads
 
 
-def _kv_heads(config: Config, mesh: Mesh, heads: int, weight: Tensor, bias: Tensor | None):
+def _kv_heads(
+    config: Config, mesh: Mesh, heads: int, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The key-value heads that this rank's query heads use, where every rank holds all of them."""
     if mesh.size("tensor") == 1 or weight.shape[0] != config.kv_heads:
         return weight, bias
@@ -271,8 +273,8 @@ def _kv_heads(config: Config, mesh: Mesh, heads: int, weight: Tensor, bias: Tens
     first = mesh.index("tensor") * heads + torch.arange(count, device=weight.device) * (heads // count)
     used = torch.div(first, group, rounding_mode="floor")
     # Each rank's gradient reaches the heads it used; their sum is the whole one.
-    weight, bias = (None if x is None else pbroadcast(x, mesh, "tensor").index_select(0, used) for x in (weight, bias))
-    return weight, bias
+    own = pbroadcast(weight, mesh, "tensor").index_select(0, used)
+    return own, None if bias is None else pbroadcast(bias, mesh, "tensor").index_select(0, used)
 
 
 def _view(T: int, S: int, slots_BT: Tensor | None, segments_BT: Tensor | None, window: int | None, device) -> View:

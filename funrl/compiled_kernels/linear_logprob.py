@@ -1,0 +1,186 @@
+"""Log-probabilities, entropies and collision probabilities of tokens straight from hidden states.
+
+The logits [T, V] are never whole in memory: a chunk of tokens at a time, computed again in the backward pass. Under
+tensor parallelism each rank holds some rows of the vocabulary, and the ranks' partial sums meet in two collectives.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.mesh.collectives import pmax, psum
+from funrl.mesh.mesh import Mesh, single
+
+SINGLE = single()
+WANTS = ("logp", "entropy", "sum_pi_squared")
+
+
+class TokenScores(NamedTuple):
+    """What a model says of tokens; all fields have one shape, None was not asked for."""
+
+    logp: Tensor | None = None  # nats, of the token
+    entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
+    sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
+
+
+def linear_logprob(
+    hidden_TD: Tensor,
+    unembed_VD: Tensor,
+    targets_T: Tensor,
+    mesh: Mesh = SINGLE,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    want: tuple[str, ...] = ("logp",),
+) -> TokenScores:
+    """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2; all differentiable.
+
+    Args:
+      hidden_TD: the same on every tensor rank.
+      unembed_VD: this rank's rows of the vocabulary, equally many on every rank.
+      targets_T: token ids in the whole vocabulary.
+      mesh: the vocabulary is split over "tensor".
+      temperature: above 0.
+      chunk: tokens at a time.
+      want: some of "logp", "entropy", "sum_pi_squared".
+
+    Returns: [T] each, in float32 or wider. The gradient of hidden is complete on every tensor rank.
+
+    Raises:
+      ValueError: `want` has an unknown name, or the temperature is not above 0.
+    """
+    unknown = sorted(set(want) - set(WANTS))
+    if unknown:
+        raise ValueError(f"want has {unknown[0]!r}, there are {list(WANTS)}")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}, it must be above 0")
+    ordered = tuple(w for w in WANTS if w in want)
+    rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, ordered)
+    return TokenScores(**dict(zip(ordered, rows.unbind(0), strict=True)))
+
+
+def linear_logprob_reference(
+    hidden_TD: Tensor, unembed_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
+) -> TokenScores:
+    """All of `linear_logprob` on one device with whole logits."""
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    logp_TV = (hidden_TD.to(wide) @ unembed_VD.to(wide).T / temperature).log_softmax(-1)
+    logp_T = logp_TV.gather(1, targets_T[:, None])[:, 0]
+    return TokenScores(logp_T, -(logp_TV.exp() * logp_TV).sum(-1), (2 * logp_TV).exp().sum(-1))
+
+
+def project(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
+    """hidden unembed^T in float32 or wider, [T, V]; sums are not rounded to 16 bits. Without a gradient for 16 bits.
+
+    Engines take their logits from here too, so that theirs and the trainer's are the same numbers.
+    """
+    if hidden_TD.element_size() > 2:
+        return hidden_TD @ unembed_VD.T
+    if hidden_TD.is_cuda:
+        return torch.mm(hidden_TD, unembed_VD.T, out_dtype=torch.float32)
+    return hidden_TD.float() @ unembed_VD.T.float()
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, want):
+        row_T, mine_T = _local(targets_T, unembed_VD, mesh)
+        parts = [
+            _sums(h, unembed_VD, row, temperature, want)
+            for h, row in zip(hidden_TD.split(chunk), row_T.split(chunk), strict=True)
+        ]
+        top_T, target_T, sum_T, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
+        # From this rank's maximum to that of all: shift what was taken relative to it.
+        most_T = pmax(top_T, mesh, "tensor")
+        shift_T = top_T - most_T
+        sums = {"sum": shift_T.exp() * sum_T, "target": torch.where(mine_T, target_T + shift_T, 0)}
+        rest = dict(zip([w for w in want if w != "logp"], rest, strict=True))
+        if "entropy" in want:
+            sums["entropy"] = shift_T.exp() * (rest["entropy"] + shift_T * sum_T)
+        if "sum_pi_squared" in want:
+            sums["sum_pi_squared"] = (2 * shift_T).exp() * rest["sum_pi_squared"]
+        whole = dict(zip(sums, psum(torch.stack(list(sums.values())), mesh, "tensor").unbind(0), strict=True))
+        log_T = whole["sum"].log()
+        results = {
+            "logp": lambda: whole["target"] - log_T,
+            "entropy": lambda: log_T - whole["entropy"] / whole["sum"],
+            "sum_pi_squared": lambda: whole["sum_pi_squared"] / whole["sum"] ** 2,
+        }
+        return torch.stack([results[w]() for w in want]), most_T + log_T
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        hidden_TD, unembed_VD, targets_T, *ctx.args = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(hidden_TD, unembed_VD, targets_T, *output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad, _ = grads
+        hidden_TD, unembed_VD, targets_T, rows, normalizer_T = ctx.saved_tensors
+        mesh, temperature, chunk, want = ctx.args
+        row_T, mine_T = _local(targets_T, unembed_VD, mesh)
+        d_hidden, d_unembed = [], None
+        if ctx.needs_input_grad[1]:
+            d_unembed = torch.zeros(unembed_VD.shape, dtype=rows.dtype, device=unembed_VD.device)
+        for low in range(0, max(1, targets_T.shape[0]), chunk):
+            part = slice(low, low + chunk)
+            d_logits = _d_logits(
+                project(hidden_TD[part], unembed_VD).div_(temperature).sub_(normalizer_T[part, None]),
+                row_T[part],
+                mine_T[part],
+                dict(zip(want, rows[:, part, None], strict=True)),
+                dict(zip(want, grad[:, part, None], strict=True)),
+            )
+            d_logits = d_logits.div_(temperature).to(hidden_TD.dtype)
+            if ctx.needs_input_grad[0]:
+                d_hidden.append(d_logits @ unembed_VD)
+            if d_unembed is not None:
+                d_unembed += d_logits.T @ hidden_TD[part]
+        whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
+        return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), None, None, None, None, None
+
+
+def _local(targets_T: Tensor, unembed_VD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Which of this rank's rows each target is, and whether it is one."""
+    row_T = targets_T - mesh.index("tensor") * unembed_VD.shape[0]
+    mine_T = (row_T >= 0) & (row_T < unembed_VD.shape[0])
+    return torch.where(mine_T, row_T, 0), mine_T
+
+
+def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_C: Tensor, temperature: float, want: tuple[str, ...]):
+    """Over this rank's rows: the maximum m; of x = logit - m: x[target], sum e^x; if wanted sum x e^x, sum e^2x."""
+    x_CV = project(hidden_CD, unembed_VD).div_(temperature)
+    top_C = x_CV.amax(-1)
+    x_CV.sub_(top_C.unsqueeze(-1))
+    target_C = x_CV.gather(1, row_C.unsqueeze(-1)).squeeze(-1)
+    e_CV = x_CV.exp() if "entropy" in want else x_CV.exp_()
+    found = [top_C, target_C, e_CV.sum(-1)]
+    if "entropy" in want:
+        found.append((e_CV * x_CV).sum(-1))
+    if "sum_pi_squared" in want:
+        found.append(e_CV.square().sum(-1))
+    return found
+
+
+def _d_logits(logp_CV: Tensor, row_C: Tensor, mine_C: Tensor, result: dict, grad: dict) -> Tensor:
+    """The gradient of this rank's logits; `logp_CV` is used up.
+
+    With p = e^logp: d logp[t] / dz_j = [j = t] - p_j; d entropy / dz_j = -p_j (logp_j + entropy);
+    d sum p^2 / dz_j = 2 p_j (p_j - sum p^2).
+    """
+    p_CV = logp_CV.exp()
+    if "entropy" in grad:
+        factor_CV = logp_CV.add_(result["entropy"]).mul_(-grad["entropy"])
+    else:
+        factor_CV = logp_CV.zero_()
+    if "logp" in grad:
+        factor_CV.sub_(grad["logp"])
+    if "sum_pi_squared" in grad:
+        factor_CV.add_(2 * grad["sum_pi_squared"] * (p_CV - result["sum_pi_squared"]))
+    d_CV = factor_CV.mul_(p_CV)
+    if "logp" in grad:
+        d_CV.scatter_add_(1, row_C.unsqueeze(-1), torch.where(mine_C.unsqueeze(-1), grad["logp"], 0))
+    return d_CV
