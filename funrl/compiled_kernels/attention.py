@@ -34,7 +34,7 @@ def attention(q_BTHN: Tensor, k_BSKN: Tensor, v_BSKN: Tensor, mask_BTS: Tensor |
         return F.scaled_dot_product_attention(q_BTHN.reshape(B, K, H // K, N), k, v, mask).reshape(B, 1, H, N)
     mask = None if mask_BTS is None else mask_BTS.unsqueeze(1)
     q = q_BTHN.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and T > 1, enable_gqa=K < H)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=K < H)
     return out.transpose(1, 2)
 
 

@@ -1,0 +1,268 @@
+"""Hugging Face directories in and out: config.json and safetensors, whole or in shards.
+
+Names are strict: a tensor that is missing, unexpected or of the wrong shape is an error before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import Layout
+from funrl.models import decoder
+from funrl.models.config import Config, ModelError, config_from_hf, config_to_hf
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "BF16", "F16")
+_LEAVES = {
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "unembed": "lm_head.weight"}
+
+
+def hf_names(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """For each weight by our name: its Hugging Face name and shape. Our tensor is theirs with the heads kept apart."""
+    names = {}
+    for name, x in trees.named(decoder.shapes(config)):
+        parts = name.split("/")
+        last = parts[-1]
+        theirs = _TOP[name] if len(parts) == 1 else f"model.layers.{parts[1]}.{_LEAVES[last]}"
+        shape = tuple(x.shape)
+        if last in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+            shape = (shape[0] * shape[1], *shape[2:])
+        elif last == "o":
+            shape = (shape[0], shape[1] * shape[2])
+        names[name] = (theirs, shape)
+    return names
+
+
+def check(path: str | Path) -> Config:
+    """The model's record, after looking at everything but the numbers: a few milliseconds, no weight is read.
+
+    Raises:
+      ModelError: the directory is missing or empty, config.json is missing, broken or not supported, a safetensors
+        file is missing or cut short, or a tensor is missing, unexpected, of the wrong shape or not floating point.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    found: dict[str, tuple[tuple[int, ...], str, str]] = {}
+    for file, table in _tables(folder).items():
+        for name, entry in table.items():
+            found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
+    expected = dict(hf_names(config).values())
+    missing, extra = (
+        sorted(set(expected) - set(found)),
+        sorted(n for n in set(found) - set(expected) if not _idle(n, config)),
+    )
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    if extra:
+        raise ModelError(
+            f"{folder}: {len(extra)} tensors have no place in a {config.family} model, the first is {extra[0]}"
+        )
+    for name, shape in expected.items():
+        got, dtype, file = found[name]
+        if got != shape:
+            raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
+        if dtype not in FLOATS:
+            raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
+    return config
+
+
+def load(
+    path: str | Path, dtype: torch.dtype | None = None, mesh: Mesh | None = None, layouts: trees.Tree | None = None
+) -> tuple[Config, trees.Tree]:
+    """The record and the weights of a Hugging Face directory.
+
+    Args:
+      path: the directory.
+      dtype: of the weights; None: as in config.json.
+      mesh: where the weights go; None: the CPU.
+      layouts: one `Layout` per weight; this rank then reads only its own part. None: whole tensors.
+
+    Raises:
+      ModelError: as `check`.
+    """
+    folder = Path(path)
+    config = check(folder)
+    wanted, device = dtype or getattr(torch, config.dtype), mesh.device if mesh is not None else torch.device("cpu")
+    where = {name: file for file, table in _tables(folder).items() for name in table}
+    names = hf_names(config)
+    opened: dict[Path, Any] = {}
+
+    def read(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
+        theirs, _ = names[name]
+        file = where[theirs]
+        if file not in opened:
+            opened[file] = safe_open(file, framework="pt")
+        box = layout.box(mesh.rank) if layout is not None and mesh is not None else tuple((0, n) for n in x.shape)
+        part = _slice(opened[file].get_slice(theirs), tuple(x.shape), box)
+        return part.to(device=device, dtype=wanted)
+
+    tree = decoder.shapes(config)
+    return config, trees.map_named(read, tree) if layouts is None else trees.map_named(read, tree, layouts)
+
+
+def save(
+    path: str | Path,
+    config: Config,
+    params: trees.Tree,
+    tokenizer: Any = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+      path: made where it is absent; older weights in it are replaced.
+      config: its dtype is replaced by that of the weights.
+      params: whole tensors.
+      tokenizer: anything with `save_pretrained`, such as a transformers tokenizer.
+      max_shard_bytes: beyond this the weights are split over several files, with an index.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = hf_names(config)
+    theirs = [(names[name][0], x.detach().reshape(names[name][1])) for name, x in trees.named(params)]
+    shards = list(_split(theirs, max_shard_bytes))
+    files = (
+        [WHOLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
+    for file, shard in zip(files, shards, strict=True):
+        partial = folder / f"{file}.partial"
+        save_file({n: x.to("cpu").contiguous() for n, x in shard.items()}, partial, metadata={"format": "pt"})
+        os.replace(partial, folder / file)
+    for old in folder.iterdir():  # a stale file of weights would be loaded instead of the new ones
+        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", old.name) and old.name not in files:
+            old.unlink()
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": trees.nbytes(params)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    dtype = str(trees.leaves(params)[0].dtype).removeprefix("torch.")
+    raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _read_config(folder: Path) -> Config:
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a directory")
+    if not any(folder.iterdir()):
+        raise ModelError(f"{folder} is empty; a model directory has config.json and *.safetensors")
+    raw = _json(folder / "config.json")
+    try:
+        return config_from_hf(raw)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ModelError(f"{file} is missing")
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+def _tables(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The files of weights with their tables; what an index promises must be there."""
+    if (folder / WHOLE).is_file():
+        return {folder / WHOLE: _table(folder / WHOLE)}
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"{folder} has neither {WHOLE} nor {INDEX}; other formats of weights are not read")
+    weight_map = _json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / INDEX} has no weight_map")
+    tables = {}
+    for name in sorted(set(weight_map.values())):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder / name} is missing; {INDEX} names it")
+        tables[folder / name] = _table(folder / name)
+    for name, file in weight_map.items():
+        if name not in tables[folder / file]:
+            raise ModelError(f"{folder / file} lacks {name}, which {INDEX} says is in it")
+    return tables
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """What a safetensors file holds. It begins with eight bytes of length and a table in JSON; then come the numbers."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or 8 + length > size:
+            raise ModelError(f"{file} is cut short: it has {size} bytes, its table alone should have {length}")
+        try:
+            table = json.loads(stream.read(length))
+            table.pop("__metadata__", None)
+            expected = 8 + length + max((entry["data_offsets"][1] for entry in table.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ModelError(f"{file} is not a safetensors file: it does not begin with a table") from None
+    if size != expected:
+        raise ModelError(f"{file} has {size} bytes, its table says {expected}: it is cut short or damaged")
+    return table
+
+
+def _idle(name: str, config: Config) -> bool:
+    """Tensors that some files have and that say nothing: rotary frequencies, a second copy of tied embeddings."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == _TOP["unembed"])
+
+
+def _slice(stored: Any, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:
+    """The part `box` of our tensor of `shape`, read from a stored one in which some neighbouring dims are one."""
+    index, part, rest, dim = [], [], [], 0
+    for length in stored.get_shape():
+        merged = 1
+        first = dim
+        while merged < length or dim == first:
+            merged, dim = merged * shape[dim], dim + 1
+        inner = math.prod(shape[first + 1 : dim])
+        low, high = box[first]
+        index.append(slice(low * inner, high * inner))
+        part += [high - low, *shape[first + 1 : dim]]
+        rest += [slice(None), *(slice(*b) for b in box[first + 1 : dim])]
+    return stored[tuple(index)].reshape(part)[tuple(rest)]
+
+
+def _split(tensors: list[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Shards of at most `limit` bytes, in order; a tensor is never split."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, x in tensors:
+        if shard and size + x.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name], size = x, size + x.nbytes
+    yield shard
