@@ -17,6 +17,8 @@ References: Schulman, 2020, http://joschu.net/blog/kl-approx.html; Tang and Muno
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from funrl.algos.core import Term, needs
@@ -26,37 +28,40 @@ from funrl.batch import Batch
 KINDS = ("k1", "k2", "k3", "abs")
 
 
-def check_kind(kind: str) -> None:
-    """Raises ValueError for a kind that `kl_estimate` does not know."""
-    if kind.removesuffix("+") not in KINDS:
-        raise ValueError(f"KL kind {kind!r} is unknown; there are {list(KINDS)}, each also with '+' (gradient of k2)")
-
-
-def kl_estimate(logp_BT: Tensor, other_BT: Tensor, kind: str) -> Tensor:
+def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     """A one-sample estimate of KL(pi || other), elementwise; the table above says which.
 
     Args:
-      logp_BT, other_BT: log-probabilities of the sampled tokens, nats.
       kind: "k1", "k2", "k3" or "abs", or one of these with "+".
-    Returns: nats, in the shape of the arguments.
+    Returns: (logp, other_logp) -> KL; all in nats and of one shape.
     Raises:
       ValueError: the kind is unknown.
 
     Warning: k3 clamps d to +-20 so that exp stays finite. verl also clamps its value to +-10; TRL clamps nothing.
     """
-    check_kind(kind)
-    if kind.endswith("+"):
-        gradient = kl_estimate(logp_BT, other_BT, "k2")
-        return gradient - gradient.detach() + kl_estimate(logp_BT, other_BT, kind[:-1]).detach()
-    d_BT = other_BT - logp_BT
-    if kind == "k1":
-        return -d_BT
-    if kind == "k2":
-        return 0.5 * d_BT.square()
-    if kind == "abs":
-        return d_BT.abs()
-    d_BT = d_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return d_BT.expm1() - d_BT
+    if kind.removesuffix("+") not in KINDS:
+        raise ValueError(f"KL kind {kind!r} is unknown; there are {list(KINDS)}, each also with '+' (gradient of k2)")
+
+    def estimate(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
+        d_BT = other_BT - logp_BT
+        if kind == "k1":
+            return -d_BT
+        if kind == "k2":
+            return 0.5 * d_BT.square()
+        if kind == "abs":
+            return d_BT.abs()
+        d_BT = d_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return d_BT.expm1() - d_BT
+
+    if not kind.endswith("+"):
+        return estimate
+    value, gradient = kl_estimate(kind[:-1]), kl_estimate("k2")
+
+    def straight_through(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
+        moves_BT = gradient(logp_BT, other_BT)
+        return moves_BT - moves_BT.detach() + value(logp_BT, other_BT).detach()
+
+    return straight_through
 
 
 def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
@@ -74,13 +79,12 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
       ValueError: the kind is unknown.
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556
     """
-    check_kind(kind)
-    ratio = token_ratio()
+    estimate, ratio = kl_estimate(kind), token_ratio()
 
     @needs("ref_logp", *(("old_logp",) if bias_corrected else ()))
     def term(logp_BT: Tensor, batch: Batch):
         logp_BT, ref_BT = kept(logp_BT, batch.mask), constant(batch.ref_logp, batch.mask)
-        loss_BT = kl_estimate(logp_BT, ref_BT, kind)
+        loss_BT = estimate(logp_BT, ref_BT)
         if bias_corrected:
             loss_BT = ratio(logp_BT, batch) * loss_BT
         return loss_BT, {"actor/kl_loss": loss_BT.detach()}

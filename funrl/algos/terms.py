@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term, needs, needs_of
+from funrl.algos.core import Term, needs, needs_of, sequence_sums, to_own_tokens, where_masked
 from funrl.batch import Batch
 
 Ratio = Callable[[Tensor, Batch], Tensor]
@@ -23,7 +23,7 @@ def kept(x_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
     """x on the mask, 0 outside it, with no gradient from outside."""
     if x_BT is None:
         raise ValueError("a field that this piece needs is None in the batch; `needs_of` lists the fields it reads")
-    return torch.where(mask_BT, x_BT, torch.zeros_like(x_BT))
+    return where_masked(x_BT, mask_BT)
 
 
 def constant(x_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
@@ -32,23 +32,12 @@ def constant(x_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
 
 
 def sequence_sum(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-    """The sum over the mask of each token's own sequence, given back to every token of it.
-
-    Args:
-      x_BT: [B, T] values; outside the mask they are not read.
-      mask_BT: [B, T] bool.
-      segments_BT: [B, T] which sequence of a packed row, 1, 2, ... with 0 for padding; None: a row is a sequence.
-    Returns: [B, T], constant over a sequence, the tokens outside the mask included.
-    """
-    x_BT = kept(x_BT, mask_BT)
-    if segments_BT is None:
-        return x_BT.sum(dim=1, keepdim=True).expand_as(x_BT)
-    sums = x_BT.new_zeros(x_BT.shape[0], x_BT.shape[1] + 1).scatter_add(1, segments_BT, x_BT)
-    return sums.gather(1, segments_BT)
+    """The sum over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
+    return to_own_tokens(sequence_sums(x_BT, mask_BT, segments_BT), mask_BT, segments_BT)
 
 
 def sequence_mean(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
-    """The mean over the mask of each token's own sequence, given back to every token of it; 0 where it is empty."""
+    """The mean over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
     length_BT = sequence_sum(mask_BT.to(x_BT.dtype), mask_BT, segments_BT)
     return sequence_sum(x_BT, mask_BT, segments_BT) / length_BT.clamp_min(1)
 
