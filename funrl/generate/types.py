@@ -1,0 +1,91 @@
+"""What every rollout engine takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn: logits / temperature, then the `top_k` likeliest, then the likeliest up to `top_p`.
+
+    Attributes:
+      temperature: divides the logits; above 0.
+      top_k: draw among this many likeliest tokens; 0: among all.
+      top_p: draw among the fewest likeliest tokens whose probabilities (after `top_k`) add up to this; 1: among all.
+      max_new_tokens: tokens that a completion may have, the stop token included.
+      stop: token ids that end a completion.
+      samples: completions of each prompt.
+      greedy: take the likeliest token; temperature, top_k and top_p play no part.
+
+    Raises:
+      ValueError: a number out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 64
+    stop: tuple[int, ...] = ()
+    samples: int = 1
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}, it must be above 0; greedy=True takes the likeliest")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, it must be at least 0 (0: all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
+        for name in ("max_new_tokens", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be drawn although the model gives them a probability."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+class Completions(NamedTuple):
+    """What was sampled. Row r is sample `r % samples` of prompt `r // samples`; T is the longest completion.
+
+    Attributes:
+      tokens: [R, T] int64, padded on the right; a stop token that was drawn is part of its completion.
+      lengths: [R] int64, tokens of each completion.
+      logp: [R, T] nats, of the distribution that was drawn from (tempered, truncated); greedy: the model's own.
+      model_logp: [R, T] nats, of the model's own distribution (temperature 1, not truncated).
+      finished: [R] bool, ended by a stop token rather than by the limit.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    logp: Tensor
+    model_logp: Tensor
+    finished: Tensor
+
+
+class Engine(Protocol):
+    """Something that holds a model's weights and completes prompts."""
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes new weights, every one exactly once, by name."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
+    ) -> Completions:
+        """Completes every prompt `sampling.samples` times.
+
+        Args:
+          prompts: token ids.
+          sampling: how to draw.
+          seed: fixes the noise.
+          first_prompt: the number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the
+            prompt, so ranks that share the prompts of a step draw what one rank would draw.
+        """
+        ...
