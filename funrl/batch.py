@@ -17,6 +17,7 @@ class Batch(NamedTuple):
     mask: Tensor  # [B, T] bool, true exactly on tokens that the policy sampled
     positions: Tensor | None = None  # [B, T] int64, position of each token in its sequence; None: 0, 1, 2, ...
     segments: Tensor | None = None  # [B, T] int64, which sequence of a packed row; 0 is padding; None: one a row
+    length: Tensor | None = None  # [B] int64, tokens of the row that are not padding
     group: Tensor | None = None  # [B] int64, rows of one prompt share a number
     score: Tensor | None = None  # [B] outcome reward of the row
     scores: Tensor | None = None  # [B, K] the parts of it, where there are several reward functions

@@ -16,7 +16,10 @@ They are `setup_context`-style autograd functions over functional collectives, s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from funrl.mesh.mesh import Axes, Mesh
@@ -66,6 +69,15 @@ def gather_replicated(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor
 def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Tensor:
     """Splits dim `split` over the ranks of `axes` and concatenates what arrives along dim `concat`."""
     return x if mesh.size(axes) == 1 else _AllToAll.apply(x, mesh.size(axes), mesh.group_name(axes), split, concat)
+
+
+def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
+    """Any picklable value of every rank, by rank. For the rare and the small: errors, names."""
+    if mesh.world == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.world
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:

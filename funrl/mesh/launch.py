@@ -93,17 +93,30 @@ def _process_group(sizes: dict[str, int], rank: int, local: int, device: str, re
         **options,
     )
     try:
-        groups = {}
-        for axes in meshes.combinations(sizes):
-            for ranks in meshes.members(sizes, axes):
-                group: Any = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks)
-                if rank in ranks:
-                    groups[axes] = group.group_name
-        yield Mesh(sizes, rank, where, groups)
+        yield Mesh(sizes, rank, where, _groups(sizes, rank))
         dist.barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def view(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """The same processes as a mesh of other sizes, such as the one to generate on. Called by every rank."""
+    sizes = dict(sizes)
+    if Mesh(sizes).world != mesh.world:
+        raise MeshError(f"{meshes.text(sizes)} has {Mesh(sizes).world} devices, {mesh} has {mesh.world}; they must be the same")
+    return mesh if sizes == mesh.sizes else Mesh(sizes, mesh.rank, mesh.device, _groups(sizes, mesh.rank))
+
+
+def _groups(sizes: dict[str, int], rank: int) -> dict[tuple[str, ...], str]:
+    """Names of this rank's process groups, one for every combination of axes. Made by all ranks in the same order."""
+    world, groups = Mesh(sizes).world, {}
+    for axes in meshes.combinations(sizes):
+        for ranks in meshes.members(sizes, axes):
+            group: Any = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks)
+            if rank in ranks:
+                groups[axes] = group.group_name
+    return groups
 
 
 def _supervise(program: Callable, sizes: dict[str, int], device: str, world: int) -> Any:

@@ -1,0 +1,272 @@
+"""A run, checked and ready to start: what the flags mean. Nothing here computes or starts a process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from funrl import trees
+from funrl.algos.core import Algorithm, needs_of
+from funrl.data import arithmetic
+from funrl.data.prompts import Prompt, load_prompts
+from funrl.data.tokenizer import encode_prompt, load_tokenizer
+from funrl.generate.types import Sampling
+from funrl.mesh import mesh as meshes
+from funrl.mesh.launch import check_devices, device_type
+from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.rules import GENERATE, TRAIN, layouts
+from funrl.models import decoder, hf
+from funrl.models.config import Config
+from funrl.rewards.load import load_reward
+from funrl.runtime.rollout import Example
+from funrl.runtime.settings import Settings
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+class SettingsError(ValueError):
+    """A flag whose value cannot work; the message names it and what would."""
+
+
+class Task(NamedTuple):
+    """What is to be learnt.
+
+    Attributes:
+      name: of the task, for the report.
+      prompts: to train on.
+      heldout: to evaluate on.
+      reward: function(prompt, completion, **fields) -> float.
+      demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
+      max_new_tokens: what a completion needs.
+    """
+
+    name: str
+    prompts: Sequence[Example]
+    heldout: Sequence[Example]
+    reward: Callable[..., float]
+    demonstrations: Callable[[int, int], list[tuple[str, str]]] | None
+    max_new_tokens: int
+
+
+class Job(NamedTuple):
+    """Everything that a rank needs to know; the same on every rank."""
+
+    settings: Settings
+    sizes: dict[str, int]
+    generate_sizes: dict[str, int]
+    device: str
+    dtype: torch.dtype
+    config: Config
+    tokenizer: Any
+    task: Task
+    algorithm: Algorithm
+    sampling: Sampling
+    eval_sampling: Sampling
+    pad: int
+    warmstart_steps: int
+    lr: float
+    critic_lr: float
+
+
+AVAILABLE = frozenset({"tokens", "mask", "length", "group", "score", "truncated", "rollout_logp", "old_logp", "entropy"})
+COMPUTED = frozenset({"ref_logp", "value", "sum_pi_squared", "greedy_score"})
+
+
+def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
+    """Checks every flag and file and reads the small ones.
+
+    Args:
+      settings: the flags.
+      compose: makes the algorithm.
+
+    Raises:
+      ValueError: the first thing that cannot work, named, with its value and the way out.
+    """
+    torch.set_num_threads(1)  # a pool of threads does not survive the fork of the ranks
+    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
+    _check_choices(settings, device)
+    check_devices(sizes, device)
+    if settings.model is None:
+        config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
+    else:
+        config = hf.check(settings.model)
+        tokenizer = load_tokenizer(settings.model)
+    generate_sizes = _generate_sizes(settings, sizes, config, device)
+    _check_layouts(config, sizes, generate_sizes)
+    task = _task(settings, tokenizer)
+    algorithm = compose()
+    check_needs(algorithm)
+    new_tokens = settings.max_new_tokens or task.max_new_tokens
+    stop = tuple(sorted({*config.eos, *({tokenizer.eos_token_id} - {None})}))
+    sampling = Sampling(
+        settings.temperature, settings.top_k, settings.top_p, new_tokens, stop, settings.samples_per_prompt
+    )
+    greedy = settings.eval_temperature == 0
+    eval_sampling = Sampling(settings.eval_temperature or 1.0, 0, 1.0, new_tokens, stop, 1, greedy)
+    _check_lengths(task, new_tokens, config)
+    scratch = settings.model is None
+    lr = settings.lr if settings.lr is not None else (1e-3 if scratch else 1e-5)
+    warmstart = settings.warmstart_steps if settings.warmstart_steps is not None else arithmetic.WARMSTART_STEPS * scratch
+    if warmstart and task.demonstrations is None:
+        raise SettingsError(f"--warmstart_steps={warmstart}: only the embedded task has demonstrations; use 0")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
+    return Job(
+        settings, sizes, generate_sizes, device, DTYPES[settings.dtype], config, tokenizer, task, algorithm,
+        sampling, eval_sampling, pad, warmstart, lr, settings.critic_lr if settings.critic_lr is not None else 2 * lr,
+    )  # fmt: skip
+
+
+def check_needs(algorithm: Algorithm) -> None:
+    """Raises SettingsError naming the fields of `Batch` that an algorithm reads and no run provides."""
+    missing = sorted(needs_of(algorithm) - AVAILABLE - COMPUTED)
+    if "value" in needs_of(algorithm) and algorithm.value_loss is None:
+        missing.append("value (the algorithm has no value_loss, so there is no critic)")
+    if missing:
+        raise SettingsError(f"the algorithm reads {', '.join(missing)}, which this run does not provide")
+
+
+def _check_choices(settings: Settings, device: str) -> None:
+    choices = {
+        "dtype": tuple(DTYPES), "compile": ("auto", "on", "off"), "device": ("cpu", "cuda", None),
+        "lr_schedule": ("constant", "linear", "cosine"), "task": ("arithmetic",),
+    }  # fmt: skip
+    for name, allowed in choices.items():
+        if getattr(settings, name) not in allowed:
+            known = ", ".join(a for a in allowed if a)
+            raise SettingsError(f"--{name}={getattr(settings, name)}: it must be one of {known}")
+    least = {
+        "steps": 1, "batch_prompts": 1, "samples_per_prompt": 1, "epochs": 1, "minibatches": 1, "token_budget": 1,
+        "eval_every": 1, "eval_prompts": 1, "sample_every": 1, "top_k": 0, "lr_warmup_steps": 0, "weight_decay": 0,
+        "eval_temperature": 0, "max_refills": 1,
+    }  # fmt: skip
+    for name, low in least.items():
+        if getattr(settings, name) < low:
+            raise SettingsError(f"--{name}={getattr(settings, name)}: it must be at least {low}")
+    for name in ("temperature", "max_grad_norm", "lr", "critic_lr", "max_new_tokens"):
+        if getattr(settings, name) is not None and getattr(settings, name) <= 0:
+            raise SettingsError(f"--{name}={getattr(settings, name)}: it must be above 0")
+    if not 0 < settings.top_p <= 1:
+        raise SettingsError(f"--top_p={settings.top_p}: it must be above 0 and at most 1")
+    if settings.warmstart_steps is not None and settings.warmstart_steps < 0:
+        raise SettingsError(f"--warmstart_steps={settings.warmstart_steps}: it must be at least 0")
+    if (settings.top_k > 0 or settings.top_p < 1) and settings.temperature != 1:
+        raise SettingsError(
+            f"--temperature={settings.temperature} with --top_k={settings.top_k} --top_p={settings.top_p}: the engine "
+            "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
+            "compute; use either a temperature, or top_k and top_p at temperature 1"
+        )
+    rows = settings.batch_prompts * settings.samples_per_prompt
+    if settings.minibatches > rows:
+        raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+
+
+def _generate_sizes(settings: Settings, sizes: dict[str, int], config: Config, device: str) -> dict[str, int]:
+    """The mesh to generate on. By default every device decodes alone, which needs no collective at all, as long as
+    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh."""
+    world = Mesh(sizes).world
+    if settings.generate_mesh is None:
+        item = 8 if settings.dtype == "float64" else 4
+        fits = trees.count(decoder.shapes(config)) * item <= _device_memory(device, world) / 4
+        alone = dict.fromkeys(meshes.AXES, 1) | {"data": world}
+        chosen = alone if fits and settings.batch_prompts >= world else sizes
+    else:
+        chosen = meshes.parse(settings.generate_mesh)
+        if Mesh(chosen).world != world:
+            raise MeshError(
+                f"--generate_mesh={settings.generate_mesh} has {Mesh(chosen).world} devices and --mesh={settings.mesh} "
+                f"has {world}; they are two views of the same devices"
+            )
+    ranks = max(sizes["data"], chosen["data"])
+    if settings.batch_prompts < ranks:
+        raise MeshError(
+            f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
+            f"use at least {ranks} prompts or fewer data ranks"
+        )
+    return chosen
+
+
+def _device_memory(device: str, world: int) -> float:
+    """Bytes that one rank may use."""
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / world
+
+
+def _check_layouts(config: Config, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]) -> None:
+    for mesh, rules in ((sizes, TRAIN), (generate_sizes, GENERATE)):
+        for axis in ("sequence", "expert"):
+            if mesh[axis] > 1:
+                raise MeshError(f"{meshes.text(dict(mesh))}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
+        layouts(decoder.shapes(config), decoder.axes(config), rules, mesh)
+
+
+def _task(settings: Settings, tokenizer: Any) -> Task:
+    if settings.prompts is None and settings.reward is None:
+        if settings.model is not None:
+            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
+        return _arithmetic(settings, tokenizer)
+    if settings.reward is None:
+        raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function")
+    if settings.prompts is None:
+        raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
+    reward = load_reward(settings.reward)
+    examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
+    held = min(settings.eval_prompts, len(examples) // 10)
+    # With fewer than ten prompts there is none to spare: evaluation uses the training prompts.
+    train, heldout = (examples[:-held], examples[-held:]) if held else (examples, examples)
+    return Task(Path(settings.prompts).stem, train, heldout, reward, None, 64)
+
+
+def _arithmetic(settings: Settings, tokenizer: Any) -> Task:
+    train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
+    heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
+    demonstrations = functools.partial(arithmetic.demonstrations)
+    return Task("arithmetic", train, heldout, arithmetic.reward, demonstrations, arithmetic.MAX_NEW_TOKENS)
+
+
+def to_example(prompt: Prompt, tokenizer: Any) -> Example:
+    """A prompt as token ids; chat messages go through the tokenizer's chat template."""
+    tokens, text = encode_prompt(tokenizer, prompt.prompt)
+    if not tokens:
+        raise SettingsError(f"prompt {prompt.prompt!r} has no tokens")
+    return Example(tokens, text, prompt.fields)
+
+
+def _check_lengths(task: Task, new_tokens: int, config: Config) -> None:
+    longest = max((*task.prompts, *task.heldout), key=lambda e: len(e.tokens))
+    if len(longest.tokens) + new_tokens > config.max_positions:
+        raise SettingsError(
+            f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
+            f"has {config.max_positions} positions; shorten one of them (prompt begins {longest.text[:60]!r})"
+        )
+
+
+def load_function(text: str) -> Callable:
+    """The function named by "package.module:function" or "FILE.py:function"."""
+    name, _, function = text.partition(":")
+    if not function:
+        raise SettingsError(f"--algorithm={text}: write module:function or FILE.py:function")
+    try:
+        if name.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise SettingsError(f"--algorithm={text}: {name} does not import: {error}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise SettingsError(f"--algorithm={text}: {name} has no function {function!r}; it has {', '.join(public)}")
+    return found

@@ -1,0 +1,292 @@
+"""The boxes of the loop, each a function of the state and the batch; `loop.py` joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import Fraction, Signal, needs_of
+from funrl.batch import Batch, select
+from funrl.data.prompts import prompt_batch
+from funrl.generate.native import native_engine
+from funrl.generate.types import Completions, Engine, Sampling
+from funrl.mesh.launch import view
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan, plan
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import GENERATE, TRAIN, layouts
+from funrl.models import decoder, value
+from funrl.models.compile import compile_layer
+from funrl.models.scores import token_scores
+from funrl.optim import Transformation, global_norm
+from funrl.rewards.load import score as call_reward
+from funrl.runtime.job import Job
+from funrl.runtime.optimizer import make_optimizer
+from funrl.runtime.rollout import Example, Rollout, completion_texts, rollout, to_batch
+from funrl.runtime.spmd import Clock
+from funrl.runtime.step import Learner, gradient, policy_objective, score, update, value_objective
+
+EVAL_SEED = 1 << 40  # of evaluations; no training step has it
+
+
+class Models(NamedTuple):
+    """What is made once: meshes, layouts, functions and the engine, as this rank sees them."""
+
+    mesh: Mesh
+    generate_mesh: Mesh
+    policy_layouts: trees.Tree
+    critic_layouts: trees.Tree
+    to_generate: Plan
+    engine: Engine
+    policy_optimizer: Transformation
+    critic_optimizer: Transformation
+    layer: Callable | None
+
+
+class State(NamedTuple):
+    """What changes from step to step."""
+
+    policy: Learner
+    critic: Learner | None
+    reference: trees.Tree
+    advantage: Any
+    position: int  # prompts taken so far
+
+
+class Samples(Protocol):
+    """Where a phase shows completions and remarks."""
+
+    def samples(self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
+    """Meshes, layouts and functions. Called by every rank."""
+    generate_mesh = view(mesh, job.generate_sizes)
+    shapes, axes = decoder.shapes(job.config), decoder.axes(job.config)
+    policy_layouts = layouts(shapes, axes, TRAIN, job.sizes)
+    generate_layouts = layouts(shapes, axes, GENERATE, job.generate_sizes)
+    critic_layouts = layouts(value.shapes(job.config), value.axes(job.config), TRAIN, job.sizes)
+    dtypes = trees.map(lambda _: job.dtype, shapes)
+    updates = job.settings.steps * job.settings.epochs * job.settings.minibatches
+    layer = compile_layer(job.config, job.settings.compile, mesh, note)
+    return Models(
+        mesh=mesh,
+        generate_mesh=generate_mesh,
+        policy_layouts=policy_layouts,
+        critic_layouts=critic_layouts,
+        to_generate=plan(policy_layouts, generate_layouts, dtypes),
+        engine=native_engine(job.config, generate_mesh, job.dtype),
+        policy_optimizer=make_optimizer(job.settings, job.lr, updates, policy_layouts, mesh),
+        critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),
+        layer=layer,
+    )
+
+
+def start(job: Job, models: Models, weights: trees.Tree) -> State:
+    """The state before the first step; the engine has the weights."""
+    needed = needs_of(job.algorithm)
+    critic = None
+    if job.algorithm.value_loss is not None:
+        params = value.init(job.config, weights)
+        critic = Learner(params, models.critic_optimizer.init(params))
+    reference = trees.clone(weights) if "ref_logp" in needed else None
+    policy = Learner(weights, models.policy_optimizer.init(weights))
+    state = State(policy, critic, reference, job.algorithm.advantage.init(), 0)
+    sync(job, models, state, Clock())
+    return state
+
+
+def sync(job: Job, models: Models, state: State, clock: Clock) -> None:
+    """Gives the engine the policy's weights in the layout to generate in."""
+    with clock.phase("reshard"):
+        weights = trees.cast(state.policy.params, job.dtype)
+        models.engine.load(trees.named(reshard(weights, models.to_generate, models.mesh)))
+
+
+def evaluate(job: Job, models: Models, step: int, clock: Clock, show: Samples) -> dict[str, float]:
+    """Mean reward and share of full rewards on held-out prompts."""
+    examples = job.task.heldout[: job.settings.eval_prompts]
+    with clock.phase("eval"):
+        done = _roll(job, models, examples, job.eval_sampling, EVAL_SEED)
+    _show(job, examples[:8], done, 1, step, show)
+    return {"eval/reward": done.score.mean().item(), "eval/accuracy": (done.score >= 1).double().mean().item()}
+
+
+def collect(
+    job: Job, models: Models, state: State, step: int, clock: Clock, show: Samples
+) -> tuple[Batch, State, dict[str, float]]:
+    """A batch of rewarded completions. Prompts that the algorithm's filter drops are replaced, within bounds."""
+    settings, keep = job.settings, job.algorithm.keep
+    examples: list[Example] = []
+    parts: list[Rollout] = []
+    position, sampled = state.position, 0
+    for refill in range(settings.max_refills if keep is not None else 1):
+        drawn = prompt_batch(job.task.prompts, settings.batch_prompts, settings.seed, position)
+        with clock.phase("generate"):
+            done = _roll(job, models, drawn, job.sampling, settings.seed * 1_000_003 + position)
+        position, sampled = position + len(drawn), sampled + len(drawn)
+        if refill == 0 and (step == 1 or step % settings.sample_every == 0 or step == settings.steps):
+            _show(job, drawn[:8], done, job.sampling.samples, step, show)
+        wanted = _wanted(job, drawn, done)[: settings.batch_prompts - len(examples)]
+        examples += [drawn[i] for i in wanted]
+        parts.append(_prompts_of(done, wanted, job.sampling.samples))
+        if len(examples) == settings.batch_prompts:
+            break
+    if not examples:
+        show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
+        examples, parts = list(drawn), [done]
+    whole = trees.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
+    batch = to_batch(examples, whole, job.sampling, job.pad, position)
+    if "greedy_score" in needs_of(job.algorithm):
+        with clock.phase("generate"):
+            greedy = _roll(job, models, examples, job.sampling._replace(greedy=True, samples=1), 0)
+        batch = batch._replace(greedy_score=greedy.score.to(batch.score).repeat_interleave(job.sampling.samples))
+    metrics = {"filter_groups/kept_share": len(examples) / sampled, "filter_groups/sampled_prompts": sampled}
+    return batch, state._replace(position=position), metrics if keep is not None else {}
+
+
+def score_batch(job: Job, models: Models, state: State, batch: Batch, clock: Clock) -> tuple[Batch, State, dict[str, float]]:
+    """Log-probabilities and values by the trainer, then advantages; and what there is to say of the batch."""
+    settings, needed = job.settings, needs_of(job.algorithm)
+    extra = ("sum_pi_squared",) if "sum_pi_squared" in needed else ()
+
+    def logp_of(params: trees.Tree, rows: Batch, want: tuple[str, ...] = ("logp",)) -> list[Tensor]:
+        scores = token_scores(
+            job.config, trees.cast(params, job.dtype), rows.tokens, rows.positions, rows.segments, models.mesh,
+            settings.temperature, want, rows.mask, models.layer,
+        )  # fmt: skip
+        return [getattr(scores, name) for name in want]
+
+    with clock.phase("old_logp"):
+        old, *more = score(
+            lambda p, r: logp_of(p, r, ("logp", *extra)), state.policy.params, batch, models.mesh, settings.token_budget
+        )
+        batch = batch._replace(old_logp=old, **dict(zip(extra, more, strict=True)))
+    if state.reference is not None:
+        with clock.phase("ref"):
+            (ref,) = score(logp_of, state.reference, batch, models.mesh, settings.token_budget)
+            batch = batch._replace(ref_logp=ref)
+    if state.critic is not None:
+        with clock.phase("value"):
+            (values,) = score(
+                lambda p, r: [_values(job, models, p, r)], state.critic.params, batch, models.mesh, settings.token_budget
+            )
+            batch = batch._replace(value=values)
+    with clock.phase("advantage"):
+        assert batch.score is not None
+        signal = Signal(batch.score, batch.mask)
+        signal, advantage_state = job.algorithm.advantage.update(signal, state.advantage, batch)
+    metrics = _describe(batch, signal) | {k: f.value.item() for k, f in signal.metrics.items()}
+    batch = batch._replace(advantage=signal.x, mask=signal.mask, returns=signal.returns, weight=signal.weight)
+    if signal.rows is not None:
+        batch = select(batch, signal.rows)
+    return batch, state._replace(advantage=advantage_state), metrics
+
+
+def learn(job: Job, models: Models, state: State, batch: Batch, step: int, clock: Clock) -> tuple[State, dict[str, float]]:
+    """Several passes over the batch in mini-batches, critic first; the same rows in each whatever the mesh."""
+    settings, algorithm = job.settings, job.algorithm
+    policy_objective_ = policy_objective(
+        job.config, algorithm.policy_loss, models.mesh, settings.temperature, models.layer, job.dtype
+    )
+    totals: dict[str, list[float]] = {}
+
+    def one_step(kind, objective, loss, learner, optimizer, layouts_, rows, old) -> Learner:
+        grads, metrics, value_ = gradient(objective, loss, learner.params, rows, old, models.mesh, settings.token_budget)
+        name = "pg_loss" if kind == "actor" else "vf_loss"
+        metrics |= {f"{kind}/{name}": value_, f"{kind}/grad_norm": global_norm(grads, layouts_, models.mesh)}
+        for key, x in metrics.items():
+            totals.setdefault(key, []).append(float(x))
+        return update(optimizer, learner, grads)
+
+    policy, critic = state.policy, state.critic
+    for epoch in range(settings.epochs):
+        for rows in _mini_batches(job, batch, step, epoch):
+            if critic is not None and algorithm.value_loss is not None:
+                with clock.phase("update_critic"):
+                    objective = value_objective(job.config, algorithm.value_loss, models.mesh, models.layer, job.dtype)
+                    critic = one_step(
+                        "critic", objective, algorithm.value_loss, critic, models.critic_optimizer,
+                        models.critic_layouts, rows, rows.value,
+                    )  # fmt: skip
+            with clock.phase("update_actor"):
+                policy = one_step(
+                    "actor", policy_objective_, algorithm.policy_loss, policy, models.policy_optimizer,
+                    models.policy_layouts, rows, rows.old_logp,
+                )  # fmt: skip
+    return state._replace(policy=policy, critic=critic), {k: sum(v) / len(v) for k, v in totals.items()}
+
+
+def _roll(job: Job, models: Models, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
+    def rewards(rows: Sequence[Example], texts: Sequence[str]) -> list[float]:
+        return call_reward(job.task.reward, [r.text for r in rows], texts, [r.fields for r in rows])
+
+    return rollout(models.engine, examples, sampling, seed, rewards, decoder_of(job.tokenizer), models.generate_mesh)
+
+
+def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _values(job: Job, models: Models, params: trees.Tree, rows: Batch) -> Tensor:
+    return value.apply(
+        job.config, trees.cast(params, job.dtype), rows.tokens, rows.positions, rows.segments, models.mesh, models.layer
+    )
+
+
+def _wanted(job: Job, examples: Sequence[Example], done: Rollout) -> list[int]:
+    """The prompts of which the algorithm's filter keeps at least one row."""
+    if job.algorithm.keep is None:
+        return list(range(len(examples)))
+    kept_R = job.algorithm.keep(to_batch(examples, done, job.sampling, job.pad, 0))
+    return kept_R.view(len(examples), -1).any(1).nonzero().squeeze(1).tolist()
+
+
+def _prompts_of(done: Rollout, prompts: list[int], samples: int) -> Rollout:
+    at = torch.tensor(prompts, dtype=torch.int64, device=done.score.device)
+    rows = (at[:, None] * samples + torch.arange(samples, device=at.device)).flatten()
+    return trees.map(lambda x: x[rows], done)
+
+
+def _mini_batches(job: Job, batch: Batch, step: int, epoch: int) -> list[Batch]:
+    seed = (job.settings.seed * 1_000_003 + step) * 1_003 + epoch
+    order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(seed)).to(batch.tokens.device)
+    return [select(batch, rows) for rows in order.chunk(job.settings.minibatches)]
+
+
+def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
+    """Metrics of a scored batch."""
+    mask, score_B = batch.mask, batch.score
+    assert batch.old_logp is not None and batch.rollout_logp is not None and batch.length is not None
+    assert score_B is not None and batch.truncated is not None
+    gap = (batch.old_logp - batch.rollout_logp).abs()[mask]
+    response = mask.sum(1).double()
+    advantages = signal.x[signal.mask]
+    out = {
+        "reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min(),
+        "critic/advantages/mean": advantages.mean(), "critic/advantages/max": advantages.max(),
+        "critic/advantages/min": advantages.min(),
+        "response_length/mean": response.mean(), "response_length/max": response.max(),
+        "response_length/min": response.min(), "response_length/clip_ratio": batch.truncated.double().mean(),
+        "rollout/logprob_gap_max": gap.max(), "rollout/logprob_gap_mean": gap.mean(),
+        "rollout/logp_mean": batch.rollout_logp[mask].mean(),
+        "perf/total_num_tokens": batch.length.sum(),
+    }  # fmt: skip
+    if batch.value is not None and signal.returns is not None:
+        returns, values = signal.returns[signal.mask], batch.value[signal.mask]
+        unexplained = (returns - values).var() / returns.var().clamp_min(1e-12)
+        out |= {"critic/vf_explained_var": 1 - unexplained, "critic/values/mean": values.mean()}
+        out |= {"critic/returns/mean": returns.mean()}
+    return {k: float(v) for k, v in out.items()}
+
+
+def _show(job: Job, examples: Sequence[Example], done: Rollout, samples: int, step: int, show: Samples) -> None:
+    """The first sample of each of the first prompts."""
+    first = trees.map(lambda x: x[: len(examples) * samples : samples], done)
+    show.samples(step, examples, completion_texts(first.completions, decoder_of(job.tokenizer)), first.score.tolist())

@@ -1,0 +1,231 @@
+"""The directory that a run leaves behind, and the lines of JSON in it.
+
+| file | what | written |
+|---|---|---|
+| config.json | every flag, versions, platform, mesh, seed | before any work |
+| metrics.jsonl | one object a step | after every step |
+| samples.jsonl | one object a sample | now and then |
+| tensorboard/ | the metrics as TensorBoard events | after every step |
+| model/ | the trained policy as a Hugging Face directory | at the end |
+| report.html | all of this as one page | at the end |
+
+A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut
+short, which `read_lines` leaves out).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import funrl
+
+
+class RunDirectoryError(ValueError):
+    """A run directory that cannot be used; the message names it and says what would be right."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where a run writes. It holds no open file, so it may be handed to other processes."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+
+def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]) -> RunDirectory:
+    """Creates the directory of a run, proves that it can be written, and writes its config.json.
+
+    Args:
+      run_dir: where; None or "" is runs/<experiment>-<time>, with a number behind it if that is taken.
+      experiment: the name of the program, such as "ppo".
+      config: every flag by name; "mesh" and "seed" are also put at the top of config.json.
+    Raises:
+      RunDirectoryError: it cannot be created or written, or it holds a former run or a foreign config.json.
+    """
+    run = RunDirectory(_new_default(experiment) if not run_dir else _given(Path(run_dir)))
+    _refuse_used(run)
+    _check_writable(run.path)
+    write_text(run.config, json.dumps(valid(describe(experiment, config)), indent=2) + "\n")
+    return run
+
+
+def describe(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says: the flags, and what else is needed to do the run again."""
+    return {
+        "experiment": experiment,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "mesh": config.get("mesh"),
+        "seed": config.get("seed"),
+        "flags": config,
+        "versions": {
+            "funrl": funrl.__version__,
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            "transformers": _version("transformers"),
+        },
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def valid(value: Any) -> Any:
+    """The value as what JSON can say: numbers that are not finite are None, scalars of any library are numbers."""
+    if isinstance(value, dict):
+        return {str(key): valid(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [valid(item) for item in value]
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        return valid(value.item() if math.prod(getattr(value, "shape", ())) == 1 else value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)
+
+
+class Lines(NamedTuple):
+    """A file of JSON lines that is open for writing."""
+
+    write: Callable[[dict[str, Any]], None]
+    close: Callable[[], None]
+
+
+def open_lines(path: Path) -> Lines:
+    """Opens a file to add JSON lines to; each is handed to the system, whole, before `write` returns."""
+    file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by the caller)
+
+    def write(record: dict[str, Any]) -> None:
+        text = json.dumps(valid(record), ensure_ascii=False, allow_nan=False)
+        file.write(text.encode("utf-8", "replace") + b"\n")
+
+    return Lines(write, file.close)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines. A last line that was cut short is left out.
+
+    Raises:
+      RunDirectoryError: a line before the last is no JSON object; the message has its number.
+    """
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline follows it: the run was ended inside this write
+                return
+            raise RunDirectoryError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise RunDirectoryError(f"{path}, line {number}: a JSON object is needed, not {type(record).__name__}")
+        yield record
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: to a neighbour first, which then takes its name."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _given(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"--run_dir={path}: cannot be created: {_reason(error)}") from None
+    return path
+
+
+def _new_default(experiment: str) -> Path:
+    stem = f"{experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if path.is_dir():
+                continue
+            raise RunDirectoryError(f"{path.parent}: is a file; give --run_dir") from None
+        except OSError as error:
+            here = Path.cwd()
+            raise RunDirectoryError(f"{here / path}: cannot be created: {_reason(error)}; give --run_dir") from None
+        return path
+    raise RunDirectoryError(f"runs/{stem}: a thousand of that name exist; give --run_dir")
+
+
+def _refuse_used(run: RunDirectory) -> None:
+    if run.metrics.exists() and run.metrics.stat().st_size:
+        raise RunDirectoryError(
+            f"--run_dir={run.path}: holds the metrics of a former run; give another directory or remove this one"
+        )
+    if run.config.exists():
+        try:
+            ours = "experiment" in json.loads(run.config.read_bytes())
+        except (ValueError, TypeError, OSError):
+            ours = False
+        if not ours:
+            raise RunDirectoryError(
+                f"--run_dir={run.path}: holds a config.json that no run has written (a model?); give another directory"
+            )
+
+
+def _check_writable(path: Path) -> None:
+    probe = path / f".probe.{os.getpid()}"
+    try:
+        probe.write_bytes(b"\n")
+        probe.unlink()
+    except OSError as error:
+        raise RunDirectoryError(f"--run_dir={path}: cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

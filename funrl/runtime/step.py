@@ -1,0 +1,160 @@
+"""The trainer's two verbs: `score` rows under a model, and `update` a model on a mini-batch.
+
+Both take the whole batch, the same on every rank, and let each data rank work on its own rows. Gradients are exact
+whatever the split: the denominators of the loss depend on masks alone, so they are taken over the whole mini-batch
+first, and every micro-batch's numerators are divided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import Fraction, Loss, needs_of
+from funrl.batch import Batch, select
+from funrl.data.packing import balance, micro_batches
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
+from funrl.models import decoder, value
+from funrl.models.config import Config
+from funrl.models.scores import token_scores
+from funrl.optim import Transformation, apply_updates
+from funrl.runtime.spmd import psum_tree
+
+Aux = tuple[tuple[Fraction, ...], dict[str, Fraction]]
+Objective = Callable[[trees.Tree, Batch, Sequence[Tensor]], tuple[Tensor, Aux]]
+Forward = Callable[[trees.Tree, Batch], Sequence[Tensor]]
+
+
+class Learner(NamedTuple):
+    """One model that learns: its weights as this rank holds them, and its optimizer's state."""
+
+    params: trees.Tree
+    opt_state: Any
+
+
+def score(forward: Forward, params: trees.Tree, batch: Batch, mesh: Mesh, token_budget: int) -> list[Tensor]:
+    """Per-token quantities of all rows, computed once over the data ranks and known to all of them.
+
+    Args:
+      forward: (params, rows) -> tensors [rows, width].
+      batch: all rows; the same on every rank.
+      token_budget: padded tokens in one forward pass.
+
+    Returns: the tensors of `forward` for all rows, [B, T], without gradient.
+    """
+    whole: list[Tensor] = []
+    with torch.no_grad():
+        for rows, piece in _own_micro_batches(batch, mesh, token_budget):
+            outs = forward(params, piece)
+            if not whole:
+                whole = [out.new_zeros(batch.tokens.shape) for out in outs]
+            for all_rows, out in zip(whole, outs, strict=True):
+                all_rows[rows, : out.shape[1]] = out[: len(rows)]
+    # Every row was computed by one data rank and is zero on the others: the sum is the union.
+    return psum_tree(whole, mesh, "data")
+
+
+def gradient(
+    objective: Objective, loss: Loss, params: trees.Tree, batch: Batch, old: Tensor, mesh: Mesh, token_budget: int
+) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
+    """The gradient of a loss over the rows of a mini-batch, summed over micro-batches and data ranks.
+
+    Args:
+      objective: (params, rows, denominators) -> (scalar, fractions and metrics).
+      loss: what the objective computes; asked once, on `old`, for the denominators of the whole mini-batch.
+      batch: the mini-batch's rows; the same on every rank.
+      old: [B, T] any finite argument for `loss`.
+
+    Returns: the gradient tree, the metrics' means, and the loss.
+    """
+    fractions, _ = loss(old, batch._replace(entropy=torch.zeros_like(old)))
+    dens = [f.den for f in fractions]
+    grads: trees.Tree = None
+    total: Any = None
+    for _, piece in _own_micro_batches(batch, mesh, token_budget):
+        (_, (parts, metrics)), grad = trees.value_and_grad(objective)(params, piece, dens)
+        grads = grad if grads is None else _accumulate(grads, grad)
+        mine = (tuple(p.num for p in parts), {k: tuple(v) for k, v in metrics.items()})
+        total = mine if total is None else trees.map(torch.add, total, mine)
+    grads, (nums, metrics) = psum_tree((grads, total), mesh, "data")
+    value = sum((Fraction(n, d).value for n, d in zip(nums, dens, strict=True)), torch.zeros_like(nums[0]))
+    return grads, {k: Fraction(*v).value for k, v in metrics.items()}, value
+
+
+def update(optimizer: Transformation, learner: Learner, grads: trees.Tree) -> Learner:
+    """One optimizer step. The learner is given up: its buffers may be reused."""
+    with torch.no_grad():
+        updates, state = optimizer.update(grads, learner.opt_state, learner.params)
+        return Learner(apply_updates(learner.params, updates), state)
+
+
+def policy_objective(config: Config, loss: Loss, mesh: Mesh, temperature: float, layer: Any, dtype: torch.dtype) -> Objective:
+    """The algorithm's loss of a policy. Weights are cast to `dtype` to compute, gradients come back in their own."""
+    want = ("logp", "entropy") if "entropy" in needs_of(loss) else ("logp",)
+
+    def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
+        scores = token_scores(
+            config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
+            rows.mask, layer,
+        )  # fmt: skip
+        return _divide(loss(scores.logp, rows._replace(entropy=scores.entropy)), dens)
+
+    return objective
+
+
+def value_objective(config: Config, loss: Loss, mesh: Mesh, layer: Any, dtype: torch.dtype) -> Objective:
+    """The algorithm's loss of a critic."""
+
+    def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
+        values = value.apply(
+            config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer
+        )
+        return _divide(loss(values, rows), dens)
+
+    return objective
+
+
+def _divide(out: Aux, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
+    fractions, _ = out
+    scalar = sum((f.over(d) for f, d in zip(fractions, dens, strict=True)), torch.zeros_like(dens[0]))
+    return scalar, out
+
+
+def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
+    torch._foreach_add_(trees.leaves(total), trees.leaves(more))
+    return total
+
+
+def _own_micro_batches(batch: Batch, mesh: Mesh, token_budget: int) -> list[tuple[Tensor, Batch]]:
+    """Row numbers and rows of each micro-batch of this data rank: equal work over ranks, similar lengths together.
+
+    Every data rank gets the same number of them, because a forward pass may hold collectives over data. A rank that
+    has fewer is given the shortest row with an empty mask: no row number, and no influence on any loss.
+    """
+    assert batch.length is not None
+    lengths = batch.length.tolist()
+    shares = balance(lengths, mesh.size("data"))
+    plans = [micro_batches([lengths[i] for i in share], token_budget) for share in shares]
+    mine, plan = shares[mesh.index("data")], plans[mesh.index("data")]
+    device = batch.tokens.device
+    pieces = []
+    for piece in plan:
+        rows = torch.tensor([mine[i] for i in piece], device=device)
+        pieces.append((rows, _trim(select(batch, rows))))
+    shortest = torch.tensor([lengths.index(min(lengths))], device=device)
+    idle = _trim(select(batch, shortest))
+    idle = idle._replace(mask=torch.zeros_like(idle.mask))
+    return pieces + [(shortest[:0], idle)] * (max(map(len, plans)) - len(pieces))
+
+
+def _trim(rows: Batch) -> Batch:
+    """The rows cut to the longest of them (a multiple of 8, so that few widths occur)."""
+    assert rows.length is not None
+    full = rows.tokens.shape[1]
+    width = min(-(-int(rows.length.max()) // 8) * 8, full)
+    return Batch(*(x[:, :width] if x is not None and x.ndim == 2 and x.shape[1] == full else x for x in rows))

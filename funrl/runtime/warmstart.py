@@ -1,0 +1,133 @@
+"""Where the policy's first weights come from: a Hugging Face directory, or a supervised warm start from scratch.
+
+The warm start is cached by everything that its result depends on, so that a second run skips it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funrl import trees
+from funrl.algos.core import reduce
+from funrl.algos.reductions import token_mean
+from funrl.algos.supervised import negative_log_likelihood
+from funrl.batch import Batch
+from funrl.data.packing import pad_rows
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.reshard import unshard
+from funrl.mesh.rules import shard
+from funrl.models import decoder, hf
+from funrl.optim import adamw, chain, clip_by_global_norm, global_norm, warmup_cosine
+from funrl.runtime.job import Job
+from funrl.runtime.step import Learner, gradient, policy_objective, update
+
+BATCH = 64  # demonstrations a step
+LR = 3e-3
+VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
+
+
+def initial_weights(
+    job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage: Any
+) -> trees.Tree:
+    """This rank's shards of the policy before RL, in the dtype of the master weights.
+
+    Args:
+      job: says which model, and how many warm-start steps.
+      mesh, layouts: the train mesh and the policy's layouts on it.
+      layer: the compiled layer, or None.
+      stage: shows progress; `stage.supervised(step, steps, metrics)` and `stage.note(text)`.
+    """
+    dtype = torch.float32 if job.dtype == torch.bfloat16 else job.dtype
+    if job.settings.model is not None:
+        return hf.load(job.settings.model, dtype, mesh, layouts)[1]
+    generator = torch.Generator().manual_seed(job.settings.seed)
+    weights = trees.to_device(shard(decoder.init(job.config, generator, dtype), layouts, mesh), mesh.device)
+    if job.warmstart_steps == 0:
+        return weights
+    cached = cache_directory() / _key(job)
+    hit = torch.tensor(float((cached / "config.json").exists()), device=mesh.device)
+    # One rank's file system may lag behind another's: all of them take the cache, or none.
+    if -collectives.pmax(-hit, mesh, tuple(mesh.sizes)).item() == 1:
+        stage.note(f"warm start: {job.warmstart_steps} supervised steps taken from the cache, {cached}")
+        return hf.load(cached, dtype, mesh, layouts)[1]
+    start = time.perf_counter()
+    weights = supervise(job, mesh, layouts, layer, weights, stage)
+    stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
+    whole = unshard(weights, layouts, mesh)
+    if mesh.rank == 0:
+        _store(cached, job, whole, stage)
+    return weights
+
+
+def supervise(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, weights: trees.Tree, stage: Any) -> trees.Tree:
+    """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
+    steps, loss = job.warmstart_steps, reduce(negative_log_likelihood(), token_mean())
+    optimizer = chain(
+        clip_by_global_norm(1.0, lambda g: global_norm(g, layouts, mesh)),
+        adamw(warmup_cosine(0.0, LR, max(1, steps // 20), steps), b2=0.99),
+    )
+    objective = policy_objective(job.config, loss, mesh, 1.0, layer, job.dtype)
+    learner = Learner(weights, optimizer.init(weights))
+    for step in range(1, steps + 1):
+        rows = demonstration_batch(job, step, mesh.device)
+        old = torch.zeros(rows.tokens.shape, dtype=trees.leaves(weights)[0].dtype, device=mesh.device)
+        grads, _, value = gradient(objective, loss, learner.params, rows, old, mesh, job.settings.token_budget)
+        learner = update(optimizer, learner, grads)
+        if step % 10 == 0 or step == steps:
+            stage.supervised(step, steps, {"train/loss": value.item()})
+    return learner.params
+
+
+def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
+    """Demonstrations of one step, the same on every rank; the mask is true on their completions."""
+    assert job.task.demonstrations is not None
+    end = [job.tokenizer.eos_token_id]
+    pairs = job.task.demonstrations(job.settings.seed * 1_000_003 + step, BATCH)
+    encode = lambda text: job.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    prompts = [encode(p) for p, _ in pairs]
+    rows = [p + encode(c) + end for p, (_, c) in zip(prompts, pairs, strict=True)]
+    tokens = torch.as_tensor(pad_rows(rows, job.pad, 8), device=device)
+    length = torch.tensor([len(r) for r in rows], device=device)
+    begin = torch.tensor([len(p) for p in prompts], device=device)
+    at_T = torch.arange(tokens.shape[1], device=device)
+    return Batch(tokens, (at_T >= begin[:, None]) & (at_T < length[:, None]), length=length)
+
+
+def cache_directory() -> Path:
+    """Where warm starts are kept: $XDG_CACHE_HOME/funrl/warmstart, by default below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funrl" / "warmstart"
+
+
+def _key(job: Job) -> str:
+    """A hash of everything that the weights depend on. The mesh is not among it: it does not change them."""
+    facts = {
+        "version": VERSION, "config": dataclasses.asdict(job.config), "task": job.task.name, "batch": BATCH, "lr": LR,
+        "steps": job.warmstart_steps, "seed": job.settings.seed, "dtype": job.settings.dtype,
+        "demonstrations": job.task.demonstrations(0, 16) if job.task.demonstrations else None,
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _store(cached: Path, job: Job, whole: trees.Tree, stage: Any) -> None:
+    """Writes beside and renames, so that a reader sees a whole directory or none."""
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.mkdtemp(dir=cached.parent)
+        hf.save(beside, job.config, whole, job.tokenizer)
+        try:
+            os.rename(beside, cached)
+        except OSError:  # another run was quicker
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        stage.note(f"the warm start could not be cached in {cached}: {error}")
