@@ -2,13 +2,14 @@
 
 | piece | type | closed under | runs |
 |---|---|---|---|
-| advantage | `init() -> state`, `update(signal, state, batch) -> (signal, state)` | `chain` | once a rollout, no gradient |
+| advantage | `init() -> state`, `update(signal, state, batch) -> (signal, state)` | `chain` | once a rollout |
 | term | `(logp, batch) -> (per-token loss, metrics)` | `add`, `scale`, `weighted` | in every training step |
-| reduction | `(per-token loss, mask) -> Fraction` | `+` | in every training step |
+| reduction | `(per-token loss, mask, segments) -> Fraction` | `+` | in every training step |
 
 A `Fraction` keeps numerator and denominator apart until micro-batches and data ranks are summed, so gradient
 accumulation and data parallelism are exact by construction. A denominator depends on the mask alone, never on a
 log-probability. Every piece names the fields of `Batch` that it reads; `needs_of` collects them before a run.
+A loss made by `reduce` never looks outside the mask: what stands there, NaN included, is 0 before a term sees it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from funrl.batch import Batch
 
 
 class Fraction(NamedTuple):
-    """A mean that is not yet divided. `a + b` is the fraction of the union of what a and b were taken over."""
+    """A mean that is not yet divided. `a + b` is the fraction of the union of what a and b were taken over.
+
+    A denominator of 0 stands for 1: then the fraction is a sum, or there was nothing to take a mean of.
+    """
 
     num: Tensor
     den: Tensor
@@ -32,15 +36,19 @@ class Fraction(NamedTuple):
     def __add__(self, other: Fraction) -> Fraction:  # type: ignore[override]
         return Fraction(self.num + other.num, self.den + other.den)
 
+    def over(self, den: Tensor) -> Tensor:
+        """num / den, for the denominator of a whole of which this is a part."""
+        return self.num / torch.where(den == 0, torch.ones_like(den), den)
+
     @property
     def value(self) -> Tensor:
-        """num / den; 0 where there is nothing to take a mean of."""
-        return torch.where(self.den == 0, torch.zeros_like(self.num), self.num / self.den.clamp_min(1e-38))
+        """num / den."""
+        return self.over(self.den)
 
 
 Metrics = dict[str, Tensor]
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
-Reduction = Callable[[Tensor, Tensor], Fraction]
+Reduction = Callable[..., Fraction]  # (loss_BT, mask_BT, segments_BT=None)
 Loss = Callable[[Tensor, Batch], tuple[tuple[Fraction, ...], dict[str, Fraction]]]
 Filter = Callable[[Batch], Tensor]
 
@@ -72,11 +80,13 @@ class Advantage(NamedTuple):
       init: () -> state, a tree of tensors; it is part of the checkpoint.
       update: (signal, state, batch) -> (signal, state), pure.
       needs: the fields of `Batch` that it reads.
+      makes: the fields beside the advantage that the losses may read after it: "returns", "weight".
     """
 
     init: Callable[[], Any]
     update: Callable[[Signal, Any, Batch], tuple[Signal, Any]]
     needs: frozenset[str] = frozenset()
+    makes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def needs_of(*pieces: Any) -> frozenset[str]:
     fields: frozenset[str] = frozenset()
     for piece in pieces:
         if isinstance(piece, Algorithm):
-            made = {"advantage", "returns", "weight"}
+            made = piece.advantage.makes | {"advantage"}
             fields |= needs_of(piece.advantage, piece.policy_loss, piece.value_loss, piece.keep) - made
         elif piece is not None:
             fields |= getattr(piece, "needs", frozenset())
@@ -140,7 +150,8 @@ def chain(*pieces: Advantage) -> Advantage:
             after.append(now)
         return signal, tuple(after)
 
-    return Advantage(lambda: tuple(p.init() for p in pieces), update, needs_of(*pieces))
+    makes = frozenset[str]().union(*(p.makes for p in pieces))
+    return Advantage(lambda: tuple(p.init() for p in pieces), update, needs_of(*pieces), makes)
 
 
 def add(*terms: Term) -> Term:
@@ -169,9 +180,9 @@ def scale(factor: float, term: Term) -> Term:
 
 
 def weighted(term: Term) -> Term:
-    """The term's loss times `batch.weight`, the importance weights that an advantage piece has set.
+    """The term's loss times `batch.weight`, the importance weights that a piece of the advantage chain makes.
 
-    Where no piece has set weights, the term is unchanged.
+    `needs_of` reports an algorithm in which none does. On a batch without weights the term is unchanged.
     """
 
     @needs("weight", *needs_of(term))
@@ -183,13 +194,17 @@ def weighted(term: Term) -> Term:
 
 
 def reduce(term: Term, reduction: Reduction) -> Loss:
-    """A loss: the term's per-token loss under a reduction, its metrics as means over tokens."""
+    """A loss: the term's per-token loss under a reduction, its metrics as means over tokens.
+
+    Per-token fields and log-probabilities are set to zero outside the mask before the term sees them, so that
+    nothing there (NaN, a prompt's log-probability) reaches a loss or, through 0 times NaN, a gradient.
+    """
 
     @needs(*needs_of(term))
     def loss(logp_BT: Tensor, batch: Batch):
-        loss_BT, metrics = term(logp_BT, batch)
+        loss_BT, metrics = term(where_masked(logp_BT, batch.mask), clean(batch))
         means = {k: token_fraction(v.detach(), batch.mask) for k, v in metrics.items()}
-        return (reduction(loss_BT, batch.mask),), means
+        return (reduction(loss_BT, batch.mask, batch.segments),), means
 
     return loss
 
@@ -210,5 +225,43 @@ def together(*losses: Loss) -> Loss:
 
 def token_fraction(x_BT: Tensor, mask_BT: Tensor) -> Fraction:
     """The mean of x over the tokens of the mask, as a fraction; what lies outside the mask may be NaN."""
-    kept = torch.where(mask_BT, x_BT, torch.zeros_like(x_BT))
-    return Fraction(kept.sum(), mask_BT.sum().to(x_BT.dtype))
+    return Fraction(where_masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
+
+
+def row_fraction(x_B: Tensor) -> Fraction:
+    """The mean of x over rows, as a fraction."""
+    return Fraction(x_B.sum(), torch.tensor(float(x_B.shape[0]), dtype=x_B.dtype, device=x_B.device))
+
+
+TOKEN_FIELDS = ("token_reward", "rollout_logp", "old_logp", "ref_logp", "teacher_logp", "value", "sum_pi_squared")
+TOKEN_FIELDS += ("advantage", "returns", "weight", "entropy")
+
+
+def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """x on the mask and exactly 0 elsewhere; no gradient flows elsewhere either."""
+    return torch.where(mask_BT, x_BT, torch.zeros_like(x_BT))
+
+
+def clean(batch: Batch) -> Batch:
+    """The batch with every per-token field exactly 0 outside the mask."""
+    kept = {name: getattr(batch, name) for name in TOKEN_FIELDS}
+    return batch._replace(**{name: where_masked(x, batch.mask) for name, x in kept.items() if x is not None})
+
+
+def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    """The sum of x over the masked tokens of each sequence.
+
+    Args:
+      segments_BT: which sequence of a packed row a token belongs to, 1 to T; None: a row is one sequence.
+    Returns: [B, 1] where a row is one sequence, [B, T + 1] where rows are packed, indexed by segment.
+    """
+    kept_BT = where_masked(x_BT, mask_BT)
+    if segments_BT is None:
+        return kept_BT.sum(1, keepdim=True)
+    return kept_BT.new_zeros(kept_BT.shape[0], kept_BT.shape[1] + 1).scatter_add(1, segments_BT, kept_BT)
+
+
+def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    """Gives every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
+    x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT)
+    return where_masked(x_BT, mask_BT)

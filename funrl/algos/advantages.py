@@ -1,0 +1,115 @@
+"""Advantages from rewards: pieces of a chain, each from scores [B] or token rewards [B, T] to the same or to [B, T].
+
+Rows of one prompt share a number in `batch.group`. Two rules hold in every piece that compares rows of a group:
+a group of one row has nothing to be compared with, and gets exactly 0; so does every row of a group whose rewards are
+equal, whatever the rounding. What lies outside the mask of the result is exactly 0, and may be NaN in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import Advantage, Signal, stateless, where_masked
+from funrl.algos.groups import group_mean, group_std, groups_of
+from funrl.batch import Batch
+from funrl.compiled_kernels.scan import reverse_linear_scan
+
+
+def group_center() -> Advantage:
+    """Takes the group's mean off each score: x_i - mean_G x, on [B].
+
+    Needs: score, group [B].
+
+    Warning: a group of one row gets 0. verl's grpo, opo and gpg keep its raw reward (mean 0, deviation 1), TRL gives 0.
+    """
+    return stateless(lambda x_B, batch: x_B - group_mean(x_B, groups_of(batch.group)), "score", "group")
+
+
+def group_scale(eps: float = 1e-6) -> Advantage:
+    """Divides each number by its group's standard deviation (n - 1 below) plus eps, on [B].
+
+    A group of equal numbers or of one row is left as it is, which after `group_center` is 0.
+
+    Args:
+      eps: in the unit of x.
+    Needs: group [B].
+    References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
+
+    Warning: eps is 1e-6 in verl and here, 1e-4 in TRL, 1e-9 in OpenRLHF. verl divides the rounding that equal rewards
+    leave behind by eps (seven times 0.1 in float32: an advantage of -0.0074); here equal rewards give exactly 0.
+    """
+
+    def divide(x_B: Tensor, batch: Batch) -> Tensor:
+        std_B = group_std(x_B, groups_of(batch.group))
+        return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
+
+    return stateless(divide, "group")
+
+
+def gae(gamma: float = 1.0, lam: float = 1.0) -> Advantage:
+    """Generalised advantage estimation over the sampled tokens, on [B, T]; sets the critic's target.
+
+    delta[t] = r[t] + gamma v[t'] - v[t],  A[t] = delta[t] + gamma lam A[t'],  returns[t] = A[t] + v[t],
+    where t' is the next sampled token of the row (a tool's output between them is stepped over), and after the last
+    one v and A are 0. Rewards at tokens that were not sampled are not seen.
+
+    Args:
+      gamma: discount per sampled token.
+      lam: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step.
+    Needs: value [B, T] in units of reward. Sets: signal.returns.
+    References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
+    """
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        assert batch.value is not None
+        value_BT = where_masked(batch.value, signal.mask).to(signal.x.dtype)
+        x_BT = where_masked(signal.x, signal.mask)
+        delta_BT = where_masked(x_BT + gamma * next_sampled(value_BT, signal.mask) - value_BT, signal.mask)
+        advantage_BT = where_masked(accumulate(delta_BT, signal.mask, gamma * lam), signal.mask)
+        return signal._replace(x=advantage_BT, returns=advantage_BT + value_BT), state
+
+    return Advantage(lambda: (), update, frozenset({"value"}), frozenset({"returns"}))
+
+
+def accumulate(x_BT: Tensor, mask_BT: Tensor, decay: float | Tensor) -> Tensor:
+    """y[t] = x[t] + decay y[t'] with t' the next masked token; positions between carry y[t'] unchanged.
+
+    Args:
+      x_BT: 0 outside the mask.
+      decay: per masked token; a number or a tensor that broadcasts to [B, T].
+    """
+    carry_BT = torch.where(mask_BT, torch.as_tensor(decay, dtype=x_BT.dtype, device=x_BT.device), 1.0)
+    return reverse_linear_scan(x_BT, carry_BT.to(x_BT.dtype))
+
+
+def next_sampled(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """x at the next masked token to the right, 0 where there is none; x is 0 outside the mask."""
+    at_or_after_BT = reverse_linear_scan(x_BT, (~mask_BT).to(x_BT.dtype))
+    return torch.nn.functional.pad(at_or_after_BT[:, 1:], (0, 1))
+
+
+def whiten(eps: float = 1e-8) -> Advantage:
+    """Mean 0 and variance 1 over all masked tokens of the batch: (x - mean) / sqrt(var + eps), on [B, T].
+
+    The variance has n - 1 below. Equal numbers, or a single token, give exactly 0. Signal.returns is left alone.
+
+    Args:
+      eps: in the squared unit of x.
+
+    Warning: verl does not mask again after gae's whitening, so its tool tokens have advantages; here they are 0.
+    OpenRLHF has n below and clamps the variance to 1e-8 in the place of adding it.
+    """
+
+    def standardise(x_BT: Tensor, batch: Batch) -> Tensor:
+        mask_BT = batch.mask
+        count = mask_BT.sum()
+        least = x_BT.masked_fill(~mask_BT, torch.inf).amin()
+        shifted_BT = where_masked(x_BT - least, mask_BT)
+        centred_BT = where_masked(shifted_BT - shifted_BT.sum() / count, mask_BT)
+        variance = centred_BT.square().sum() / (count - 1).clamp_min(1)
+        return centred_BT * (variance + eps).rsqrt()
+
+    return stateless(standardise)
