@@ -62,6 +62,7 @@ class Signal(NamedTuple):
       returns: [B, T] the critic's target, where a piece sets it.
       weight: [B, T] importance weights, where a piece sets them.
       rows: [N] int64, the rows to train on, where a piece resamples them; None is all.
+      extra: further [B, T] fields of `Batch` that pieces set for the terms, by name.
       metrics: what the pieces report, as fractions.
     """
 
@@ -70,6 +71,7 @@ class Signal(NamedTuple):
     returns: Tensor | None = None
     weight: Tensor | None = None
     rows: Tensor | None = None
+    extra: dict[str, Tensor] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
     metrics: dict[str, Fraction] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
 
 
@@ -234,7 +236,8 @@ def row_fraction(x_B: Tensor) -> Fraction:
 
 
 TOKEN_FIELDS = ("token_reward", "rollout_logp", "old_logp", "ref_logp", "teacher_logp", "value", "sum_pi_squared")
-TOKEN_FIELDS += ("advantage", "returns", "weight", "entropy")
+TOKEN_FIELDS += ("advantage", "returns", "weight", "entropy", "old_entropy", "entropy_coefficient", "selected")
+TOKEN_FIELDS += ("label", "margin", "kl_baseline")
 
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -183,7 +183,8 @@ def score_batch(job: Job, models: Models, state: State, batch: Batch, clock: Clo
         signal = Signal(batch.score, batch.mask)
         signal, advantage_state = job.algorithm.advantage.update(signal, state.advantage, batch)
     metrics = _describe(batch, signal) | {k: f.value.item() for k, f in signal.metrics.items()}
-    batch = batch._replace(advantage=signal.x, mask=signal.mask, returns=signal.returns, weight=signal.weight)
+    made = {"advantage": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
+    batch = batch._replace(**made, **signal.extra)
     if signal.rows is not None:
         batch = select(batch, signal.rows)
     return batch, state._replace(advantage=advantage_state), metrics
