@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from funrl.mesh.rules import Layout
 
 Box = tuple[tuple[int, int], ...]
 RANKS_PER_NODE = 8
+DIRECT_BYTES = 256 << 10
 
 
 class Transfer(NamedTuple):
@@ -258,61 +260,88 @@ class Part(NamedTuple):
     box: Box
 
 
+class Message(NamedTuple):
+    """What goes from one rank to another at once.
+
+    Attributes:
+      peer: the other rank.
+      tag: how many messages have gone between the two in this direction before.
+      parts: in the order in which they are packed.
+    """
+
+    peer: int
+    tag: int
+    parts: tuple[Part, ...]
+
+
 class Step(NamedTuple):
     """What one rank does in one bucket.
 
     Attributes:
-      way: "gather" (all-gather over `ranks`; `sends` has one entry) or "pieces" (all-to-all over all ranks).
-      ranks: who takes part, in the order of `receives` (and, of pieces, of `sends`).
+      way: "gather" (every rank in `ranks` sends the same to every other) or "pieces".
+      ranks: who takes part, in the order of the mesh.
       dtype: of everything in the bucket.
-      sends, receives: parts to and from each of them, in the order in which they are packed.
+      sends, receives: the messages, nearest ranks first.
       finished: leaves that this rank sends nothing more of.
     """
 
     way: str
     ranks: tuple[int, ...]
     dtype: torch.dtype
-    sends: tuple[tuple[Part, ...], ...]
-    receives: tuple[tuple[Part, ...], ...]
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
     finished: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=64)
 def program(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Step, ...]:
-    """One rank's steps. Every rank has the same number of steps of the same ways and dtypes.
+    """One rank's steps. Every rank has the same number of steps, of the same ways and dtypes.
 
     A rank stages (sends and receives together) at most `bucket_bytes` in a step, unless that is less than one element
-    from each of its peers.
+    from each of its peers. A part of at least `DIRECT_BYTES` is a message by itself, so that it need not be staged
+    where it is contiguous.
     """
     buckets = _buckets(plan, bucket_bytes)
     last = {leaf: i for i, (_, _, items) in enumerate(buckets) for leaf, _, _ in items}
     mine = [_mine(route, rank) for route in plan.routes]
+    tags: tuple[dict[int, int], dict[int, int]] = {}, {}
     steps = []
     for i, (way, groups, items) in enumerate(buckets):
-        ranks = tuple(range(plan.world)) if way == "pieces" else next(g for g in groups if rank in g)
-        sends: dict[int, list[Part]] = {r: [] for r in ranks}
-        receives: dict[int, list[Part]] = {r: [] for r in ranks}
-        for leaf, part, parts in items:
-            outgoing, incoming = mine[plan.takes[leaf]]
-            for lists, transfers in ((sends, outgoing), (receives, incoming)):
+        dtype = plan.dtypes[items[0][0]]
+        parts: tuple[dict[int, list[Part]], dict[int, list[Part]]] = {}, {}
+        for leaf, part, count in items:
+            for by_peer, transfers in zip(parts, mine[plan.takes[leaf]], strict=True):
                 for peer, box in transfers:
-                    cut = _cut(box, parts)
+                    cut = _cut(box, count)
                     if part < len(cut):
-                        lists[peer].append(Part(leaf, cut[part]))
-        out = tuple(map(tuple, sends.values())) if way == "pieces" else (tuple(sends[rank]),)
+                        by_peer.setdefault(peer, []).append(Part(leaf, cut[part]))
+        sends, receives = (_messages(*both, rank, dtype.itemsize) for both in zip(parts, tags, strict=True))
+        ranks = next(g for g in groups if rank in g) if way == "gather" else tuple(range(plan.world))
         finished = tuple(dict.fromkeys(leaf for leaf, _, _ in items if last[leaf] == i))
-        steps.append(Step(way, ranks, plan.dtypes[items[0][0]], out, tuple(map(tuple, receives.values())), finished))
+        steps.append(Step(way, ranks, dtype, sends, receives, finished))
     return tuple(steps)
 
 
+def _messages(by_peer: dict[int, list[Part]], tags: dict[int, int], rank: int, itemsize: int) -> tuple[Message, ...]:
+    """The parts to or from each peer as messages: small ones together, each large one alone."""
+    messages = []
+    for peer in sorted(by_peer, key=lambda other: (abs(other - rank), other)):
+        large = [part for part in by_peer[peer] if volume(part.box) * itemsize >= DIRECT_BYTES]
+        small = tuple(part for part in by_peer[peer] if volume(part.box) * itemsize < DIRECT_BYTES)
+        for parts in [small] * bool(small) + [(part,) for part in large]:
+            messages.append(Message(peer, tags.get(peer, 0), parts))
+            tags[peer] = tags.get(peer, 0) + 1
+    return tuple(messages)
+
+
 def _mine(route: Route, rank: int) -> tuple[list[tuple[int, Box]], list[tuple[int, Box]]]:
-    """What `rank` sends and what it receives on a route, each with the peer. Of a gather it 'sends' once, to itself."""
+    """What `rank` sends and what it receives on a route, each with the peer."""
     if route.way == "pieces":
         outgoing = [(t.target, t.box) for t in route.transfers if t.source == rank]
         return outgoing, [(t.source, t.box) for t in route.transfers if t.target == rank]
     if route.way == "gather":
-        group = next(g for g in route.groups if rank in g)
-        return [(rank, route.src.box(rank))], [(peer, route.src.box(peer)) for peer in group]
+        peers = [peer for group in route.groups if rank in group for peer in group if peer != rank]
+        return [(peer, route.src.box(rank)) for peer in peers], [(peer, route.src.box(peer)) for peer in peers]
     return [], []
 
 
@@ -373,15 +402,16 @@ def _staged(route: Route, parts: int) -> int:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _cut(box: Box, parts: int) -> tuple[Box, ...]:
-    """`box` in at most `parts` nearly equal boxes: along its longest dim, and along others if that is too short."""
+    """`box` in at most `parts` nearly equal boxes: along the first dim that is long enough."""
     if parts == 1 or volume(box) <= 1:
         return (box,)
-    dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0])
+    lengths = [high - low for low, high in box]
+    dim = next((d for d, length in enumerate(lengths) if length >= parts), lengths.index(max(lengths)))
     low, high = box[dim]
     slices = min(parts, high - low)
     edges = [low + (high - low) * i // slices for i in range(slices + 1)]
     cut: list[Box] = []
-    for i, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for i, (begin, end) in enumerate(itertools.pairwise(edges)):
         share = parts * (i + 1) // slices - parts * i // slices
         cut.extend(_cut((*box[:dim], (begin, end), *box[dim + 1 :]), share))
     return tuple(cut)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import plan as plans
-from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
-from funrl.mesh.plan import Box, Part, Plan, Step, plan
+from funrl.mesh.mesh import Mesh, MeshError, combinations, members
+from funrl.mesh.plan import Box, Message, Part, Plan, Step, plan
 
 __all__ = ["BUCKET_BYTES", "Plan", "plan", "reshard", "unshard"]
 BUCKET_BYTES = 64 << 20
@@ -40,6 +40,16 @@ class Work(NamedTuple):
     device: torch.device
 
 
+class Flight(NamedTuple):
+    """A step on its way: what to wait for, where the messages arrive, and the memory that is being sent."""
+
+    step: Step
+    received: list[Any]
+    arriving: list[Tensor]
+    sent: list[Any]
+    sending: list[Tensor]
+
+
 def reshard(
     tree: trees.Tree, plan: Plan, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, donate: bool = False
 ) -> trees.Tree:
@@ -57,17 +67,14 @@ def reshard(
       MeshError: the mesh or a leaf's local shape is not what the plan was made for.
     """
     work = begin(tree, plan, mesh, donate)
-    flying: list[tuple[Step, Tensor, Any]] = []
+    flying: list[Flight] = []
     for step in plans.program(plan, mesh.rank, bucket_bytes):
-        outgoing = pack(work, step)
-        incoming = _empty(step, step.receives, work.device)
-        flying.append((step, incoming, _send(step, outgoing, incoming, mesh)))
-        del outgoing
+        flying.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(flying) == 2:
-            _land(work, *flying.pop(0))
-    for flight in flying:
-        _land(work, *flight)
+            _land(work, flying.pop(0))
+    while flying:
+        _land(work, flying.pop(0))
     return trees.fill(tree, work.results)
 
 
@@ -106,7 +113,7 @@ def settle(work: Work, finished: Iterable[int]) -> None:
     for i in finished:
         leaf, route = work.leaves[i], work.plan.route(i)
         assert leaf is not None
-        if work.results[i] is not leaf.original and route.way != "gather":
+        if work.results[i] is not leaf.original:
             old, new = route.src.box(work.rank), route.dst.box(work.rank)
             both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
             if all(high > low for low, high in both):
@@ -118,23 +125,42 @@ def settle(work: Work, finished: Iterable[int]) -> None:
             leaf.original.data = leaf.original.new_empty(0)
 
 
-def pack(work: Work, step: Step) -> Tensor:
-    """The step's outgoing bytes in one flat tensor."""
-    flat = _empty(step, step.sends, work.device)
-    at = 0
-    for leaf, box in _each(step.sends):
-        held = work.leaves[leaf]
-        assert held is not None
-        at = _view(flat, at, box, held.source[_slices(box, work.plan.route(leaf).src.box(work.rank))], into_flat=True)
+def pack(work: Work, step: Step, message: Message) -> Tensor:
+    """The message's parts in one tensor: the leaf's own memory where one part lies in one run, else a flat copy."""
+    parts = [_source(work, part) for part in message.parts]
+    if len(parts) == 1 and parts[0].is_contiguous() and parts[0].dtype == step.dtype:
+        return parts[0]
+    flat = _flat(work, step, message)
+    for place, part in zip(_places(flat, parts), parts, strict=True):
+        place.copy_(part)
     return flat
 
 
-def unpack(work: Work, step: Step, flat: Tensor) -> None:
-    """Puts a step's incoming bytes where they belong."""
-    at = 0
-    for leaf, box in _each(step.receives):
-        part = _result(work, leaf)[_slices(box, work.plan.route(leaf).dst.box(work.rank))]
-        at = _view(flat, at, box, part, into_flat=False)
+def room(work: Work, step: Step, message: Message) -> Tensor:
+    """Where the message arrives: in the result itself where its one part lies in one run, else in a flat tensor."""
+    if len(message.parts) == 1:
+        target = _target(work, message.parts[0])
+        if target.is_contiguous():
+            return target
+    return _flat(work, step, message)
+
+
+def unpack(work: Work, message: Message, arrived: Tensor) -> None:
+    """Puts what has arrived where it belongs, if it is not there already."""
+    parts = [_target(work, part) for part in message.parts]
+    if len(parts) > 1 or parts[0].data_ptr() != arrived.data_ptr():
+        for place, part in zip(_places(arrived.view(-1), parts), parts, strict=True):
+            part.copy_(place)
+
+
+def _source(work: Work, part: Part) -> Tensor:
+    leaf = work.leaves[part.leaf]
+    assert leaf is not None
+    return leaf.source[_slices(part.box, work.plan.route(part.leaf).src.box(work.rank))]
+
+
+def _target(work: Work, part: Part) -> Tensor:
+    return _result(work, part.leaf)[_slices(part.box, work.plan.route(part.leaf).dst.box(work.rank))]
 
 
 def _result(work: Work, leaf: int) -> Tensor:
@@ -145,35 +171,69 @@ def _result(work: Work, leaf: int) -> Tensor:
     return work.results[leaf]
 
 
-def _view(flat: Tensor, at: int, box: Box, part: Tensor, into_flat: bool) -> int:
-    """Copies a part to or from its place in the flat buffer; returns where the next one begins."""
-    place = flat[at : at + part.numel()].view(part.shape)
-    place.copy_(part) if into_flat else part.copy_(place)
-    return at + part.numel()
+def _flat(work: Work, step: Step, message: Message) -> Tensor:
+    elements = sum(plans.volume(box) for _, box in message.parts)
+    return torch.empty(elements, dtype=step.dtype, device=work.device)
 
 
-def _each(lists: tuple[tuple[Part, ...], ...]) -> Iterable[Part]:
-    return (part for parts in lists for part in parts)
+def _places(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """Views of the flat tensor, one after the other, in the shapes of the parts."""
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _slices(box: Box, inside: Box) -> tuple[slice, ...]:
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, inside, strict=True))
 
 
-def _lengths(lists: tuple[tuple[Part, ...], ...]) -> list[int]:
-    return [sum(plans.volume(box) for _, box in parts) for parts in lists]
+def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
+    """Packs a step's messages and starts to send and receive them. What goes to several ranks is packed once."""
+    packed: dict[tuple[Part, ...], Tensor] = {}
+    for message in step.sends:
+        if message.parts not in packed:
+            packed[message.parts] = pack(work, step, message)
+    if step.way == "gather" and _gathers_natively(mesh):
+        return _start_gather(step, packed, mesh)
+    arriving = [room(work, step, message) for message in step.receives]
+    if mesh.device.type == "cpu":
+        received = [dist.irecv(x, m.peer, tag=m.tag) for m, x in zip(step.receives, arriving, strict=True)]
+        sent = [dist.isend(packed[m.parts], m.peer, tag=m.tag) for m in step.sends]
+    else:
+        operations = [dist.P2POp(dist.irecv, x, m.peer) for m, x in zip(step.receives, arriving, strict=True)]
+        operations += [dist.P2POp(dist.isend, packed[m.parts], m.peer) for m in step.sends]
+        together = _Together(dist.batch_isend_irecv(operations) if operations else [])
+        received, sent = [together] * len(step.receives), [together] * len(step.sends)
+    return Flight(step, received, arriving, sent, list(packed.values()))
 
 
-def _empty(step: Step, lists: tuple[tuple[Part, ...], ...], device: torch.device) -> Tensor:
-    return torch.empty(sum(_lengths(lists)), dtype=step.dtype, device=device)
+class _Together(NamedTuple):
+    """Operations that the backend started as one."""
+
+    works: list[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
-def _send(step: Step, outgoing: Tensor, incoming: Tensor, mesh: Mesh) -> Any:
-    """Starts the step's collective."""
-    if step.way == "gather":
-        return _group(mesh, step.ranks)._allgather_base(incoming, outgoing)
-    splits = _lengths(step.receives), _lengths(step.sends)
-    return dist.all_to_all_single(incoming, outgoing, *splits, group=mesh.group(AXES), async_op=True)
+def _gathers_natively(mesh: Mesh) -> bool:
+    """Whether a gather is the backend's all-gather. Gloo's takes twice as long as its own sends and receives."""
+    return mesh.device.type != "cpu"
+
+
+def _start_gather(step: Step, packed: dict[tuple[Part, ...], Tensor], mesh: Mesh) -> Flight:
+    """The same by all-gathers, one for each message that a rank sends to all others."""
+    group, wholes, works = _group(mesh, step.ranks), [], []
+    for x in packed.values():
+        wholes.append(torch.empty(len(step.ranks), x.numel(), dtype=x.dtype, device=x.device))
+        works.append(group._allgather_base(wholes[-1], x.reshape(-1)))
+    seen: dict[int, int] = {}
+    received, arriving = [], []
+    for message in step.receives:
+        at = seen[message.peer] = seen.get(message.peer, -1) + 1
+        received.append(works[at])
+        arriving.append(wholes[at][step.ranks.index(message.peer)])
+    return Flight(step, received, arriving, [], list(packed.values()))
 
 
 def _group(mesh: Mesh, ranks: tuple[int, ...]) -> Any:
@@ -184,6 +244,17 @@ def _group(mesh: Mesh, ranks: tuple[int, ...]) -> Any:
     raise MeshError(f"the mesh {mesh} has no group of the ranks {ranks}")
 
 
-def _land(work: Work, step: Step, incoming: Tensor, handle: Any) -> None:
-    handle.wait()
-    unpack(work, step, incoming)
+def _land(work: Work, flight: Flight) -> None:
+    """Waits for a step's messages, unpacking each as it comes."""
+    for message, handle, arrived in zip(flight.step.receives, flight.received, flight.arriving, strict=True):
+        _wait(handle, work.rank, message.peer)
+        unpack(work, message, arrived)
+    for handle, message in zip(flight.sent, flight.step.sends, strict=False):
+        _wait(handle, work.rank, message.peer)
+
+
+def _wait(handle: Any, rank: int, peer: int) -> None:
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        raise MeshError(f"rank {rank} was exchanging weights with rank {peer}, which is gone: {error}") from error
