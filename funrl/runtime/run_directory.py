@@ -111,10 +111,10 @@ def valid(value: Any) -> Any:
         return [valid(item) for item in value]
     if isinstance(value, (str, bool, int)) or value is None:
         return value
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:
-        return valid(value.item() if math.prod(getattr(value, "shape", ())) == 1 else value.tolist())
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # tensors and arrays; those without dims become a number
+        return valid(value.tolist())
     return str(value)
 
 

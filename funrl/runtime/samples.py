@@ -36,7 +36,9 @@ def read_samples(path: Path) -> list[Sample]:
     if not path.exists():
         return []
     return [
-        Sample(int(line.get("step") or 0), str(line.get("prompt", "")), str(line.get("completion", "")), line.get("reward"))
+        Sample(
+            int(line.get("step") or 0), str(line.get("prompt", "")), str(line.get("completion", "")), line.get("reward")
+        )
         for line in read_lines(path)
     ]
 
@@ -55,11 +57,14 @@ def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], lis
     late = [s for s in in_order if s.step == last_step]
     if first_step == last_step or min(len(early), len(late)) < count:
         return in_order[:count], in_order[-count:]
-    both = {s.prompt for s in early} & {s.prompt for s in late}
+    late_prompts = {s.prompt for s in late}
+    shared = [prompt for prompt in dict.fromkeys(s.prompt for s in early) if prompt in late_prompts]
 
     def pick(rows: list[Sample]) -> list[Sample]:
-        shared = sorted((s for s in rows if s.prompt in both), key=lambda s: s.prompt)
-        once = list({s.prompt: s for s in reversed(shared)}.values())[::-1]
-        return (once + [s for s in rows if s not in once])[:count]
+        by_prompt: dict[str, Sample] = {}
+        for sample in rows:
+            by_prompt.setdefault(sample.prompt, sample)
+        pairs = [by_prompt[prompt] for prompt in shared]
+        return (pairs + [s for s in rows if s not in pairs])[:count]
 
     return pick(early), pick(late)

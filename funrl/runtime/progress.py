@@ -1,0 +1,315 @@
+"""What a user sees of a run while it goes on: a live table on a terminal, aligned plain lines elsewhere.
+
+    with open_progress(total=100, title="ppo, addition, dp4,tp2") as progress:
+        with progress.stage("warm start", 300):
+            progress.update(1, {"loss": 2.3})
+        progress.update(1, {"reward/mean": 0.31, "time_s/step": 1.7})
+
+Steps count from 1; step 0 is the state before the first. The cursor is never hidden, so a process that is killed in
+the middle of a frame leaves a terminal that works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Metrics = Mapping[str, float]
+HEADER_EVERY = 20  # plain lines between two repetitions of the header
+PHASE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
+SPARKS = "".join(chr(0x2581 + i) for i in range(8))  # eight bars of growing height
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table: its metric's key, its heading, how wide it is and how its number is written."""
+
+    key: str
+    heading: str
+    width: int
+    form: str
+
+
+COLUMNS = (  # the order on screen
+    Column("reward/mean", "reward", 7, ".3f"),
+    Column("eval/accuracy", "accuracy", 8, ".3f"),
+    Column("actor/ppo_kl", "KL", 8, ".1e"),
+    Column("actor/kl_loss", "KL ref", 8, ".1e"),
+    Column("actor/entropy", "entropy", 7, ".3f"),
+    Column("actor/pg_clipfrac", "clip", 6, ".3f"),
+    Column("response_length/mean", "length", 6, ".1f"),
+    Column("rollout/logprob_gap_max", "gap", 7, ".0e"),
+    Column("perf/tokens_per_s", "tok/s", 6, ".0f"),
+    Column("time_s/step", "s/step", 6, ".2f"),
+)
+DROPPED_FIRST = ("actor/kl_loss", "time_s/step", "actor/pg_clipfrac", "rollout/logprob_gap_max", "actor/entropy")
+
+
+@dataclass
+class Stage:
+    """One part of a run, such as the warm start: its steps and what it has reported."""
+
+    name: str
+    total: int
+    began: float
+    step: int = 0
+    rows: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=10))
+    seen: set[str] = field(default_factory=set)
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))  # (step, seconds)
+    rewards: list[float] = field(default_factory=list)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        return self.rows[-1][1] if self.rows else {}
+
+
+class Progress:
+    """The display of one run; made by `open_progress`, used as a context manager."""
+
+    def __init__(self, total: int, title: str, live: bool, console: Console, sample_seconds: float):
+        self._console, self._title, self._sample_seconds = console, title, sample_seconds
+        self._run = self._now = Stage(title, total, time.monotonic())
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2) if live else None
+        self._lines_since_header = 0
+        self._header: tuple[Column, ...] = ()
+        self._next_sample = -math.inf
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+            self._console.show_cursor(True)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def stage(self, name: str, total: int) -> contextlib.AbstractContextManager[None]:
+        """Begins a part of the run. It lasts until the next begins or, under `with`, to the end of the block."""
+        before, began = self._now, time.monotonic()
+        self._close_stage()
+        self._now = Stage(name, total, began)
+        self._header = ()
+        if self._live is None:
+            self._print(Text(f"{name}: {total} steps"))
+
+        @contextlib.contextmanager
+        def block() -> Iterator[None]:
+            yield
+            self._close_stage()
+            self._now, self._header = before, ()
+            if not before.rows:
+                before.began = time.monotonic()
+
+        return block()
+
+    def update(self, step: int, metrics: Metrics) -> None:
+        """Shows what a step has reported. Keys that the display does not know are left to the trackers."""
+        stage, values = self._now, {key: float(value) for key, value in metrics.items()}
+        stage.step = step
+        stage.times.append((step, time.monotonic()))
+        stage.rows.append((step, values))
+        stage.seen |= set(values)
+        if math.isfinite(values.get("reward/mean", math.nan)):
+            stage.rewards.append(values["reward/mean"])
+        if self._live is not None:
+            self._live.refresh()
+        elif _is_training(stage):
+            self._print_row(stage)
+        elif step in (1, stage.total) or step * 10 // max(stage.total, 1) > (step - 1) * 10 // max(stage.total, 1):
+            self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(values)}  {_remaining(stage)}"))
+
+    def sample(self, prompt: str, completion: str, reward: float) -> None:
+        """Prints a sample above the table, unless one was printed a moment ago."""
+        if time.monotonic() < self._next_sample:
+            return
+        self._next_sample = time.monotonic() + self._sample_seconds
+        text = Text("sample ", style="dim")
+        text.append(f"step {self._now.step}  ", style="dim")
+        text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
+        encoding = self._console.encoding
+        text.append("  " + _one_line(prompt, encoding, keep_end=True), style="dim")
+        text.append(_one_line(completion, encoding), style="bold")
+        self._print(text)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the table."""
+        self._print(Text(_one_line(text, self._console.encoding, limit=10_000)))
+
+    def _print(self, text: Text) -> None:
+        # Elsewhere than on a terminal a line is one line, however long: programs read it.
+        self._console.print(text, soft_wrap=self._live is None, highlight=False)
+
+    def _close_stage(self) -> None:
+        stage = self._now
+        if stage.step and stage is not self._run and not _is_training(stage):
+            took = _duration(time.monotonic() - stage.began)
+            self._print(Text(f"{stage.name}: {stage.step} steps in {took}  {_others(stage.latest)}"))
+
+    def _print_row(self, stage: Stage) -> None:
+        columns = tuple(c for c in COLUMNS if c.key in stage.seen)
+        width = 2 * len(str(stage.total)) + 1
+        if columns != self._header or self._lines_since_header >= HEADER_EVERY:
+            heads = "  ".join(c.heading.rjust(c.width) for c in columns)
+            self._print(Text(f"{'step':>{max(width, 4)}}  {heads}  {'left':>7}  time by phase"))
+            self._header, self._lines_since_header = columns, 0
+        cells = "  ".join(_cell(stage.latest, c).rjust(c.width) for c in columns)
+        shares = " ".join(f"{name} {share:.0%}" for name, share in _shares(stage.latest)[:4])
+        self._print(Text(f"{_step_of(stage):>{max(width, 4)}}  {cells}  {_left(stage):>7}  {shares}".rstrip()))
+        self._lines_since_header += 1
+
+    def _render(self) -> RenderableType:
+        stage, console = self._now, self._console
+        head = Table.grid(padding=(0, 2))
+        elapsed = _duration(time.monotonic() - stage.began)
+        bar = ProgressBar(total=max(stage.total, 1), completed=stage.step, width=max(10, min(40, console.width // 4)))
+        head.add_row(Text(stage.name, style="bold", overflow="ellipsis", no_wrap=True), bar, Text(_step_of(stage)))
+        parts: list[RenderableType] = [Text(""), head]
+        status = Text(f"{elapsed} gone, {_remaining(stage)}", style="dim")
+        if not _is_training(stage):
+            return Group(*parts, status, Text(_others(stage.latest), no_wrap=True, overflow="ellipsis"))
+        if stage.rewards:
+            status.append(f"   reward {stage.rewards[0]:.3f} to {stage.rewards[-1]:.3f} ")
+            status.append(_spark(stage.rewards, 24, console), style="green")
+        parts.append(status)
+        parts.append(_table(stage, console))
+        parts.append(_phase_bar(_shares(stage.latest), console.width))
+        return Group(*parts)
+
+
+def open_progress(
+    total: int, title: str, live: bool | None = None, console: Console | None = None, sample_seconds: float = 10.0
+) -> Progress:
+    """The display of a run of `total` steps.
+
+    Args:
+      title: what runs, in a few words.
+      live: a table that is redrawn in place; None: if standard output is a terminal.
+      console: where to; None: standard output.
+      sample_seconds: the shortest time between two samples that are shown.
+    """
+    if console is None:
+        console = Console()
+    if live is None:
+        live = console.is_terminal and not console.is_dumb_terminal
+    return Progress(total, title, live, console, sample_seconds)
+
+
+def quiet_progress() -> Progress:
+    """A display that shows nothing, for every rank but the first."""
+    return Progress(0, "", False, Console(quiet=True), math.inf)
+
+
+def _is_training(stage: Stage) -> bool:
+    return bool(stage.seen & {"reward/mean", "eval/accuracy", "eval/reward"})
+
+
+def _table(stage: Stage, console: Console) -> Table:
+    columns = [c for c in COLUMNS if c.key in stage.seen]
+    step_width = max(4, len(str(stage.total)))
+    for key in DROPPED_FIRST:  # a narrow terminal shows fewer columns rather than squeezed ones
+        if step_width + sum(c.width + 2 for c in columns) > console.width:
+            columns = [c for c in columns if c.key != key]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    table.add_column("step", justify="right", min_width=step_width, no_wrap=True)
+    for column in columns:
+        table.add_column(column.heading, justify="right", min_width=column.width, no_wrap=True)
+    rows = list(stage.rows)[-max(3, console.height - 9) :]
+    for number, (step, values) in enumerate(rows):
+        style = "bold" if number == len(rows) - 1 else "green" if "eval/accuracy" in values else ""
+        table.add_row(str(step), *(_cell(values, c, empty="") for c in columns), style=style)
+    return table
+
+
+def _phase_bar(shares: list[tuple[str, float]], width: int) -> Text:
+    """One coloured stretch per phase, and the names in the same colours below it."""
+    room = max(10, min(width, 80) - 1)
+    bar, names = Text(no_wrap=True, overflow="crop"), Text(overflow="fold")
+    for number, (name, share) in enumerate(shares):
+        colour = PHASE_COLOURS[number % len(PHASE_COLOURS)]
+        bar.append(" " * round(share * room), style=f"on {colour}")
+        names.append(f"{name} {share:.0%}  ", style=colour)
+    return Text("\n").join([bar, names]) if shares else Text("")
+
+
+def _shares(values: Metrics) -> list[tuple[str, float]]:
+    """The share of each phase in the time of a step, the largest first."""
+    phases = {key.removeprefix("time_s/"): value for key, value in values.items() if key.startswith("time_s/")}
+    whole = phases.pop("step", 0.0)
+    phases = {name: value for name, value in phases.items() if math.isfinite(value) and value > 0}
+    whole = max(sum(phases.values()), whole if math.isfinite(whole) else 0.0)
+    return sorted(((name, value / whole) for name, value in phases.items()), key=lambda pair: -pair[1])
+
+
+def _cell(values: Metrics, column: Column, empty: str = "-") -> str:
+    return format(values[column.key], column.form) if column.key in values else empty
+
+
+def _others(values: Metrics) -> str:
+    return "  ".join(f"{key} {value:.4g}" for key, value in values.items() if not key.startswith("time_s/"))
+
+
+def _step_of(stage: Stage) -> str:
+    return f"{stage.step:>{len(str(stage.total))}}/{stage.total}"
+
+
+def _seconds_left(stage: Stage) -> float | None:
+    """What remains at the pace of the last steps; None where there is no pace yet."""
+    before = [(0, stage.began)] if stage.times and stage.times[0][0] == 1 else []
+    marks = before + list(stage.times)
+    if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
+        return None
+    pace = (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
+    return max(0.0, pace * (stage.total - stage.step) - (time.monotonic() - marks[-1][1]))
+
+
+def _left(stage: Stage) -> str:
+    seconds = _seconds_left(stage)
+    return "-" if seconds is None else _duration(seconds)
+
+
+def _remaining(stage: Stage) -> str:
+    seconds = _seconds_left(stage)
+    if stage.step >= stage.total:
+        return "done"
+    return "time left not known yet" if seconds is None else f"about {_duration(seconds)} left"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _spark(values: list[float], width: int, console: Console) -> str:
+    """The values as a row of little bars, each the mean of its stretch; nothing where it cannot be written."""
+    if len(values) < 2 or not (console.encoding or "").lower().startswith("utf"):
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(SPARKS[min(7, int(8 * (mean - low) / span))] for mean in means)
+
+
+def _one_line(text: str, encoding: str, limit: int = 160, keep_end: bool = False) -> str:
+    """The text on one line of at most `limit` characters; what the terminal cannot show is written out."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    shown = shown.encode(encoding, "backslashreplace").decode(encoding)
+    if len(shown) <= limit:
+        return shown
+    return "..." + shown[-limit:] if keep_end else shown[:limit] + "..."
