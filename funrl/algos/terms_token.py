@@ -1,0 +1,175 @@
+"""Policy terms with other gates on the ratio than the clipped surrogate: what CISPO, SAPO, GPG, DPPO and DRO minimise.
+
+| term | loss per token, A the advantage, r = pi / pi_old, sg stops the gradient | of |
+|---|---|---|
+| `policy_gradient` | -A log pi | REINFORCE, GPG |
+| `surrogate` | -A r | TRPO without its constraint |
+| `clipped_importance` | -A sg(clip(r)) log pi | CISPO |
+| `soft_gate` | -A sigmoid(tau (r - 1)) 4 / tau | SAPO |
+| `divergence_mask` | -A sg(min(r, cap) [near]) log pi | DPPO |
+| `direct_reward` | -(A log pi - beta/2 log(r)^2) | DRO |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import Term, needs, needs_of
+from funrl.algos.terms import Ratio, constant, kept, log_ratio, token_ratio
+from funrl.batch import Batch
+
+
+def policy_gradient() -> Term:
+    """-A log pi: the plain policy gradient, for data of the policy itself.
+
+    Needs: advantage [B, T].
+    Returns: a term; loss [B, T] in the advantage's unit times nats.
+    References: Williams, 1992; GPG, Chu et al., 2025, https://arxiv.org/abs/2504.02546
+    """
+
+    @needs("advantage")
+    def term(logp_BT: Tensor, batch: Batch):
+        return -constant(batch.advantage, batch.mask) * kept(logp_BT, batch.mask), {}
+
+    return term
+
+
+def surrogate(ratio: Ratio | None = None) -> Term:
+    """-A r, without a clip.
+
+    Args:
+      ratio: how the ratio is taken; None is `token_ratio()`.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T] in the advantage's unit; metric "actor/ppo_kl" (nats).
+    """
+    ratio = ratio or token_ratio()
+
+    @needs("old_logp", "advantage", *needs_of(ratio))
+    def term(logp_BT: Tensor, batch: Batch):
+        loss_BT = -constant(batch.advantage, batch.mask) * ratio(logp_BT, batch)
+        return loss_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch).detach()}
+
+    return term
+
+
+def clipped_importance(low: float | None = None, high: float = 0.2, ratio: Ratio | None = None) -> Term:
+    """-A sg(clip(r, 1 - low, 1 + high)) log pi: every token keeps a gradient, the clip bounds only its weight.
+
+    Args:
+      low: how far the weight may fall below 1; None: to 0.
+      high: how far it may rise above 1.
+      ratio: how the ratio is taken; None is `token_ratio()`.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (the weight was bounded), "actor/ppo_kl".
+    References: CISPO, MiniMax, 2025, https://arxiv.org/abs/2506.13585
+
+    Warning: in TRL epsilon_high is the upper bound itself, 1 + high here; ScaleRL's 5 is high=4.
+    """
+    ratio = ratio or token_ratio()
+
+    @needs("old_logp", "advantage", *needs_of(ratio))
+    def term(logp_BT: Tensor, batch: Batch):
+        r_BT = ratio(logp_BT, batch).detach()
+        weight_BT = r_BT.clamp(None if low is None else 1 - low, 1 + high)
+        loss_BT = -constant(batch.advantage, batch.mask) * weight_BT * kept(logp_BT, batch.mask)
+        return loss_BT, {
+            "actor/pg_clipfrac": (weight_BT != r_BT).to(r_BT.dtype),
+            "actor/ppo_kl": -log_ratio(logp_BT, batch).detach(),
+        }
+
+    return term
+
+
+def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None = None) -> Term:
+    """-A sigmoid(tau (r - 1)) 4 / tau: the clip's smooth form; its slope in r is -A at r = 1 and fades on both sides.
+
+    Args:
+      positive: tau where A > 0; larger fades sooner.
+      negative: tau elsewhere.
+      ratio: how the ratio is taken; None is `token_ratio()`.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T] in the advantage's unit; metric "actor/ppo_kl".
+    References: SAPO, Gao et al., 2025, https://arxiv.org/abs/2511.20347
+    """
+    ratio = ratio or token_ratio()
+
+    @needs("old_logp", "advantage", *needs_of(ratio))
+    def term(logp_BT: Tensor, batch: Batch):
+        a_BT = constant(batch.advantage, batch.mask)
+        tau_BT = torch.where(a_BT > 0, positive, negative).to(a_BT.dtype)
+        gate_BT = torch.sigmoid(tau_BT * (ratio(logp_BT, batch) - 1)) * 4 / tau_BT
+        return -a_BT * gate_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch).detach()}
+
+    return term
+
+
+def divergence_mask(kind: str = "tv", low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Term:
+    """-A sg(min(r, cap) [near]) log pi: a token counts while its probability is near, not while its ratio is.
+
+    With p = pi(t), q = pi_old(t): a token whose p would be moved further away than the bound gets no gradient.
+    tv: near = p - q <= high where A > 0, p - q >= -low elsewhere. kl: with the divergence of the two-way choice
+    "this token or another", D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)): near = D <= high or p <= q where
+    A > 0, D <= low or p >= q elsewhere.
+
+    Args:
+      kind: "tv" (bounds in probability) or "kl" (bounds in nats).
+      low, high: the bounds for falling and rising probabilities.
+      cap: the largest importance weight.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (not near), "actor/ppo_kl".
+    Raises:
+      ValueError: the kind is unknown.
+    References: DPPO, Qi et al., 2026, https://arxiv.org/abs/2602.04879
+
+    Warning: verl caps the weight by the dual clip's constant, 3.0 unless told otherwise.
+    """
+    if kind not in ("tv", "kl"):
+        raise ValueError(f"kind is {kind!r}; there are 'tv' and 'kl'")
+    ratio = token_ratio()
+
+    @needs("old_logp", "advantage")
+    def term(logp_BT: Tensor, batch: Batch):
+        a_BT, logp_BT = constant(batch.advantage, batch.mask), kept(logp_BT, batch.mask)
+        old_BT = constant(batch.old_logp, batch.mask)
+        now_BT = logp_BT.detach()
+        p_BT, q_BT = now_BT.exp(), old_BT.exp()
+        if kind == "tv":
+            rising_BT, falling_BT = p_BT - q_BT <= high, p_BT - q_BT >= -low
+        else:
+            other_BT = (1 - q_BT) * ((1 - q_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
+            divergence_BT = q_BT * (old_BT - now_BT) + other_BT
+            rising_BT = (divergence_BT <= high) | (p_BT <= q_BT)
+            falling_BT = (divergence_BT <= low) | (p_BT >= q_BT)
+        near_BT = torch.where(a_BT > 0, rising_BT, falling_BT)
+        weight_BT = torch.where(near_BT, ratio(now_BT, batch).clamp(max=cap), torch.zeros_like(a_BT))
+        metrics = {
+            "actor/pg_clipfrac": (~near_BT).to(a_BT.dtype),
+            "actor/ppo_kl": -log_ratio(now_BT, batch),
+        }
+        return -a_BT * weight_BT * logp_BT, metrics
+
+    return term
+
+
+def direct_reward(beta: float = 0.1) -> Term:
+    """-(A log pi - beta/2 (log pi - log pi_old)^2): a policy gradient on a quadratic leash, also for old data.
+
+    Args:
+      beta: strength of the leash, in the advantage's unit per nat, above 0.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T]; metric "actor/ppo_kl".
+    Raises:
+      ValueError: beta is not above 0.
+    References: DRO, Richemond et al., 2024, https://arxiv.org/abs/2405.19107
+    """
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}: it must be above 0")
+
+    @needs("old_logp", "advantage")
+    def term(logp_BT: Tensor, batch: Batch):
+        moved_BT = log_ratio(logp_BT, batch)
+        gain_BT = constant(batch.advantage, batch.mask) * kept(logp_BT, batch.mask)
+        return 0.5 * beta * moved_BT.square() - gain_BT, {"actor/ppo_kl": -moved_BT.detach()}
+
+    return term
