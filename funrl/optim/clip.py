@@ -1,0 +1,61 @@
+"""The global norm of a tree that lies in shards over a mesh, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh import collectives
+from funrl.mesh.mesh import AXES, Mesh, single
+from funrl.optim.base import Transformation, stateless
+
+
+def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None = None) -> Tensor:
+    """The Euclidean norm of all leaves together, the same on every rank: sqrt(sum of x^2).
+
+    Args:
+      tree: this rank's shards.
+      layouts: how each leaf lies on the mesh; None: every leaf is whole on every rank.
+      mesh: the mesh; None: one device.
+
+    Returns: a scalar, in float32 or the widest wider dtype of the leaves.
+    """
+    mesh = mesh or single()
+    leaves = trees.leaves(tree)
+    if not leaves:
+        return torch.zeros((), device=mesh.device)
+    dtype = torch.float32
+    for x in leaves:
+        dtype = torch.promote_types(dtype, x.dtype)
+    squares = [torch.linalg.vector_norm(x, dtype=dtype).square() for x in leaves]
+    if layouts is None:
+        return torch.stack(squares).sum().sqrt()
+    # The sum is over the axes that split some leaf. Ranks of it that hold copies of a leaf each give an equal part of
+    # its square, so that the sum counts it once.
+    splits = [lay.axes for lay in trees.leaves(layouts)]
+    over = tuple(a for a in AXES if any(a in axes for axes in splits))
+    copies = [mesh.size(over) // mesh.size(axes) for axes in splits]
+    mine = torch.stack([s / n for s, n in zip(squares, copies, strict=True)]).sum()
+    return collectives.psum(mine, mesh, over).sqrt()
+
+
+def clip_by_global_norm(max_norm: float, norm: Callable[[trees.Tree], Tensor] = global_norm) -> Transformation:
+    """Scales the gradients down together to a global norm of at most `max_norm`: g min(1, max_norm / |g|).
+
+    Args:
+      max_norm: in units of the gradient's norm.
+      norm: tree -> scalar; over a mesh, `functools.partial(global_norm, layouts=..., mesh=...)`.
+
+    References: Pascanu et al., 2013, https://arxiv.org/abs/1211.5063
+    Warning: as in optax; torch.nn.utils.clip_grad_norm_ divides by |g| + 1e-6 instead.
+    """
+
+    def clip(grads: trees.Tree, params: trees.Tree) -> trees.Tree:
+        size = norm(grads)
+        factor = torch.where(size < max_norm, torch.ones_like(size), max_norm / size)
+        return trees.map(lambda g: g * factor.to(g.dtype), grads)
+
+    return stateless(clip)

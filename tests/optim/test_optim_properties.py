@@ -1,0 +1,107 @@
+"""What optax does not say: the fused path, low precision, masks, errors, learning."""
+
+import math
+
+import pytest
+import torch
+
+from funrl import optim, trees
+from funrl.optim import fused
+
+
+def params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    w = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    return {"attn": {"q": w(2, 3, 4), "q_bias": w(2, 3)}, "norm": w(4)}
+
+
+def test_fused_adamw_is_adamw_in_place(monkeypatch):
+    monkeypatch.setattr(fused, "GROUP", 10)  # several groups
+    args = {"learning_rate": optim.warmup_constant(0.1, 3), "weight_decay": 0.1, "mask": optim.matrices}
+    plain, quick = optim.adamw(**args), optim.fused_adamw(**args)
+    p, q = params(torch.float64), params(torch.float64)
+    s, t = plain.init(p), quick.init(q)
+    held = [x.data_ptr() for x in trees.leaves((q, t[0].mu, t[0].nu))]
+    for step in range(10):
+        g = trees.map(lambda x, k=step: torch.sin(x * (k + 1)), p)
+        h = trees.clone(g)
+        own = [x.data_ptr() for x in trees.leaves(h)]
+        u, s = plain.update(g, s, p)
+        p = optim.apply_updates(p, u)
+        v, t = quick.update(h, t, q)
+        assert [x.data_ptr() for x in trees.leaves(v)] == own
+        q = optim.apply_updates_(q, v)
+        for x, y in zip(trees.leaves((p, s)), trees.leaves((q, t)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+    assert [x.data_ptr() for x in trees.leaves((q, t[0].mu, t[0].nu))] == held
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.fused_adamw])
+def test_moments_of_bfloat16_parameters_are_float32(make):
+    p = params(torch.bfloat16)
+    step = make(1e-2, mu_dtype=torch.bfloat16)
+    state = step.init(p)
+    assert {x.dtype for x in trees.leaves(state[0].nu)} == {torch.float32}
+    assert {x.dtype for x in trees.leaves(state[0].mu)} == {torch.bfloat16}
+    assert {x.dtype for x in trees.leaves(make(1e-2).init(p)[0].mu)} == {torch.float32}
+    for _ in range(3):
+        g = trees.map(torch.ones_like, p)
+        updates, state = step.update(g, state, p)
+    # A gradient of 1 for ever: mu and nu are 1 after correction, the update is -lr; mu itself is rounded to bfloat16.
+    for u in trees.leaves(updates):
+        assert u.dtype == torch.float32
+        torch.testing.assert_close(u, torch.full_like(u, -1e-2), rtol=1e-2, atol=0)
+    assert {x.dtype for x in trees.leaves(optim.apply_updates(p, updates))} == {torch.bfloat16}
+    assert state[0].count.item() == 3
+    assert {x.dtype for x in trees.leaves(state[0].mu)} == {torch.bfloat16}
+
+
+def test_the_mask_of_matrices_leaves_out_norms_and_biases():
+    assert optim.matrices(params()) == {"attn": {"q": True, "q_bias": False}, "norm": False}
+    decay = optim.add_decayed_weights(0.5, optim.matrices)
+    p = params()
+    updates, _ = decay.update(trees.zeros_like(p), decay.init(p), p)
+    torch.testing.assert_close(updates["attn"]["q"], 0.5 * p["attn"]["q"])
+    assert not updates["attn"]["q_bias"].any() and not updates["norm"].any()
+
+
+def test_clipping_scales_to_the_norm_and_passes_what_is_below():
+    g = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}  # norm 5
+    assert optim.global_norm(g).item() == 5
+    for limit, factor in ((10.0, 1.0), (5.0, 1.0), (1.0, 0.2)):
+        clipped, _ = optim.clip_by_global_norm(limit).update(g, (), g)
+        torch.testing.assert_close(clipped, trees.map(lambda x, f=factor: f * x, g))
+
+
+def test_the_norm_of_low_precision_is_taken_in_float32_and_of_nothing_is_zero():
+    g = {"a": torch.full((1000,), 0.1, dtype=torch.bfloat16), "b": torch.zeros(1)}
+    norm = optim.global_norm(g)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(math.sqrt(1000) * g["a"][0].item(), rel=1e-6)
+    assert optim.global_norm({}).item() == 0
+
+
+def test_a_gradient_that_is_not_finite_stays_visible():
+    g = {"a": torch.tensor([float("inf"), 1.0])}
+    clipped, _ = optim.clip_by_global_norm(1.0).update(g, (), g)
+    assert not clipped["a"].isfinite().all()
+
+
+@pytest.mark.parametrize("warmup,steps", [(5, 5), (-1, 5), (6, 5)])
+def test_a_warmup_that_does_not_end_in_time_is_an_error(warmup, steps):
+    with pytest.raises(ValueError, match=f"warmup={warmup}, steps={steps}"):
+        optim.warmup_cosine(0.1, warmup, steps)
+    with pytest.raises(ValueError, match=f"warmup={warmup}, steps={steps}"):
+        optim.warmup_linear(0.1, warmup, steps)
+    with pytest.raises(ValueError, match="at least 1"):
+        optim.cosine(0.1, 0)
+
+
+@pytest.mark.parametrize("step", [optim.adamw(0.1), optim.fused_adamw(0.1), optim.sgd(0.1, 0.5)])
+def test_an_optimizer_finds_the_minimum_of_a_parabola(step):
+    p = {"x": torch.tensor([2.0, -3.0])}
+    state = step.init(p)
+    for _ in range(200):
+        updates, state = step.update({"x": p["x"] - 1}, state, p)
+        p = optim.apply_updates(p, updates)
+    torch.testing.assert_close(p["x"], torch.ones(2), atol=1e-2, rtol=0)
