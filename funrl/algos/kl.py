@@ -64,6 +64,18 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     return straight_through
 
 
+def kl_to(field: str, kind: str, metric: str) -> Term:
+    """An estimate of KL(pi || the policy of that field) per token, reported under that name."""
+    estimate = kl_estimate(kind)
+
+    @needs(field)
+    def term(logp_BT: Tensor, batch: Batch):
+        loss_BT = estimate(kept(logp_BT, batch.mask), constant(getattr(batch, field), batch.mask))
+        return loss_BT, {metric: loss_BT.detach()}
+
+    return term
+
+
 def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
     """An estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
 
@@ -79,14 +91,25 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
       ValueError: the kind is unknown.
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556
     """
-    estimate, ratio = kl_estimate(kind), token_ratio()
+    plain, ratio = kl_to("ref_logp", kind, "actor/kl_loss"), token_ratio()
+    if not bias_corrected:
+        return plain
 
-    @needs("ref_logp", *(("old_logp",) if bias_corrected else ()))
+    @needs("ref_logp", "old_logp")
     def term(logp_BT: Tensor, batch: Batch):
-        logp_BT, ref_BT = kept(logp_BT, batch.mask), constant(batch.ref_logp, batch.mask)
-        loss_BT = estimate(logp_BT, ref_BT)
-        if bias_corrected:
-            loss_BT = ratio(logp_BT, batch) * loss_BT
+        loss_BT, _ = plain(logp_BT, batch)
+        loss_BT = ratio(logp_BT, batch) * loss_BT
         return loss_BT, {"actor/kl_loss": loss_BT.detach()}
 
     return term
+
+
+def kl_to_old(kind: str = "abs") -> Term:
+    """An estimate of KL(pi || pi_old) per token, a soft leash on the update.
+
+    Args:
+      kind: "k1", "k2", "k3" or "abs", or one of these with "+" for the gradient of k2.
+    Needs: old_logp [B, T].
+    Returns: a term; loss [B, T] in nats; metric "actor/kl_to_old" (nats).
+    """
+    return kl_to("old_logp", kind, "actor/kl_to_old")

@@ -63,7 +63,7 @@ def gamma_weighted(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[f
     References: VESPO, Shen et al., 2026, https://arxiv.org/abs/2602.10693
     """
 
-    @needs("old_logp", "advantage", "weight")
+    @needs("old_logp", "advantage")
     def term(logp_BT: Tensor, batch: Batch):
         a_BT, moved_BT = constant(batch.advantage, batch.mask), log_ratio(logp_BT, batch).detach()
         log_w_BT = moved_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
