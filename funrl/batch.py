@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     old_logp: Tensor | None = None  # [B, T] nats, by the trainer before the first update on this batch
     ref_logp: Tensor | None = None  # [B, T] nats, by the frozen reference
     teacher_logp: Tensor | None = None  # [B, T] nats, by a teacher to distil from
+    reward_logp: Tensor | None = None  # [B, T] nats, by an implicit process reward model
     value: Tensor | None = None  # [B, T] the critic's estimate before token t, before the first update
     sum_pi_squared: Tensor | None = None  # [B, T] sum over the vocabulary of the squared probabilities
     greedy_score: Tensor | None = None  # [B] outcome reward of a greedy completion of the row's prompt
@@ -37,7 +38,9 @@ class Batch(NamedTuple):
     old_entropy: Tensor | None = None  # [B, T] nats, of the trainer's policy before the first update on this batch
     entropy_coefficient: Tensor | None = None  # [B, T] how strong an adaptive entropy bonus is, the same everywhere
     selected: Tensor | None = None  # [B, T] bool, tokens that a piece picked out of the whole batch
-    label: Tensor | None = None  # [B, T] judgement, 0 to 1: of a step at its last token, of a sequence on all its tokens
+    label: Tensor | None = (
+        None  # [B, T] judgement, 0 to 1: of a step at its last token, of a sequence on all its tokens
+    )
     margin: Tensor | None = None  # [B, T] by how much a chosen sequence should win, on all of its tokens
     kl_baseline: Tensor | None = None  # [B, T] nats, KTO's reference point, the same everywhere
     teacher_top_logp: Tensor | None = None  # [B, T, K] nats, the teacher's K likeliest tokens

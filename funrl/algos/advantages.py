@@ -7,6 +7,7 @@ equal, whatever the rounding. What lies outside the mask of the result is exactl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def group_scale(eps: float = 1e-6) -> Advantage:
 
     Args:
       eps: in the unit of x.
-    Needs: group [B].
+    Needs: score, group [B].
     References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
 
     Warning: eps is 1e-6 in verl and here, 1e-4 in TRL, 1e-9 in OpenRLHF. verl divides the rounding that equal rewards
@@ -46,10 +47,30 @@ def group_scale(eps: float = 1e-6) -> Advantage:
         std_B = group_std(x_B, groups_of(batch.group))
         return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
 
-    return stateless(divide, "group")
+    return stateless(divide, "score", "group")
 
 
-def gae(gamma: float = 1.0, lam: float = 1.0) -> Advantage:
+def batch_scale(eps: float = 1e-6) -> Advantage:
+    """Divides by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
+
+    After `group_center` this is TRL's scale_rewards="batch": prompts whose rewards differ much weigh more.
+
+    Args:
+      eps: in the unit of x.
+    Needs: score [B].
+    """
+
+    def divide(x_B: Tensor, batch: Batch) -> Tensor:
+        std_B = group_std(x_B, groups_of(x_B.new_zeros(x_B.shape, dtype=torch.int64)))
+        return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
+
+    return stateless(divide, "score")
+
+
+Lambda = Callable[[Tensor], Tensor]
+
+
+def gae(gamma: float = 1.0, lam: float | Lambda = 1.0, critic_lam: float | None = None) -> Advantage:
     """Generalised advantage estimation over the sampled tokens, on [B, T]; sets the critic's target.
 
     delta[t] = r[t] + gamma v[t'] - v[t],  A[t] = delta[t] + gamma lam A[t'],  returns[t] = A[t] + v[t],
@@ -58,20 +79,55 @@ def gae(gamma: float = 1.0, lam: float = 1.0) -> Advantage:
 
     Args:
       gamma: discount per sampled token.
-      lam: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step.
-    Needs: value [B, T] in units of reward. Sets: signal.returns.
+      lam: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step. A function gives each row
+        its own, from lengths [B, 1] in tokens: see `length_adaptive`.
+      critic_lam: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
+    Needs: score, value [B, T] in units of reward. Sets: signal.returns.
     References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         assert batch.value is not None
-        value_BT = where_masked(batch.value, signal.mask).to(signal.x.dtype)
-        x_BT = where_masked(signal.x, signal.mask)
-        delta_BT = where_masked(x_BT + gamma * next_sampled(value_BT, signal.mask) - value_BT, signal.mask)
-        advantage_BT = where_masked(accumulate(delta_BT, signal.mask, gamma * lam), signal.mask)
-        return signal._replace(x=advantage_BT, returns=advantage_BT + value_BT), state
+        mask_BT, x_BT = signal.mask, where_masked(signal.x, signal.mask)
+        value_BT = where_masked(batch.value, mask_BT).to(x_BT.dtype)
+        delta_BT = where_masked(x_BT + gamma * next_sampled(value_BT, mask_BT) - value_BT, mask_BT)
+        policy_lam = lam(mask_BT.sum(1, keepdim=True).to(x_BT.dtype)) if callable(lam) else lam
+        advantage_BT = where_masked(accumulate(delta_BT, mask_BT, gamma * policy_lam), mask_BT)
+        target_BT = advantage_BT
+        if critic_lam is not None:
+            target_BT = where_masked(accumulate(delta_BT, mask_BT, gamma * critic_lam), mask_BT)
+        return signal._replace(x=advantage_BT, returns=target_BT + value_BT), state
 
-    return Advantage(lambda: (), update, frozenset({"value"}), frozenset({"returns"}))
+    return Advantage(lambda: (), update, frozenset({"score", "value"}), frozenset({"returns"}))
+
+
+def length_adaptive(alpha: float = 0.05) -> Lambda:
+    """Lambda that grows with the response, 1 - 1 / (alpha length), and is 0 below a length of 1 / alpha.
+
+    The weights of the temporal differences then sum to about alpha times the length, so that a long response's
+    advantage is not dominated by the critic's bias.
+
+    Args:
+      alpha: per token.
+    References: VAPO, Yue et al., 2025, https://arxiv.org/abs/2504.05118
+    """
+    return lambda lengths: (1 - 1 / (alpha * lengths.clamp_min(1))).clamp_min(0)
+
+
+def reward_to_go(gamma: float = 1.0) -> Advantage:
+    """The discounted sum of the rewards from each sampled token on: G[t] = r[t] + gamma G[t'], on [B, T].
+
+    Tokens that were not sampled are stepped over: they neither discount nor count.
+
+    Args:
+      gamma: discount per sampled token.
+    Needs: score [B].
+    """
+
+    def collect(x_BT: Tensor, batch: Batch) -> Tensor:
+        return where_masked(accumulate(where_masked(x_BT, batch.mask), batch.mask, gamma), batch.mask)
+
+    return stateless(collect, "score")
 
 
 def accumulate(x_BT: Tensor, mask_BT: Tensor, decay: float | Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Advantage(NamedTuple):
       init: () -> state, a tree of tensors; it is part of the checkpoint.
       update: (signal, state, batch) -> (signal, state), pure.
       needs: the fields of `Batch` that it reads.
-      makes: the fields beside the advantage that the losses may read after it: "returns", "weight".
+      makes: the fields beside the advantage that the losses may read after it, such as "returns" and "weight".
     """
 
     init: Callable[[], Any]
@@ -99,12 +99,14 @@ class Algorithm:
       advantage: from `Signal(x=batch.score)` to advantages.
       policy_loss: (logp, batch) -> (fractions, metrics); the loss is the sum of the fractions' values.
       value_loss: the same for the critic, with values in the place of log-probabilities; None: no critic.
+      reward_loss: the same for an implicit process reward model, with its log-probabilities; None: no such model.
       keep: batch -> [B] bool, rows worth training on; the loop samples more prompts for those that are not.
     """
 
     advantage: Advantage
     policy_loss: Loss
     value_loss: Loss | None = None
+    reward_loss: Loss | None = None
     keep: Filter | None = None
 
 
@@ -127,14 +129,20 @@ def needs_of(*pieces: Any) -> frozenset[str]:
     for piece in pieces:
         if isinstance(piece, Algorithm):
             made = piece.advantage.makes | {"advantage"}
-            fields |= needs_of(piece.advantage, piece.policy_loss, piece.value_loss, piece.keep) - made
+            parts = (piece.advantage, piece.policy_loss, piece.value_loss, piece.reward_loss, piece.keep)
+            fields |= needs_of(*parts) - made
         elif piece is not None:
             fields |= getattr(piece, "needs", frozenset())
     return fields
 
 
 def stateless(fn: Callable[[Tensor, Batch], Tensor], *fields: str) -> Advantage:
-    """An advantage piece without state that changes only `signal.x`; `batch.mask` is the mask of the signal."""
+    """An advantage piece without state that changes only `signal.x`; `batch.mask` is the mask of the signal.
+
+    Args:
+      fn: (x, batch) -> x.
+      fields: of `Batch`, that it reads.
+    """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         return signal._replace(x=fn(signal.x, batch._replace(mask=signal.mask))), state
@@ -237,7 +245,7 @@ def row_fraction(x_B: Tensor) -> Fraction:
 
 TOKEN_FIELDS = ("token_reward", "rollout_logp", "old_logp", "ref_logp", "teacher_logp", "value", "sum_pi_squared")
 TOKEN_FIELDS += ("advantage", "returns", "weight", "entropy", "old_entropy", "entropy_coefficient", "selected")
-TOKEN_FIELDS += ("label", "margin", "kl_baseline")
+TOKEN_FIELDS += ("label", "margin", "kl_baseline", "reward_logp")
 
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:

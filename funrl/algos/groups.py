@@ -39,25 +39,29 @@ def group_sum(x: Tensor, groups: Groups) -> Tensor:
     return x.new_zeros(groups.count, *x.shape[1:]).index_add_(0, groups.index, x)[groups.index]
 
 
-def group_min(x_B: Tensor, groups: Groups) -> Tensor:
-    """The smallest x of each row's group, given back to every row."""
-    least = x_B.new_full((groups.count,), torch.inf).scatter_reduce_(0, groups.index, x_B, "amin")
+def group_min(x: Tensor, groups: Groups) -> Tensor:
+    """The smallest x [B, ...] of each row's group, given back to every row."""
+    index = groups.index.reshape(-1, *[1] * (x.dim() - 1)).expand_as(x)
+    least = x.new_full((groups.count, *x.shape[1:]), torch.inf).scatter_reduce_(0, index, x, "amin")
     return least[groups.index]
 
 
-def group_max(x_B: Tensor, groups: Groups) -> Tensor:
-    """The largest x of each row's group, given back to every row."""
-    return -group_min(-x_B, groups)
+def group_max(x: Tensor, groups: Groups) -> Tensor:
+    """The largest x [B, ...] of each row's group, given back to every row."""
+    return -group_min(-x, groups)
 
 
-def group_mean(x_B: Tensor, groups: Groups) -> Tensor:
-    """The mean of each row's group; of equal numbers exactly that number.
+def group_mean(x_B: Tensor, groups: Groups, weight_B: Tensor | None = None) -> Tensor:
+    """The mean of each row's group, weighted if weights are given; of equal numbers exactly that number.
 
     The smallest number is taken off before the sum and put back after it, so that seven times 0.1 in float32 has
     a mean of 0.1, not of 0.1 plus a rounding that a small standard deviation would blow up.
     """
     least_B = group_min(x_B, groups)
-    return least_B + group_sum(x_B - least_B, groups) / groups.size
+    weight_B = torch.ones_like(x_B) if weight_B is None else weight_B
+    total_B = group_sum(weight_B, groups)
+    mean_B = group_sum((x_B - least_B) * weight_B, groups) / torch.where(total_B > 0, total_B, 1)
+    return least_B + mean_B
 
 
 def group_std(x_B: Tensor, groups: Groups) -> Tensor:

@@ -101,3 +101,78 @@ def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
         return signal._replace(x=x_BT, metrics=signal.metrics | metrics), after
 
     return Advantage(controller.init, update, frozenset({"old_logp", "ref_logp"}))
+
+
+def clip_reward(low: float, high: float) -> Advantage:
+    """Clips to [low, high], on [B] or [B, T]. Needs: score [B]."""
+    if low > high:
+        raise ValueError(f"clip_reward({low}, {high}): low is above high")
+    return stateless(lambda x, batch: x.clamp(low, high), "score")
+
+
+def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
+    """Takes off a penalty that grows over the last `buffer` tokens before the limit, on [B].
+
+    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens.
+
+    Args:
+      limit: the longest completion allowed, tokens.
+      buffer: over how many tokens the penalty grows, > 0.
+      factor: the penalty at the limit, in units of reward.
+    Needs: score [B].
+    References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476
+
+    Warning: verl counts the tokens that a tool wrote too; TRL's soft overlong punishment is this one with factor 1,
+    and -1 beyond the limit.
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"overlong_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
+
+    def punish(x_B: Tensor, batch: Batch) -> Tensor:
+        beyond_B = (batch.mask.sum(1) - (limit - buffer)).clamp_min(0)
+        return x_B - factor * beyond_B.to(x_B.dtype) / buffer
+
+    return stateless(punish, "score")
+
+
+def stop_properly(coefficient: float) -> Advantage:
+    """What a completion that ran into the length limit gets, on [B].
+
+    Args:
+      coefficient: from 0 to 1, its score is multiplied by it; below 0, its score becomes it.
+    Needs: score [B], truncated [B].
+    References: ProRL, Liu et al., 2025, https://arxiv.org/abs/2505.24864, as in OpenRLHF.
+    """
+    if coefficient > 1:
+        raise ValueError(f"stop_properly({coefficient}): give a factor from 0 to 1, or a reward below 0")
+
+    def punish(x_B: Tensor, batch: Batch) -> Tensor:
+        assert batch.truncated is not None
+        instead_B = coefficient * x_B if coefficient >= 0 else torch.full_like(x_B, coefficient)
+        return torch.where(batch.truncated, instead_B, x_B)
+
+    return stateless(punish, "score", "truncated")
+
+
+def running_normalise(eps: float = 1e-8) -> Advantage:
+    """Mean 0 and deviation 1 by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
+
+    The state is (rows, mean, sum of squared deviations) in float64, merged batch by batch without loss (Chan et al.,
+    1983); it is part of the checkpoint. The variance has n below.
+
+    Args:
+      eps: in the squared unit of the score.
+    Needs: score [B].
+    """
+
+    def update(signal: Signal, state: tuple[Tensor, Tensor, Tensor], batch: Batch):
+        rows, mean, squares = state
+        x_B = signal.x.to(mean)
+        new, new_mean = x_B.numel(), x_B.mean()
+        total, step = rows + new, new_mean - mean
+        mean = mean + step * new / total
+        squares = squares + (x_B - new_mean).square().sum() + step.square() * rows * new / total
+        scaled_B = (x_B - mean) / (squares / total + eps).sqrt()
+        return signal._replace(x=scaled_B.to(signal.x)), (total, mean, squares)
+
+    return Advantage(lambda: (torch.zeros((), dtype=torch.float64),) * 3, update, frozenset({"score"}))

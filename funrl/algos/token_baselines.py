@@ -1,0 +1,148 @@
+"""Baselines of single tokens: the optimal one over a group, and rewards that an implicit process model gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import Advantage, Fraction, Loss, Signal, clean, needs, sequence_sums, stateless, where_masked
+from funrl.algos.groups import Groups, group_min, group_sum, groups_of
+from funrl.batch import Batch
+
+
+def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advantage:
+    """Takes the optimal baseline of each token position off the reward to go, on [B, T].
+
+    A[i, t] = G[i, t] - b[t],  b[t] = sum_i G[i, t] W[i, t] / sum_i W[i, t] over the rows i of the group,
+    W[i, t] = sum_{s <= t} w[i, s],  w = 1 - 2 pi + sum_v pi_v^2, the squared norm of the gradient of log pi with
+    respect to the logits; times the squared importance weight where a correction has set one.
+
+    Args:
+      turns: which tokens stand at one position: the n-th sampled token of each row, stepping over what tools wrote
+        (True), or the tokens equally far from the row's first sampled one (False). The same where no tool spoke.
+      raw_tail: a token whose position no other row of the group reaches keeps G (True) or gets 0 (False).
+    Needs: score, group [B], old_logp [B, T] (nats), sum_pi_squared [B, T].
+    References: https://arxiv.org/abs/2602.07078
+
+    Warning: raw_tail=True is verl's handle_zero_tail, except that verl finds the tail by counting tokens and cuts it by
+    position. A group of one row gets 0 in any case; verl gives its raw return.
+    """
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        assert batch.old_logp is not None and batch.sum_pi_squared is not None
+        mask_BT, dtype = signal.mask, signal.x.dtype
+        pi_BT = where_masked(batch.old_logp, mask_BT).exp()
+        norm_BT = where_masked(1 - 2 * pi_BT + batch.sum_pi_squared, mask_BT).to(dtype)
+        if signal.weight is not None:
+            norm_BT = norm_BT * where_masked(signal.weight, mask_BT).square()
+        groups, slot_BT = groups_of(batch.group), token_slots(mask_BT, turns)
+        return_BS, weight_BS, there_BS = (
+            to_slots(z, mask_BT, slot_BT) for z in (signal.x, norm_BT.cumsum(1), torch.ones_like(signal.x))
+        )
+        baseline_BS, rows_BS = slot_baseline(return_BS, weight_BS, there_BS, groups)
+        baseline_BT, rows_BT = baseline_BS.gather(1, slot_BT), rows_BS.gather(1, slot_BT)
+        lonely_BT = torch.zeros_like(signal.x) if not raw_tail else signal.x
+        compared_BT = torch.where(rows_BT > 1, signal.x - baseline_BT, lonely_BT)
+        compared_BT = torch.where((groups.size > 1)[:, None], compared_BT, torch.zeros_like(compared_BT))
+        return signal._replace(x=where_masked(compared_BT, mask_BT)), state
+
+    fields = frozenset({"score", "group", "old_logp", "sum_pi_squared"})
+    return Advantage(lambda: (), update, fields)
+
+
+def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
+    """[B, T] int64, which position of the completion a token stands at; 0 outside the mask."""
+    if turns:
+        return where_masked(mask_BT.cumsum(1) - 1, mask_BT)
+    position = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    first_B1 = torch.where(mask_BT, position, mask_BT.shape[1]).amin(1, keepdim=True)
+    return where_masked(position - first_B1, mask_BT)
+
+
+def to_slots(x_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Tensor:
+    """Moves every masked token to its slot; 0 where a row has none."""
+    return torch.zeros_like(x_BT).scatter_add_(1, slot_BT, where_masked(x_BT, mask_BT))
+
+
+def slot_baseline(return_BS: Tensor, weight_BS: Tensor, there_BS: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """The weighted mean of the returns at each slot over the rows of a group, and how many rows have that slot.
+
+    Equal returns have exactly their own number as the mean: the smallest one is taken off before the sum.
+    """
+    there = there_BS > 0
+    least_BS = group_min(torch.where(there, return_BS, torch.inf), groups)
+    shifted_BS = where_masked(return_BS - least_BS, there)
+    total_BS = group_sum(weight_BS, groups)
+    mean_BS = group_sum(shifted_BS * weight_BS, groups) / torch.where(total_BS > 0, total_BS, 1)
+    return where_masked(least_BS, there) + mean_BS, group_sum(there_BS, groups)
+
+
+def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
+    """Adds the rewards of an implicit process model to the tokens, less the group's leave-one-out mean, on [B, T].
+
+    q[i, t] = beta (log pi_rm - log pi_ref) at token t,  x[i, t] += c (q[i, t] - mean_{j != i} mean_t q[j, t]).
+
+    Args:
+      beta: reward per nat.
+      coefficient: c, next to an outcome reward of weight 1.
+    Needs: reward_logp, ref_logp [B, T] (nats), group [B]. A row that is alone in its group gets no process reward.
+    References: PRIME, Cui et al., 2025, https://arxiv.org/abs/2502.01456
+    """
+
+    def add_rewards(x_BT: Tensor, batch: Batch) -> Tensor:
+        groups, mask_BT = groups_of(batch.group), batch.mask
+        q_BT = where_masked(beta * (batch.reward_logp - batch.ref_logp), mask_BT).to(x_BT.dtype)  # pyright: ignore
+        mean_B = (sequence_sums(q_BT, mask_BT)[:, 0]) / mask_BT.sum(1).clamp_min(1)
+        others_B = (group_sum(mean_B, groups) - mean_B) / (groups.size - 1).clamp_min(1)
+        process_BT = where_masked(q_BT - others_B[:, None], mask_BT & (groups.size > 1)[:, None])
+        return x_BT + coefficient * process_BT
+
+    return stateless(add_rewards, "reward_logp", "ref_logp", "group")
+
+
+def label_outcomes() -> Advantage:
+    """Sets `batch.label` to the row's raw score on all of its sampled tokens, for `implicit_reward_loss`.
+
+    Needs: score [B] in 0 to 1. Makes: label [B, T]. The signal's x is left alone.
+    """
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        assert batch.score is not None
+        label_BT = where_masked(batch.score[:, None].expand(signal.mask.shape), signal.mask)
+        return signal._replace(extra=signal.extra | {"label": label_BT}), state
+
+    return Advantage(lambda: (), update, frozenset({"score"}), frozenset({"label"}))
+
+
+def implicit_reward_loss(beta: float = 0.05) -> Loss:
+    """Trains an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
+
+    L_i = - s log sigmoid(Q) - (1 - s) log sigmoid(-Q),  Q = beta sum_t (log pi_rm - log pi_ref), the mean over
+    sequences; s is the mean label of the sequence's tokens.
+
+    Args:
+      beta: reward per nat.
+    Needs: label [B, T] in 0 to 1, ref_logp [B, T] (nats). The loss's first argument is the model's logp [B, T].
+    Returns: a loss in nats; metric "reward/accuracy", the share of sequences where Q and the label agree.
+    References: PRIME, Cui et al., 2025, https://arxiv.org/abs/2502.01456
+    """
+
+    @needs("label", "ref_logp")
+    def loss(logp_BT: Tensor, batch: Batch):
+        mask_BT, segments_BT = batch.mask, batch.segments
+        batch = clean(batch)
+        assert batch.label is not None and batch.ref_logp is not None
+        q_BT = beta * (where_masked(logp_BT, mask_BT) - batch.ref_logp.detach())
+        q_BS, label_BS, length_BS = (
+            sequence_sums(z, mask_BT, segments_BT) for z in (q_BT, batch.label.to(q_BT.dtype), torch.ones_like(q_BT))
+        )
+        label_BS = label_BS / length_BS.clamp_min(1)
+        there_BS, sequences = length_BS > 0, (length_BS > 0).sum().to(q_BT.dtype)
+        entropy_BS = torch.nn.functional.binary_cross_entropy_with_logits(q_BS, label_BS, reduction="none")
+        agree_BS = ((q_BS > 0) == (label_BS > 0.5)).to(q_BT.dtype)
+        metrics = {"reward/accuracy": Fraction(where_masked(agree_BS, there_BS).sum(), sequences)}
+        return (Fraction(where_masked(entropy_BS, there_BS).sum(), sequences),), metrics
+
+    return loss
