@@ -218,7 +218,7 @@ def _tables(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """What a safetensors file holds. It begins with eight bytes of length and a table in JSON; then come the numbers."""
+    """What a safetensors file holds. It begins with the length of a table, then the table in JSON, then the numbers."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

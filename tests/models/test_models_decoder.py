@@ -1,0 +1,184 @@
+"""The decoder's own promises: packing, caches, trees, configs that are refused."""
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.models import decoder, value
+from funrl.models.config import Config, ModelError, RopeScaling, config_from_hf, config_to_hf
+from funrl.models.scores import token_scores
+
+CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
+LENGTHS = (5, 1, 8)
+
+
+@pytest.fixture(scope="module")
+def params():
+    noise = torch.Generator().manual_seed(1)
+    drawn = decoder.init(CONFIG, torch.Generator().manual_seed(0), torch.float64)
+    return trees.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=noise, dtype=x.dtype), drawn)
+
+
+def _sequences():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, CONFIG.vocab, (1, n), generator=generator) for n in LENGTHS]
+
+
+def _packed():
+    """The sequences behind one another in one row, with two tokens of padding."""
+    padding = torch.zeros(1, 2, dtype=torch.int64)
+    tokens = torch.cat((*_sequences(), padding), 1)
+    positions = torch.cat((*(torch.arange(n) for n in LENGTHS), padding[0]))[None]
+    segments = torch.cat((*(torch.full((n,), i + 1) for i, n in enumerate(LENGTHS)), padding[0]))[None]
+    return tokens, positions, segments
+
+
+def test_packed_segments_equal_separate_rows(params):
+    want = ("logp", "entropy", "sum_pi_squared")
+    separate = [token_scores(CONFIG, params, x, want=want) for x in _sequences()]
+    packed = token_scores(CONFIG, params, *_packed(), want=want)
+    for got, *alone in zip(packed, *separate, strict=True):
+        expected = torch.cat((*alone, torch.zeros(1, 2, dtype=torch.float64)), 1)
+        assert (got - expected).abs().max() < 1e-12
+        firsts = [0, 5, 6, 14, 15]  # first tokens and padding
+        assert torch.equal(got[0, firsts], torch.zeros(5, dtype=torch.float64))
+
+
+def test_packed_gradients_equal_separate_rows(params):
+    def packed(p):
+        return token_scores(CONFIG, p, *_packed()).logp.square().sum(), ()
+
+    def separate(p):
+        return sum(token_scores(CONFIG, p, x).logp.square().sum() for x in _sequences()), ()
+
+    grads, expected = (trees.leaves(trees.value_and_grad(f)(params)[1]) for f in (packed, separate))
+    assert all((g - e).abs().max() < 1e-12 * (1 + e.abs().max()) for g, e in zip(grads, expected, strict=True))
+
+
+def test_padding_to_the_right_changes_nothing(params):
+    tokens = _sequences()[2]
+    padded = torch.cat((tokens, torch.full((1, 9), 7)), 1)
+    hidden, _ = decoder.apply(CONFIG, params, tokens)
+    longer, _ = decoder.apply(CONFIG, params, padded)
+    assert (longer[:, : tokens.shape[1]] - hidden).abs().max() < 1e-12
+
+
+def test_wanted_scores_only(params):
+    tokens = torch.cat(_sequences(), 1)
+    wanted = torch.arange(tokens.shape[1])[None] % 3 == 1
+
+    def loss(p, keep):
+        logp = token_scores(CONFIG, p, tokens, want=("logp",), wanted_BT=keep).logp
+        return (logp * wanted).square().sum(), logp
+
+    (_, every), expected = trees.value_and_grad(loss)(params, None)
+    (_, some), grads = trees.value_and_grad(loss)(params, wanted)
+    assert (some - every * wanted).abs().max() < 1e-12
+    assert all((g - e).abs().max() < 1e-12 for g, e in zip(trees.leaves(grads), trees.leaves(expected), strict=True))
+
+
+def test_cache_of_rows_of_different_length_equals_forward(params):
+    """Prefill of padded prompts, then decoding: each row goes on at its own position, over its own padding."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, CONFIG.vocab, (3, 12), generator=generator)
+    prompts = torch.tensor([2, 5, 4])
+    cache = decoder.init_cache(CONFIG, decoder.SINGLE, 3, 14, torch.float64)
+    with torch.no_grad():
+        expected, _ = decoder.apply(CONFIG, params, tokens)
+        hidden, cache = decoder.apply(CONFIG, params, tokens[:, :5], cache=cache)
+        rows = torch.arange(3)
+        assert (hidden[rows, prompts - 1] - expected[rows, prompts - 1]).abs().max() < 1e-12
+        for step in range(7):
+            at = (prompts + step)[:, None]
+            view = decoder.cache_prefix(cache, int(at.max()) + 1)
+            hidden, _ = decoder.apply(CONFIG, params, tokens.gather(1, at), at, cache=view)
+            assert (hidden[:, 0] - expected[rows, at[:, 0]]).abs().max() < 1e-12
+        # Fewer rows, then several tokens at once.
+        kept = decoder.cache_rows(cache, torch.tensor([2, 0]))
+        at = torch.tensor([[10, 11], [7, 8]])
+        some = tokens[[2, 0]]
+        hidden, _ = decoder.apply(CONFIG, params, some.gather(1, at), at, cache=kept)
+        assert (hidden - expected[[2, 0]].gather(1, at[..., None].expand(-1, -1, 16))).abs().max() < 1e-12
+
+
+def test_segments_and_cache_exclude_each_other(params):
+    cache = decoder.init_cache(CONFIG, decoder.SINGLE, 1, 16, torch.float64)
+    with pytest.raises(ModelError, match="exclude"):
+        decoder.apply(CONFIG, params, *_packed(), cache=cache)
+
+
+def test_values_speak_of_the_state_before_the_token(params):
+    critic = value.init(CONFIG, params)
+    tokens, positions, segments = _packed()
+    assert torch.equal(value.apply(CONFIG, critic, tokens), torch.zeros(1, 16, dtype=torch.float64))
+    critic["value"] = torch.ones_like(critic["value"])
+    got = value.apply(CONFIG, critic, tokens, positions, segments)
+    hidden, _ = decoder.apply(CONFIG, params, tokens, positions, segments)
+    expected = hidden.sum(-1)[0]
+    assert got[0, 1] == pytest.approx(expected[0].item()) and got[0, 7] == pytest.approx(expected[6].item())
+    assert torch.equal(got[0, [0, 5, 6, 14, 15]], torch.zeros(5, dtype=torch.float64))
+    critic["decoder"]["embed"].zero_()
+    assert params["embed"].abs().max() > 0  # the critic owns its weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trees_have_one_structure(tied):
+    config = Config(
+        31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, tied=tied
+    )
+    params = decoder.init(config, torch.Generator().manual_seed(0))
+    checked = []
+
+    def same(name, x, shape, axes):
+        assert x.shape == shape.shape and len(axes) == x.dim(), name
+        checked.append(name)
+
+    trees.map_named(same, params, decoder.shapes(config), decoder.axes(config))
+    assert len(checked) == len(trees.leaves(params)) == 2 * 15 + (2 if tied else 3)
+    critic = value.init(config, params)
+    trees.map_named(same, critic, value.shapes(config), value.axes(config))
+
+
+def test_init_is_the_same_in_every_dtype():
+    single, double = (decoder.init(CONFIG, torch.Generator().manual_seed(0), d) for d in (torch.float32, torch.float64))
+    assert all(torch.equal(a.double(), b) for a, b in zip(trees.leaves(single), trees.leaves(double), strict=True))
+
+
+RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias=True))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'.*llama.*qwen2.*qwen3"),
+        ({"model_type": None}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'.*linear.*llama3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters is given per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        ({"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
+        ({"hidden_size": "16"}, "hidden_size is '16'"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"head_dim": 5}, "head is 5"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types has 'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_unsupported_config_names_the_field(change, message):
+    assert config_from_hf(RAW).layers == 2
+    with pytest.raises(ModelError, match=message):
+        config_from_hf(RAW | change)
+
+
+def test_config_that_no_file_can_say_is_refused():
+    with pytest.raises(ModelError, match="qk_norm=True"):
+        config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="llama", qk_norm=True))
+    with pytest.raises(ModelError, match="windows has sizes"):
+        config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias=True, windows=(3, 4)))
+    scaled = Config(31, 16, 2, 4, 2, 4, 24, rope_scaling=RopeScaling("linear", 2.0), max_positions=64)
+    assert config_from_hf(config_to_hf(scaled)) == scaled

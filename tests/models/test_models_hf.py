@@ -1,0 +1,163 @@
+"""Hugging Face directories: what is refused, sharded files, a rank's own slice."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from funrl import trees
+from funrl.mesh import mesh as meshes
+from funrl.mesh import rules
+from funrl.mesh.mesh import Mesh
+from funrl.models import decoder, hf
+from funrl.models.config import Config, ModelError
+
+CONFIG = Config(31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, eos=(2, 3))
+
+
+@pytest.fixture
+def params():
+    return decoder.init(CONFIG, torch.Generator().manual_seed(0))
+
+
+def test_sharded_and_whole_files_hold_the_same(tmp_path, params):
+    hf.save(tmp_path / "whole", CONFIG, params)
+    hf.save(tmp_path / "parts", CONFIG, params, max_shard_bytes=4000)
+    assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 3
+    assert [f.name for f in (tmp_path / "whole").iterdir() if f.name.startswith("model")] == ["model.safetensors"]
+    for folder in ("whole", "parts"):
+        config, loaded = hf.load(tmp_path / folder)
+        assert config == CONFIG == hf.check(tmp_path / folder)
+        assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(params), strict=True))
+
+
+def test_saving_again_leaves_no_stale_weights(tmp_path, params):
+    hf.save(tmp_path, CONFIG, params)
+    hf.save(tmp_path, CONFIG, trees.map(lambda x: x + 1, params), max_shard_bytes=4000)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert torch.equal(hf.load(tmp_path)[1]["norm"], params["norm"] + 1)
+    hf.save(tmp_path, CONFIG, trees.cast(params, torch.bfloat16))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    config, loaded = hf.load(tmp_path)
+    assert config.dtype == "bfloat16" and loaded["norm"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2,tp4"])
+def test_a_rank_reads_its_own_slice(tmp_path, params, text):
+    config = Config(32, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True)
+    params = decoder.init(config, torch.Generator().manual_seed(0))
+    hf.save(tmp_path, config, params, max_shard_bytes=4000)
+    sizes = meshes.parse(text)
+    layouts = rules.layouts(decoder.shapes(config), decoder.axes(config), rules.TRAIN, sizes)
+    # As if the weights were split everywhere they can be: over the head dim and the model dim too.
+    everywhere = dict(rules.TRAIN) | {"heads": None, "kv_heads": None, "head": "data", "mlp": None, "embed": "tensor"}
+    everywhere["vocab"] = "data"
+    more = rules.layouts(decoder.shapes(config), decoder.axes(config), everywhere, sizes)
+    for rank in range(Mesh(sizes).world):
+        mesh = Mesh(sizes, rank=rank)
+        for tree in (layouts, more):
+            _, local = hf.load(tmp_path, mesh=mesh, layouts=tree)
+            expected = rules.shard(params, tree, mesh)
+            assert all(torch.equal(a, b) for a, b in zip(trees.leaves(local), trees.leaves(expected), strict=True))
+
+
+def _edit_config(folder, **change):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | change))
+
+
+def _edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _cut(file, size):
+    with file.open("r+b") as stream:
+        stream.truncate(size)
+
+
+BROKEN = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+    "config not json": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
+    "config a list": (lambda d: (d / "config.json").write_text("[]"), "config.json holds a list"),
+    "unknown": (lambda d: _edit_config(d, model_type="mixtral"), "config.json: model_type is 'mixtral'"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "cut": (lambda d: _cut(d / "model.safetensors", 9000), "9000 bytes, its table says .* cut short"),
+    "cut by a byte": (
+        lambda d: _cut(d / "model.safetensors", (d / "model.safetensors").stat().st_size - 1),
+        "cut short or damaged",
+    ),
+    "cut in the table": (lambda d: _cut(d / "model.safetensors", 100), "is cut short"),
+    "no bytes": (lambda d: _cut(d / "model.safetensors", 0), "is cut short"),
+    "not safetensors": (
+        lambda d: (d / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"abcd"),
+        "is not a safetensors file",
+    ),
+    "missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop("model.norm.weight")), "missing.*model.norm.weight"),
+    "extra tensor": (
+        lambda d: _edit_weights(d, lambda t: t.update({"model.layers.0.extra": torch.zeros(1)})),
+        "no place in a qwen3 model.*model.layers.0.extra",
+    ),
+    "shape": (lambda d: _edit_config(d, intermediate_size=25), r"shape \[16, 24\], config.json says \[16, 25\]"),
+    "dtype": (
+        lambda d: _edit_weights(d, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)})),
+        "model.norm.weight has dtype I8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_directories_are_refused(tmp_path, params, case):
+    hf.save(tmp_path, CONFIG, params)
+    breaks, message = BROKEN[case]
+    breaks(tmp_path)
+    for read in (hf.check, hf.load):
+        with pytest.raises(ModelError, match=message):
+            read(tmp_path)
+
+
+def test_missing_and_empty_directories(tmp_path):
+    with pytest.raises(ModelError, match="is not a directory"):
+        hf.check(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="is empty"):
+        hf.check(tmp_path)
+
+
+def test_index_naming_what_is_not_there(tmp_path, params):
+    hf.save(tmp_path, CONFIG, params, max_shard_bytes=4000)
+    index = json.loads((tmp_path / hf.INDEX).read_text())
+    first = sorted(set(index["weight_map"].values()))[0]
+    moved = index | {"weight_map": index["weight_map"] | {"model.norm.weight": first}}
+    (tmp_path / hf.INDEX).write_text(json.dumps(moved))
+    with pytest.raises(ModelError, match=f"{first} lacks model.norm.weight"):
+        hf.check(tmp_path)
+    (tmp_path / hf.INDEX).write_text(json.dumps(index))
+    (tmp_path / first).unlink()
+    with pytest.raises(ModelError, match=f"{first} is missing; {hf.INDEX} names it"):
+        hf.check(tmp_path)
+    (tmp_path / hf.INDEX).write_text("{}")
+    with pytest.raises(ModelError, match="has no weight_map"):
+        hf.check(tmp_path)
+
+
+def test_a_second_copy_of_tied_embeddings_is_ignored(tmp_path):
+    config = Config(31, 16, 1, 4, 2, 4, 24, tied=True)
+    params = decoder.init(config, torch.Generator().manual_seed(0))
+    hf.save(tmp_path, config, params)
+    _edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert hf.check(tmp_path) == config
+    assert "unembed" not in hf.load(tmp_path)[1]
+
+
+def test_check_reads_no_weights(tmp_path, params, monkeypatch):
+    hf.save(tmp_path, CONFIG, params, max_shard_bytes=4000)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a file of weights was opened")
+
+    monkeypatch.setattr(hf, "safe_open", refuse)
+    assert hf.check(tmp_path) == CONFIG
+    with pytest.raises(AssertionError, match="was opened"):
+        hf.load(tmp_path)

@@ -1,0 +1,108 @@
+"""Tensor parallelism: every rank's log-probs, values and gradients equal those of one device, in float64."""
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.mesh import rules
+from funrl.mesh.simulate import gather, scatter, simulate
+from funrl.models import decoder, value
+from funrl.models.config import Config
+from funrl.models.scores import token_scores
+
+WANT = ("logp", "entropy", "sum_pi_squared")
+
+
+def _config(heads, kv_heads, **more) -> Config:
+    more = {"family": "qwen3", "qk_norm": True, "attention_bias": True, "output_bias": True} | more
+    return Config(vocab=24, embed=12, layers=2, heads=heads, kv_heads=kv_heads, head=4, mlp=16, **more)
+
+
+CASES = {
+    "tp2": ("tp2", _config(4, 2)),
+    "tp2 tied": ("tp2", _config(4, 4, tied=True)),
+    "tp4 sharded kv": ("tp4", _config(8, 4)),
+    "tp4 two kv heads": ("tp4", _config(8, 2)),
+    "tp4 one kv head": ("tp4", _config(4, 1)),
+    "tp2 three kv heads": ("tp2", _config(6, 3)),  # a rank's heads end within a group
+    "tp4 six kv heads": ("tp4", _config(12, 6)),
+    "dp2,tp2": ("dp2,tp2", _config(4, 1, windows=(None, 3))),
+}
+
+
+def _params(config):
+    params = decoder.init(config, torch.Generator().manual_seed(0), torch.float64)
+    generator = torch.Generator().manual_seed(1)  # norms away from 1, biases away from 0, logits that differ
+    return trees.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype), params)
+
+
+def _tokens(config):
+    return torch.randint(0, config.vocab, (2, 7), generator=torch.Generator().manual_seed(2))
+
+
+SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0]])
+
+
+def _loss(config, mesh, packed):
+    """A loss in which every output of the model has a weight of its own; with the outputs."""
+    where = (POSITIONS, SEGMENTS) if packed else (None, None)
+
+    def loss(params, tokens_BT, weights):
+        scores = token_scores(config, params["policy"], tokens_BT, *where, mesh, 0.7, WANT)
+        values_BT = value.apply(config, params["critic"], tokens_BT, *where, mesh)
+        outputs = torch.stack([*scores, values_BT])  # type: ignore[list-item]
+        return (weights * outputs).sum(), outputs
+
+    return loss
+
+
+@pytest.mark.parametrize("case,packed", [*((case, True) for case in CASES), ("tp2", False), ("tp4 one kv head", False)])
+def test_tensor_parallel_equals_one_device(case, packed):
+    text, config = CASES[case]
+    policy = _params(config)
+    critic = value.init(config, policy)
+    critic["value"] = torch.randn(1, config.embed, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    params = {"policy": policy, "critic": critic}
+    shapes = {"policy": decoder.shapes(config), "critic": value.shapes(config)}
+    axes = {"policy": decoder.axes(config), "critic": value.axes(config)}
+    # Drawn here: under simulation every rank would draw numbers of its own.
+    weights = torch.randn(4, 2, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    inputs = _tokens(config), weights
+    (expected, outputs), grads = trees.value_and_grad(_loss(config, decoder.SINGLE, packed))(params, *inputs)
+    assert all(g.abs().max() > 1e-4 for g in trees.leaves(grads))
+
+    with simulate(text) as mesh:
+        layouts = rules.layouts(shapes, axes, rules.TRAIN, mesh.sizes)
+        local = scatter(params, layouts)
+        (got, got_outputs), got_grads = trees.value_and_grad(_loss(config, mesh, packed))(local, *inputs)
+        ranks = [gather((got, got_outputs, got_grads), rank) for rank in range(mesh.world)]
+    for rank, (got, got_outputs, got_grads) in enumerate(ranks):
+        assert (got - expected).abs() < 1e-9
+        assert (got_outputs - outputs).abs().max() < 1e-9
+
+        def own(x, layout, rank=rank):
+            return x[tuple(slice(low, high) for low, high in layout.box(rank))]
+
+        for (name, g), e in zip(trees.named(got_grads), trees.leaves(trees.map(own, grads, layouts)), strict=True):
+            assert g.shape == e.shape, name
+            assert (g - e).abs().max() < 1e-9, (name, rank)
+
+
+@pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp2 three kv heads"])
+def test_cached_decode_equals_forward(case):
+    text, config = CASES[case]
+    params, tokens_BT = _params(config), _tokens(config)
+    expected, _ = decoder.apply(config, params, tokens_BT)
+    with simulate(text) as mesh, torch.no_grad():
+        layouts = rules.layouts(decoder.shapes(config), decoder.axes(config), rules.GENERATE, mesh.sizes)
+        local = scatter(params, layouts)
+        cache = decoder.init_cache(config, mesh, 2, 8, torch.float64)
+        hidden, cache = decoder.apply(config, local, tokens_BT[:, :4], cache=cache, mesh=mesh)
+        parts = [hidden]
+        for t in range(4, 7):
+            at = torch.full((2, 1), t)
+            hidden, cache = decoder.apply(config, local, tokens_BT[:, t : t + 1], at, cache=cache, mesh=mesh)
+            parts.append(hidden)
+        ranks = [gather(torch.cat(parts, 1), rank) for rank in range(mesh.world)]
+    assert all((got - expected).abs().max() < 1e-9 for got in ranks)
