@@ -12,6 +12,7 @@ the middle of a frame leaves a terminal that works.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
@@ -300,7 +301,7 @@ def _spark(values: list[float], width: int, console: Console) -> str:
         return ""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(SPARKS[min(7, int(8 * (mean - low) / span))] for mean in means)

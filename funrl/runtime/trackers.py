@@ -40,8 +40,8 @@ def tensorboard(directory: Path) -> Tracker:
       ImportError: tensorboard is not installed.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise ImportError(f"TensorBoard events need tensorboard (pip install tensorboard): {error}") from error
