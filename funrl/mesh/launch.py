@@ -35,18 +35,18 @@ class WorkerError(RuntimeError):
 
 
 def device_type() -> str:
-    """"cuda" where torch sees a GPU (ROCm included), else "cpu"."""
+    """ "cuda" where torch sees a GPU (ROCm included), else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_devices(sizes: Mapping[str, int], device: str) -> None:
     """Raises MeshError where the mesh does not fit the machine or the ranks that torchrun has started."""
-    world = Mesh(dict(sizes)).world
+    world, shape = Mesh(dict(sizes)).world, meshes.text(dict(sizes))
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != world:
-            raise MeshError(f"the mesh {meshes.text(dict(sizes))} has {world} devices, torchrun started {os.environ['WORLD_SIZE']} ranks")
+            raise MeshError(f"the mesh {shape} has {world} devices, torchrun started {os.environ['WORLD_SIZE']} ranks")
     elif device == "cuda" and world > torch.cuda.device_count():
-        raise MeshError(f"the mesh {meshes.text(dict(sizes))} needs {world} GPUs, this machine has {torch.cuda.device_count()}")
+        raise MeshError(f"the mesh {shape} needs {world} GPUs, this machine has {torch.cuda.device_count()}")
 
 
 def launch(program: Callable[[Mesh], Any], sizes: Mapping[str, int], device: str | None = None) -> Any:
@@ -104,7 +104,9 @@ def view(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
     """The same processes as a mesh of other sizes, such as the one to generate on. Called by every rank."""
     sizes = dict(sizes)
     if Mesh(sizes).world != mesh.world:
-        raise MeshError(f"{meshes.text(sizes)} has {Mesh(sizes).world} devices, {mesh} has {mesh.world}; they must be the same")
+        raise MeshError(
+            f"{meshes.text(sizes)} has {Mesh(sizes).world} devices, {mesh} has {mesh.world}; they must be the same"
+        )
     return mesh if sizes == mesh.sizes else Mesh(sizes, mesh.rank, mesh.device, _groups(sizes, mesh.rank))
 
 
@@ -136,23 +138,29 @@ def _supervise(program: Callable, sizes: dict[str, int], device: str, world: int
             raise
         finally:
             _end(pids, signal.SIGTERM)
-        if failed is not None:
-            raise WorkerError(_explain(folder, *failed))
+        if failed:
+            raise WorkerError(_explain(folder, failed))
         with open(os.path.join(folder, "result"), "rb") as file:
             return pickle.load(file)
 
 
-def _wait(pids: dict[int, int]) -> tuple[int, int] | None:
-    """Waits until all ranks end well (None) or one does not (its rank and wait status)."""
-    while pids:
+def _wait(pids: dict[int, int]) -> dict[int, int]:
+    """Waits until all ranks end well, or one does not: then the wait statuses of those that failed, by rank.
+
+    A rank that loses its peer fails within moments of it, so the others are looked at once more before the verdict.
+    """
+    failed: dict[int, int] = {}
+    deadline = float("inf")
+    while pids and time.monotonic() < deadline:
         for pid in list(pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 rank = pids.pop(pid)
                 if status:
-                    return rank, status
+                    failed[rank] = status
+                    deadline = min(deadline, time.monotonic() + 0.3)
         time.sleep(0.02)
-    return None
+    return failed
 
 
 def _end(pids: dict[int, int], sign: signal.Signals) -> None:
@@ -172,22 +180,23 @@ def _end(pids: dict[int, int], sign: signal.Signals) -> None:
         del pids[pid]
 
 
-def _explain(folder: str, rank: int, status: int) -> str:
-    """The traceback of the rank that failed first. A rank whose peer vanished fails too, but later."""
+def _explain(folder: str, failed: Mapping[int, int]) -> str:
+    """What the rank that failed first has to say: one that was killed, else the one with the oldest traceback."""
+    for rank, status in failed.items():
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     reports = []
     for name in os.listdir(folder):
         if name.startswith("error-"):
             path = os.path.join(folder, name)
             with open(path) as file:
                 reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
-    killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    if killed is not None:
-        name = signal.Signals(killed).name
-        return f"rank {rank} was killed by {name}" + (" (out of memory?)" if killed == signal.SIGKILL else "")
-    if not reports:
-        return f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)} and left no traceback"
-    first = min(reports)
-    return f"rank {first[1]} failed:\n{first[2]}"
+    if reports:
+        _, rank, text = min(reports)
+        return f"rank {rank} failed:\n{text}"
+    rank, status = next(iter(failed.items()))
+    return f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)} and left no traceback"
 
 
 def _fork(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> int:
@@ -203,7 +212,9 @@ def _fork(program: Callable, sizes: dict[str, int], rank: int, device: str, fold
 def _spawn(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> int:
     import multiprocessing
 
-    process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=(program, sizes, rank, device, folder))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_rank_main, args=(program, sizes, rank, device, folder)
+    )
     process.start()
     assert process.pid is not None
     return process.pid

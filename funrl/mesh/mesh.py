@@ -35,7 +35,9 @@ def parse(text: str) -> dict[str, int]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = re.fullmatch(r"([a-z]+)(\d+)", part)
         if match is None or match[1] not in SHORT:
-            raise MeshError(f"--mesh={text}: {part!r} is not an axis; write dp, tp, ep or sp and a size, such as dp4,tp2")
+            raise MeshError(
+                f"--mesh={text}: {part!r} is not an axis; write dp, tp, ep or sp and a size, such as dp4,tp2"
+            )
         if match[1] in seen:
             raise MeshError(f"--mesh={text}: axis {match[1]!r} is given twice")
         if int(match[2]) < 1:
@@ -65,7 +67,7 @@ class Mesh:
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
 

@@ -75,7 +75,9 @@ class Job(NamedTuple):
     critic_lr: float
 
 
-AVAILABLE = frozenset({"tokens", "mask", "length", "group", "score", "truncated", "rollout_logp", "old_logp", "entropy"})
+AVAILABLE = frozenset(
+    {"tokens", "mask", "length", "group", "score", "truncated", "rollout_logp", "old_logp", "entropy"}
+)
 COMPUTED = frozenset({"ref_logp", "value", "sum_pi_squared", "greedy_score"})
 
 
@@ -113,7 +115,9 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     _check_lengths(task, new_tokens, config)
     scratch = settings.model is None
     lr = settings.lr if settings.lr is not None else (1e-3 if scratch else 1e-5)
-    warmstart = settings.warmstart_steps if settings.warmstart_steps is not None else arithmetic.WARMSTART_STEPS * scratch
+    warmstart = (
+        settings.warmstart_steps if settings.warmstart_steps is not None else arithmetic.WARMSTART_STEPS * scratch
+    )
     if warmstart and task.demonstrations is None:
         raise SettingsError(f"--warmstart_steps={warmstart}: only the embedded task has demonstrations; use 0")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
@@ -205,7 +209,8 @@ def _check_layouts(config: Config, sizes: Mapping[str, int], generate_sizes: Map
     for mesh, rules in ((sizes, TRAIN), (generate_sizes, GENERATE)):
         for axis in ("sequence", "expert"):
             if mesh[axis] > 1:
-                raise MeshError(f"{meshes.text(dict(mesh))}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
+                shape = meshes.text(dict(mesh))
+                raise MeshError(f"{shape}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
         layouts(decoder.shapes(config), decoder.axes(config), rules, mesh)
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Fraction, Signal, needs_of
+from funrl.algos.core import Signal, needs_of
 from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
 from funrl.generate.native import native_engine
-from funrl.generate.types import Completions, Engine, Sampling
+from funrl.generate.types import Engine, Sampling
 from funrl.mesh.launch import view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
@@ -60,7 +60,9 @@ class State(NamedTuple):
 class Samples(Protocol):
     """Where a phase shows completions and remarks."""
 
-    def samples(self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> None: ...
+    def samples(
+        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]
+    ) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -151,7 +153,9 @@ def collect(
     return batch, state._replace(position=position), metrics if keep is not None else {}
 
 
-def score_batch(job: Job, models: Models, state: State, batch: Batch, clock: Clock) -> tuple[Batch, State, dict[str, float]]:
+def score_batch(
+    job: Job, models: Models, state: State, batch: Batch, clock: Clock
+) -> tuple[Batch, State, dict[str, float]]:
     """Log-probabilities and values by the trainer, then advantages; and what there is to say of the batch."""
     settings, needed = job.settings, needs_of(job.algorithm)
     extra = ("sum_pi_squared",) if "sum_pi_squared" in needed else ()
@@ -175,7 +179,11 @@ def score_batch(job: Job, models: Models, state: State, batch: Batch, clock: Clo
     if state.critic is not None:
         with clock.phase("value"):
             (values,) = score(
-                lambda p, r: [_values(job, models, p, r)], state.critic.params, batch, models.mesh, settings.token_budget
+                lambda p, r: [_values(job, models, p, r)],
+                state.critic.params,
+                batch,
+                models.mesh,
+                settings.token_budget,
             )
             batch = batch._replace(value=values)
     with clock.phase("advantage"):
@@ -190,7 +198,9 @@ def score_batch(job: Job, models: Models, state: State, batch: Batch, clock: Clo
     return batch, state._replace(advantage=advantage_state), metrics
 
 
-def learn(job: Job, models: Models, state: State, batch: Batch, step: int, clock: Clock) -> tuple[State, dict[str, float]]:
+def learn(
+    job: Job, models: Models, state: State, batch: Batch, step: int, clock: Clock
+) -> tuple[State, dict[str, float]]:
     """Several passes over the batch in mini-batches, critic first; the same rows in each whatever the mesh."""
     settings, algorithm = job.settings, job.algorithm
     policy_objective_ = policy_objective(
@@ -199,7 +209,9 @@ def learn(job: Job, models: Models, state: State, batch: Batch, step: int, clock
     totals: dict[str, list[float]] = {}
 
     def one_step(kind, objective, loss, learner, optimizer, layouts_, rows, old) -> Learner:
-        grads, metrics, value_ = gradient(objective, loss, learner.params, rows, old, models.mesh, settings.token_budget)
+        grads, metrics, value_ = gradient(
+            objective, loss, learner.params, rows, old, models.mesh, settings.token_budget
+        )
         name = "pg_loss" if kind == "actor" else "vf_loss"
         metrics |= {f"{kind}/{name}": value_, f"{kind}/grad_norm": global_norm(grads, layouts_, models.mesh)}
         for key, x in metrics.items():

@@ -40,7 +40,9 @@ class Settings:
     top_p: float = _flag(1.0, "rollout", "sample among the likeliest tokens of this total probability")
     max_refills: int = _flag(8, "rollout", "batches sampled at most to replace rows that the algorithm's filter drops")
 
-    lr: float | None = _flag(None, "update", "policy's peak learning rate; default: 1e-3 from scratch, 1e-5 with --model")
+    lr: float | None = _flag(
+        None, "update", "policy's peak learning rate; default: 1e-3 from scratch, 1e-5 with --model"
+    )
     critic_lr: float | None = _flag(None, "update", "critic's peak learning rate; default: twice the policy's")
     lr_schedule: str = _flag("constant", "update", "constant, linear or cosine, after the warm-up")
     lr_warmup_steps: int = _flag(0, "update", "optimizer steps of linear warm-up")

@@ -56,8 +56,7 @@ def gather_rows(columns: Sequence[Tensor], count: int, mesh: Mesh, axes: Axes) -
     joined = torch.cat([whole[i, :n] for i, n in enumerate(counts)])
     widths = [c.shape[1:].numel() for c in columns]
     return [
-        part.reshape(count, *c.shape[1:]).to(c.dtype)
-        for part, c in zip(joined.split(widths, 1), columns, strict=True)
+        part.reshape(count, *c.shape[1:]).to(c.dtype) for part, c in zip(joined.split(widths, 1), columns, strict=True)
     ]
 
 

@@ -17,12 +17,11 @@ from funrl import trees
 from funrl.algos.core import Fraction, Loss, needs_of
 from funrl.batch import Batch, select
 from funrl.data.packing import balance, micro_batches
-from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.models import decoder, value
+from funrl.models import value
 from funrl.models.config import Config
 from funrl.models.scores import token_scores
-from funrl.optim import Transformation, apply_updates
+from funrl.optim import Transformation, apply_updates_
 from funrl.runtime.spmd import psum_tree
 
 Aux = tuple[tuple[Fraction, ...], dict[str, Fraction]]
@@ -87,13 +86,15 @@ def gradient(
 
 
 def update(optimizer: Transformation, learner: Learner, grads: trees.Tree) -> Learner:
-    """One optimizer step. The learner is given up: its buffers may be reused."""
+    """One optimizer step, in place: the learner and the gradient are given up."""
     with torch.no_grad():
         updates, state = optimizer.update(grads, learner.opt_state, learner.params)
-        return Learner(apply_updates(learner.params, updates), state)
+        return Learner(apply_updates_(learner.params, updates), state)
 
 
-def policy_objective(config: Config, loss: Loss, mesh: Mesh, temperature: float, layer: Any, dtype: torch.dtype) -> Objective:
+def policy_objective(
+    config: Config, loss: Loss, mesh: Mesh, temperature: float, layer: Any, dtype: torch.dtype
+) -> Objective:
     """The algorithm's loss of a policy. Weights are cast to `dtype` to compute, gradients come back in their own."""
     want = ("logp", "entropy") if "entropy" in needs_of(loss) else ("logp",)
 
@@ -111,9 +112,7 @@ def value_objective(config: Config, loss: Loss, mesh: Mesh, layer: Any, dtype: t
     """The algorithm's loss of a critic."""
 
     def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
-        values = value.apply(
-            config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer
-        )
+        values = value.apply(config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer)
         return _divide(loss(values, rows), dens)
 
     return objective

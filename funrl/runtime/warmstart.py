@@ -28,7 +28,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import shard
 from funrl.models import decoder, hf
-from funrl.optim import adamw, chain, clip_by_global_norm, global_norm, warmup_cosine
+from funrl.optim import chain, clip_by_global_norm, fused_adamw, global_norm, warmup_cosine
 from funrl.runtime.job import Job
 from funrl.runtime.step import Learner, gradient, policy_objective, update
 
@@ -37,9 +37,7 @@ LR = 3e-3
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 
 
-def initial_weights(
-    job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage: Any
-) -> trees.Tree:
+def initial_weights(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage: Any) -> trees.Tree:
     """This rank's shards of the policy before RL, in the dtype of the master weights.
 
     Args:
@@ -75,7 +73,7 @@ def supervise(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, weights: tr
     steps, loss = job.warmstart_steps, reduce(negative_log_likelihood(), token_mean())
     optimizer = chain(
         clip_by_global_norm(1.0, lambda g: global_norm(g, layouts, mesh)),
-        adamw(warmup_cosine(0.0, LR, max(1, steps // 20), steps), b2=0.99),
+        fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99),
     )
     objective = policy_objective(job.config, loss, mesh, 1.0, layer, job.dtype)
     learner = Learner(weights, optimizer.init(weights))

@@ -96,7 +96,9 @@ launch(program, parse("dp2"), "cpu")
 
 
 def test_an_interrupt_leaves_no_process():
-    run = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
     assert run.stdout is not None
     assert run.stdout.readline() == b"ready\n"
     os.killpg(run.pid, signal.SIGINT)
@@ -128,7 +130,12 @@ def test_a_mesh_of_another_size_than_torchrun_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     "text,message",
-    [("dp3,xx2", "'xx2' is not an axis"), ("dp2,dp2", "given twice"), ("dp0", "at least 1"), ("4", "'4' is not an axis")],
+    [
+        ("dp3,xx2", "'xx2' is not an axis"),
+        ("dp2,dp2", "given twice"),
+        ("dp0", "at least 1"),
+        ("4", "'4' is not an axis"),
+    ],
 )
 def test_a_mesh_that_cannot_be_read(text, message):
     with pytest.raises(MeshError, match=message):
