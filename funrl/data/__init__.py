@@ -1,0 +1,1 @@
+"""Prompts, tokenizers, the embedded task, and which rows go together."""

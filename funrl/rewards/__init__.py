@@ -1,0 +1,1 @@
+"""Reward functions `(prompt, completion, **fields) -> float`: loading the user's, and verifiers."""

@@ -1,0 +1,125 @@
+"""The embedded task: addition of numbers of varied length, "27+185=" -> "212", by a small decoder from scratch.
+
+Its demonstrator often forgets to carry ("27+185=" -> "102"). A model that imitates it is wrong more often than not, but
+writes a right answer now and then; that is where reinforcement learning begins.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import numpy as np
+
+from funrl.data.prompts import Prompt
+from funrl.data.tokenizer import character_tokenizer
+from funrl.models.config import Config
+
+ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
+DIGITS = 3
+ERROR = 0.65  # share of the demonstrations without carries
+HELD_OUT = 10  # one in so many problems is held out
+MAX_NEW_TOKENS = 6
+WARMSTART_STEPS = 600
+TRAINING_PROMPTS = 4096
+
+Split = Literal["train", "heldout"]
+
+
+def problems(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> np.ndarray:
+    """Random pairs of summands; every number of digits from 1 to `digits` is equally likely for each.
+
+    Args:
+      seed: fixes the problems.
+      count: how many; the same pair may come again.
+      digits: of the longest summand, 1 to 9.
+      split: the two splits share no pair, in either order.
+
+    Returns: [count, 2] int64.
+    """
+    if not 1 <= digits <= 9:
+        raise ValueError(f"digits={digits}: summands have 1 to 9 digits")
+    rng = np.random.default_rng(seed)
+    found = np.empty((0, 2), dtype=np.int64)
+    while len(found) < count:
+        high = 10 ** rng.integers(1, digits + 1, size=(2 * HELD_OUT * count, 2))
+        low = np.where(high == 10, 0, high // 10)
+        pairs = rng.integers(low, high)
+        found = np.concatenate([found, pairs[is_held_out(pairs) == (split == "heldout")]])
+    return found[:count]
+
+
+def is_held_out(pairs: np.ndarray) -> np.ndarray:
+    """Which pairs [N, 2] are never trained on: a hash of the two summands, in either order, decides."""
+    low, high = pairs.min(1).astype(np.uint64), pairs.max(1).astype(np.uint64)
+    # Two rounds of the finaliser of splitmix64; uint64 wraps.
+    x = low * np.uint64(0x9E3779B97F4A7C15) + high
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return (x ^ (x >> np.uint64(31))) % np.uint64(HELD_OUT) == 0
+
+
+def sum_without_carries(pairs: np.ndarray) -> np.ndarray:
+    """What a demonstrator writes who adds each column on its own and forgets the carries: 27 and 185 make 102."""
+    total = np.zeros(len(pairs), dtype=np.int64)
+    place = 1
+    while place <= pairs.max(initial=0):
+        total += place * ((pairs // place % 10).sum(1) % 10)
+        place *= 10
+    return total
+
+
+def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = ERROR) -> list[tuple[str, str]]:
+    """Training problems as (prompt, completion) pairs by the demonstrator.
+
+    Args:
+      seed: fixes the problems and which of them go wrong.
+      count: how many.
+      digits: of the longest summand.
+      error: share of the problems whose carries are forgotten (some of which have none to forget).
+    """
+    pairs = problems(seed, count, digits)
+    forgets = np.random.default_rng((seed, 1)).random(count) < error
+    answers = np.where(forgets, sum_without_carries(pairs), pairs.sum(1))
+    return [(prompt_text(pair), str(answer)) for pair, answer in zip(pairs, answers, strict=True)]
+
+
+def reward(prompt: str, completion: str, **fields: Any) -> float:
+    """1.0 if the completion is exactly the sum that the prompt asks for, else 0.0."""
+    match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
+    if match is None:
+        raise ValueError(f"{prompt!r} is no addition problem such as '27+185='")
+    return float(completion == str(int(match[1]) + int(match[2])))
+
+
+def prompt_text(pair: np.ndarray) -> str:
+    return f"{pair[0]}+{pair[1]}="
+
+
+def training_prompts(seed: int, count: int = TRAINING_PROMPTS, digits: int = DIGITS) -> list[Prompt]:
+    """Problems to train on, with the field "answer"."""
+    return _prompts(problems(seed, count, digits, "train"))
+
+
+def heldout_prompts(count: int, digits: int = DIGITS) -> list[Prompt]:
+    """At most `count` different problems that no training split contains; the same ones for every seed."""
+    pairs = problems(0, 4 * count, digits, "heldout")
+    _, first = np.unique(pairs, axis=0, return_index=True)
+    return _prompts(pairs[np.sort(first)][:count])
+
+
+def tokenizer() -> Any:
+    """One token a character."""
+    return character_tokenizer(ALPHABET)
+
+
+def model_config() -> Config:
+    """The small decoder that learns the task."""
+    return Config(
+        vocab=len(ALPHABET) + 2, embed=128, layers=3, heads=4, kv_heads=2, head=32, mlp=256,
+        max_positions=64, eos=(1,), pad=0,
+    )  # fmt: skip
+
+
+def _prompts(pairs: np.ndarray) -> list[Prompt]:
+    return [Prompt(prompt_text(pair), {"answer": str(pair.sum())}) for pair in pairs]

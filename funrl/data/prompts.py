@@ -1,0 +1,110 @@
+"""Prompts from a file of JSON lines, and the endless order in which training takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+RESERVED = ("completion",)  # names that a reward function is given anyway
+T = TypeVar("T")
+
+
+class PromptError(ValueError):
+    """A prompts file that cannot be used; the message names the file, the line and what is wrong with it."""
+
+
+class Prompt(NamedTuple):
+    """What a completion is asked for.
+
+    Attributes:
+      prompt: text, or chat messages with "role" and "content".
+      fields: whatever else the line holds; the reward function gets it by name.
+    """
+
+    prompt: str | list[dict[str, str]]
+    fields: dict[str, Any]
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """All prompts of a file with one `{"prompt": text or messages, ...fields}` per line; blank lines are skipped.
+
+    Raises:
+      PromptError: the file is missing or empty; a line is no JSON object, or lacks a usable prompt.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise PromptError(f"{path}: no such file; prompts are JSON lines, each with a field 'prompt'")
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise PromptError(f"{path}: it cannot be read: {error.strerror}") from error
+    prompts = [_parse(f"{path}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise PromptError(f"{path}: the file is empty; prompts are JSON lines, each with a field 'prompt'")
+    return prompts
+
+
+def prompt_batch(prompts: Sequence[T], count: int, seed: int, position: int) -> list[T]:
+    """The next `count` of an endless sequence: all prompts in a shuffled order, then all in another, and so on.
+
+    It has no state: a run that goes on at `position` takes the prompts that it would have taken without a stop,
+    whatever the batch sizes before.
+
+    Args:
+      prompts: N of them, at least 1.
+      count: how many; may exceed N.
+      seed: of the shuffles.
+      position: how many were taken before.
+    """
+    orders: dict[int, np.ndarray] = {}
+    batch = []
+    for at in range(position, position + count):
+        epoch, place = divmod(at, len(prompts))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(len(prompts))
+        batch.append(prompts[orders[epoch][place]])
+    return batch
+
+
+def _parse(where: str, line: bytes) -> Prompt:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(record, dict):
+        raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
+    if "prompt" not in record:
+        raise PromptError(f"{where}: there is no field 'prompt'; the fields are {sorted(record)}")
+    taken = [name for name in RESERVED if name in record]
+    if taken:
+        raise PromptError(
+            f"{where}: a field cannot be called {taken[0]!r}, the reward function gets that from the model"
+        )
+    fields = {k: v for k, v in record.items() if k != "prompt"}
+    return Prompt(_check_prompt(where, record["prompt"]), fields)
+
+
+def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, str]]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return prompt
+    raise PromptError(
+        f"{where}: 'prompt' must be text that is not empty, or a list of messages "
+        f'{{"role": "user", "content": "..."}}; it is {_short(prompt)}'
+    )
+
+
+def _is_message(x: Any) -> bool:
+    return isinstance(x, dict) and isinstance(x.get("role"), str) and isinstance(x.get("content"), str)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,96 @@
+"""Hugging Face tokenizers: loading one, making one of single characters, and encoding prompts.
+
+transformers takes seconds to import, so it is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAD, END = "<pad>", "</s>"
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be loaded or cannot do what is asked; the message says what it lacks."""
+
+
+def character_tokenizer(alphabet: str) -> Any:
+    """A fast tokenizer whose tokens are the characters of `alphabet`, from id 2 on; 0 pads and 1 ends a text.
+
+    It adds no special tokens, and `save_pretrained` writes what `AutoTokenizer` reads. A character outside of the
+    alphabet is an error when it is encoded.
+
+    Args:
+      alphabet: distinct characters.
+
+    Raises:
+      TokenizerError: a character is there twice.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
+    if twice or not alphabet:
+        raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} are there twice" if twice else "it is empty"))
+    vocab = {token: i for i, token in enumerate((PAD, END, *alphabet))}
+    tokenizer = Tokenizer(WordLevel(vocab))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a Hugging Face model directory. Nothing is downloaded.
+
+    Raises:
+      TokenizerError: the directory or its tokenizer files are missing, or transformers does not take them.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder}: no such directory; a Hugging Face directory with a tokenizer is needed")
+    if not any((folder / name).is_file() for name in FILES):
+        raise TokenizerError(f"{folder}: it holds no tokenizer; one of {', '.join(FILES)} is needed")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
+        raise TokenizerError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> tuple[list[int], str]:
+    """Token ids of a prompt that a completion can follow, and their text.
+
+    Args:
+      prompt: text, which gets the tokenizer's special tokens; or chat messages with "role" and "content", which go
+        through its chat template with the opening of the assistant's turn.
+
+    Returns: the ids without a closing end-of-sequence token, and the text (of chat messages: the templated text).
+
+    Raises:
+      TokenizerError: messages are given and the tokenizer has no chat template, or the template refuses them.
+    """
+    if isinstance(prompt, str):
+        return _without_end(tokenizer, tokenizer.encode(prompt), prompt), prompt
+    if tokenizer.chat_template is None:
+        raise TokenizerError(
+            "a prompt is a list of chat messages, but this tokenizer has no chat template; "
+            "give prompts as text, or add chat_template to its tokenizer_config.json"
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like
+        raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r}: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False), text
+
+
+def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+    """Some tokenizers close every text; nothing can follow a closed one."""
+    added = bool(ids) and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token))
+    return ids[:-1] if added else ids
