@@ -154,7 +154,7 @@ def generate(
             none = torch.zeros_like(numbers_R, dtype=torch.bool)
             rows = Rows(numbers_R, positions_R1, torch.empty(len(chunk), 0, device=device), none)
             _decode(model, cache, hidden_RD, rows, length - steps, sampling, (seed, first_prompt * samples), out)
-    return _finish(sampling, model.config.pad or 0, *out)
+    return finish(sampling, model.config.pad or 0, *out)
 
 
 def check_prompts(config: Config, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -322,7 +322,7 @@ def _among(tokens: Tensor, ids_K: Tensor) -> Tensor:
     return (tokens.unsqueeze(-1) == ids_K).any(-1)
 
 
-def _finish(sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, model_logp_RT: Tensor) -> Completions:
+def finish(sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, model_logp_RT: Tensor) -> Completions:
     """Cuts every row behind its first stop token, and all rows to the longest."""
     if not len(tokens_RT):
         return Completions(tokens_RT, tokens_RT.sum(1), logp_RT, model_logp_RT, tokens_RT.any(1))
