@@ -1,8 +1,7 @@
 """Which bytes go where when a tree changes its layout: pure data, made without a process group, equal on every rank.
 
 A `Route` is the plan of one kind of tensor (all tensors with the same two layouts); a `Plan` says which route every
-leaf of a tree takes; `program` is one rank's share of a plan, cut into buckets. Of the ways a tensor can go, the one
-that fits is taken, in this order:
+leaf of a tree takes. Of the ways a tensor can go, the first that fits is taken:
 
 | way | when | what is sent |
 |---|---|---|
@@ -19,7 +18,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,14 +33,13 @@ from funrl.mesh.rules import Layout
 
 Box = tuple[tuple[int, int], ...]
 RANKS_PER_NODE = 8
-DIRECT_BYTES = 256 << 10
 
 
 class Transfer(NamedTuple):
-    """One box of one tensor, in the whole tensor's coordinates, from one rank to another."""
+    """One box of one tensor, in the whole tensor's coordinates, from one rank to others."""
 
     source: int
-    target: int
+    targets: tuple[int, ...]
     box: Box
 
 
@@ -53,15 +50,22 @@ class Route:
     Attributes:
       src, dst: the layouts.
       way: "alias", "local", "gather" or "pieces".
-      groups: of a gather: which ranks gather together, each in the order of the mesh.
+      axes: of a gather: the source mesh's axes over which the shards are put together.
       transfers: of pieces: everything that is sent.
     """
 
     src: Layout
     dst: Layout
     way: str
-    groups: tuple[tuple[int, ...], ...] = ()
+    axes: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Of a gather: which ranks gather together, each group in the order of the mesh."""
+        if self.way != "gather":
+            return ()
+        return tuple(map(tuple, meshes.members(dict(zip(AXES, self.src.sizes, strict=True)), self.axes)))
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,13 @@ class Plan:
 
     def route(self, leaf: int) -> Route:
         return self.routes[self.takes[leaf]]
+
+
+@functools.lru_cache(maxsize=64)
+def boxes(plan: Plan, rank: int) -> tuple[tuple[Box, Box], ...]:
+    """For every leaf the boxes that `rank` holds before and after."""
+    of = [(route.src.box(rank), route.dst.box(rank)) for route in plan.routes]
+    return tuple(of[take] for take in plan.takes)
 
 
 def plan(src: trees.Tree, dst: trees.Tree, dtypes: trees.Tree, ranks_per_node: int = RANKS_PER_NODE) -> Plan:
@@ -156,9 +167,9 @@ def _routes(src: Layout, dst: Layout, itemsizes: list[int], load: np.ndarray, ne
     old, new = _boxes(src), _boxes(dst)
     if old == new:
         return [Route(src, dst, "alias")]
-    groups = _gather_groups(src, old, new)
-    if groups:
-        return [Route(src, dst, "gather", groups)]
+    axes = _gather_axes(src, old, new)
+    if axes:
+        return [Route(src, dst, "gather", axes)]
     wanted = _wanted(old, new)
     if not wanted:
         return [Route(src, dst, "local")]
@@ -183,8 +194,8 @@ def volume(box: Box) -> int:
     return math.prod(high - low for low, high in box)
 
 
-def _gather_groups(src: Layout, old: list[Box], new: list[Box]) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks whose old boxes, all of one size, make up each member's new box; () if there are none.
+def _gather_axes(src: Layout, old: list[Box], new: list[Box]) -> tuple[str, ...]:
+    """The axes along which ranks hold equal boxes that together are the new box of each of them; () if there are none.
 
     Boxes of a layout are equal or disjoint, so boxes inside the new one with its volume in sum are a partition of it.
     """
@@ -193,15 +204,13 @@ def _gather_groups(src: Layout, old: list[Box], new: list[Box]) -> tuple[tuple[i
     if elements == 0 or any(volume(box) != elements for box in old):
         return ()
     for axes in meshes.combinations(sizes):
-        if not set(axes) <= set(src.axes):
-            continue
-        if any(elements * math.prod(sizes[a] for a in axes) != volume(box) for box in new):
+        parts = math.prod(sizes[a] for a in axes)
+        if not set(axes) <= set(src.axes) or any(elements * parts != volume(box) for box in new):
             continue
         groups = meshes.members(sizes, axes)
-        if all(len({new[r] for r in ranks}) == 1 for ranks in groups) and all(
-            _inside(old[r], new[r]) for ranks in groups for r in ranks
-        ):
-            return tuple(tuple(ranks) for ranks in groups)
+        alike = all(new[rank] == new[ranks[0]] for ranks in groups for rank in ranks)
+        if alike and all(_inside(a, b) for a, b in zip(old, new, strict=True)):
+            return axes
     return ()
 
 
@@ -237,7 +246,10 @@ def _by_box(boxes: list[Box]) -> dict[Box, list[int]]:
 
 def _assign(box: Box, holders: list[int], needers: list[int], nbytes: int, load: np.ndarray, near: int):
     """For every rank that needs a piece the least loaded of its holders, of those in its node if there are any."""
-    transfers = []
+    if len(holders) == 1:
+        load[holders[0]] += nbytes * len(needers)
+        return [Transfer(holders[0], tuple(needers), box)]
+    chosen: dict[int, list[int]] = {}
     by_node: dict[int, list[int]] = {}
     for rank in needers:
         by_node.setdefault(rank // near, []).append(rank)
@@ -249,172 +261,8 @@ def _assign(box: Box, holders: list[int], needers: list[int], nbytes: int, load:
             loaded, source = heap[0]
             heapq.heapreplace(heap, (loaded + nbytes, source))
             load[source] += nbytes
-            transfers.append(Transfer(source, target, box))
-    return transfers
-
-
-class Part(NamedTuple):
-    """A box of one leaf, in the whole tensor's coordinates."""
-
-    leaf: int
-    box: Box
-
-
-class Message(NamedTuple):
-    """What goes from one rank to another at once.
-
-    Attributes:
-      peer: the other rank.
-      tag: how many messages have gone between the two in this direction before.
-      parts: in the order in which they are packed.
-    """
-
-    peer: int
-    tag: int
-    parts: tuple[Part, ...]
-
-
-class Step(NamedTuple):
-    """What one rank does in one bucket.
-
-    Attributes:
-      way: "gather" (every rank in `ranks` sends the same to every other) or "pieces".
-      ranks: who takes part, in the order of the mesh.
-      dtype: of everything in the bucket.
-      sends, receives: the messages, nearest ranks first.
-      finished: leaves that this rank sends nothing more of.
-    """
-
-    way: str
-    ranks: tuple[int, ...]
-    dtype: torch.dtype
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    finished: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def program(plan: Plan, rank: int, bucket_bytes: int) -> tuple[Step, ...]:
-    """One rank's steps. Every rank has the same number of steps, of the same ways and dtypes.
-
-    A rank stages (sends and receives together) at most `bucket_bytes` in a step, unless that is less than one element
-    from each of its peers. A part of at least `DIRECT_BYTES` is a message by itself, so that it need not be staged
-    where it is contiguous.
-    """
-    buckets = _buckets(plan, bucket_bytes)
-    last = {leaf: i for i, (_, _, items) in enumerate(buckets) for leaf, _, _ in items}
-    mine = [_mine(route, rank) for route in plan.routes]
-    tags: tuple[dict[int, int], dict[int, int]] = {}, {}
-    steps = []
-    for i, (way, groups, items) in enumerate(buckets):
-        dtype = plan.dtypes[items[0][0]]
-        parts: tuple[dict[int, list[Part]], dict[int, list[Part]]] = {}, {}
-        for leaf, part, count in items:
-            for by_peer, transfers in zip(parts, mine[plan.takes[leaf]], strict=True):
-                for peer, box in transfers:
-                    cut = _cut(box, count)
-                    if part < len(cut):
-                        by_peer.setdefault(peer, []).append(Part(leaf, cut[part]))
-        sends, receives = (_messages(*both, rank, dtype.itemsize) for both in zip(parts, tags, strict=True))
-        ranks = next(g for g in groups if rank in g) if way == "gather" else tuple(range(plan.world))
-        finished = tuple(dict.fromkeys(leaf for leaf, _, _ in items if last[leaf] == i))
-        steps.append(Step(way, ranks, dtype, sends, receives, finished))
-    return tuple(steps)
-
-
-def _messages(by_peer: dict[int, list[Part]], tags: dict[int, int], rank: int, itemsize: int) -> tuple[Message, ...]:
-    """The parts to or from each peer as messages: small ones together, each large one alone."""
-    messages = []
-    for peer in sorted(by_peer, key=lambda other: (abs(other - rank), other)):
-        large = [part for part in by_peer[peer] if volume(part.box) * itemsize >= DIRECT_BYTES]
-        small = tuple(part for part in by_peer[peer] if volume(part.box) * itemsize < DIRECT_BYTES)
-        for parts in [small] * bool(small) + [(part,) for part in large]:
-            messages.append(Message(peer, tags.get(peer, 0), parts))
-            tags[peer] = tags.get(peer, 0) + 1
-    return tuple(messages)
-
-
-def _mine(route: Route, rank: int) -> tuple[list[tuple[int, Box]], list[tuple[int, Box]]]:
-    """What `rank` sends and what it receives on a route, each with the peer."""
-    if route.way == "pieces":
-        outgoing = [(t.target, t.box) for t in route.transfers if t.source == rank]
-        return outgoing, [(t.source, t.box) for t in route.transfers if t.target == rank]
-    if route.way == "gather":
-        peers = [peer for group in route.groups if rank in group for peer in group if peer != rank]
-        return [(peer, route.src.box(rank)) for peer in peers], [(peer, route.src.box(peer)) for peer in peers]
-    return [], []
-
-
-def _buckets(plan: Plan, bucket_bytes: int) -> list[tuple[str, tuple, list[tuple[int, int, int]]]]:
-    """(way, groups, [(leaf, part, of how many parts)]) of every bucket; leaves of one dtype and way fill it in turn."""
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}, it must be at least 1")
-    kinds: dict[tuple, list[int]] = {}
-    for leaf, take in enumerate(plan.takes):
-        route = plan.routes[take]
-        if route.way in ("gather", "pieces"):
-            kinds.setdefault((route.way, route.groups, plan.dtypes[leaf]), []).append(leaf)
-    costs: dict[tuple[int, int], tuple[int, int]] = {}
-    buckets = []
-    for (way, groups, dtype), its in kinds.items():
-        room, items = 0, []
-        for leaf in its:
-            key = plan.takes[leaf], dtype.itemsize
-            if key not in costs:
-                costs[key] = _parts(plan.route(leaf), dtype.itemsize, bucket_bytes)
-            parts, cost = costs[key]
-            for part in range(parts):
-                if items and room < cost:
-                    buckets.append((way, groups, items))
-                    items = []
-                if not items:
-                    room = bucket_bytes
-                items.append((leaf, part, parts))
-                room -= cost
-        if items:
-            buckets.append((way, groups, items))
-    return buckets
-
-
-def _parts(route: Route, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
-    """In how many parts a leaf must go so that no rank stages more than a bucket, and what a part stages at most."""
-    volumes = {t.box: volume(t.box) for t in route.transfers} or {(): 0}
-    largest = max(volumes.values()) or volume(route.src.box(0))
-    parts = 1
-    while True:
-        cost = _staged(route, parts) * itemsize
-        if cost <= bucket_bytes or parts >= largest:
-            return parts, cost
-        parts = min(largest, max(parts + 1, parts * cost // bucket_bytes))
-
-
-def _staged(route: Route, parts: int) -> int:
-    """The most elements that any rank sends and receives of one part."""
-    if route.way == "gather":
-        return (len(route.groups[0]) + 1) * max(volume(b) for b in _cut(route.src.box(0), parts))
-    staged = np.zeros(route.src.world, dtype=np.int64)
-    sizes = {box: max(volume(b) for b in _cut(box, parts)) for box in {t.box for t in route.transfers}}
-    for source, target, box in route.transfers:
-        staged[source] += sizes[box]
-        staged[target] += sizes[box]
-    return int(staged.max())
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _cut(box: Box, parts: int) -> tuple[Box, ...]:
-    """`box` in at most `parts` nearly equal boxes: along the first dim that is long enough."""
-    if parts == 1 or volume(box) <= 1:
-        return (box,)
-    lengths = [high - low for low, high in box]
-    dim = next((d for d, length in enumerate(lengths) if length >= parts), lengths.index(max(lengths)))
-    low, high = box[dim]
-    slices = min(parts, high - low)
-    edges = [low + (high - low) * i // slices for i in range(slices + 1)]
-    cut: list[Box] = []
-    for i, (begin, end) in enumerate(itertools.pairwise(edges)):
-        share = parts * (i + 1) // slices - parts * i // slices
-        cut.extend(_cut((*box[:dim], (begin, end), *box[dim + 1 :]), share))
-    return tuple(cut)
+            chosen.setdefault(source, []).append(target)
+    return [Transfer(source, tuple(targets), box) for source, targets in chosen.items()]
 
 
 def received_bytes(plan: Plan, leaves: Sequence[int] | None = None) -> list[int]:
@@ -434,8 +282,9 @@ def _count(plan: Plan, leaves: Sequence[int] | None, receive: bool) -> list[int]
     total = [0] * plan.world
     for take, weight in weights.items():
         route = plan.routes[take]
-        for source, target, box in route.transfers:
-            total[target if receive else source] += volume(box) * weight
+        for source, targets, box in route.transfers:
+            for target in targets:
+                total[target if receive else source] += volume(box) * weight
         for group in route.groups:
             for rank in group:
                 total[rank] += (len(group) - 1) * volume(route.src.box(rank)) * weight

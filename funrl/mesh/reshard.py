@@ -15,8 +15,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import plan as plans
-from funrl.mesh.mesh import Mesh, MeshError, combinations, members
-from funrl.mesh.plan import Box, Message, Part, Plan, Step, plan
+from funrl.mesh.buckets import Message, Part, Step, program
+from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
+from funrl.mesh.plan import Box, Plan, plan
+from funrl.mesh.rules import Layout
 
 __all__ = ["BUCKET_BYTES", "Plan", "plan", "reshard", "unshard"]
 BUCKET_BYTES = 64 << 20
@@ -30,18 +32,25 @@ class Leaf(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one rank holds in the middle of a reshard, by leaf number; a source that is used up is None."""
+    """What one rank holds in the middle of a reshard.
+
+    Attributes:
+      boxes: of every leaf before and after.
+      leaves, results: what there is of every leaf; a leaf that is used up is None, so is a result not yet begun.
+      donated, kept: the leaves are emptied when they are used up, except objects of these ids.
+    """
 
     plan: Plan
-    rank: int
+    boxes: tuple[tuple[Box, Box], ...]
     leaves: list[Leaf | None]
     results: list[Any]
-    donate: bool
+    donated: bool
+    kept: frozenset[int]
     device: torch.device
 
 
 class Flight(NamedTuple):
-    """A step on its way: what to wait for, where the messages arrive, and the memory that is being sent."""
+    """A step on its way: the handles to wait for, where its messages arrive, and the memory that is being sent."""
 
     step: Step
     received: list[Any]
@@ -68,19 +77,19 @@ def reshard(
     """
     work = begin(tree, plan, mesh, donate)
     flying: list[Flight] = []
-    for step in plans.program(plan, mesh.rank, bucket_bytes):
+    for step in program(plan, mesh.rank, bucket_bytes, _gathers_natively(plan, mesh)):
         flying.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(flying) == 2:
-            _land(work, flying.pop(0))
+            _land(work, flying.pop(0), mesh)
     while flying:
-        _land(work, flying.pop(0))
+        _land(work, flying.pop(0), mesh)
     return trees.fill(tree, work.results)
 
 
 def unshard(tree: trees.Tree, layouts: trees.Tree, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> trees.Tree:
     """Every leaf whole on every rank. The inverse of `rules.shard`."""
-    whole = trees.map(lambda lay: plans.Layout(lay.shape, ((),) * len(lay.shape), lay.sizes), layouts)
+    whole = trees.map(lambda lay: Layout(lay.shape, ((),) * len(lay.shape), lay.sizes), layouts)
     return reshard(tree, plan(layouts, whole, trees.map(lambda x: x.dtype, tree)), mesh, bucket_bytes)
 
 
@@ -93,35 +102,33 @@ def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
         given = {name for name, _ in named}
         lacks, extra = sorted(set(plan.names) - given), sorted(given - set(plan.names))
         raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
-    for i, (name, x) in enumerate(named):
-        expected = plan.route(i).src.local_shape(mesh.rank)
-        if tuple(x.shape) != expected:
-            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {expected}")
+    boxes = plans.boxes(plan, mesh.rank)
+    for (name, x), (old, _) in zip(named, boxes, strict=True):
+        if tuple(x.shape) != _shape(old):
+            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {_shape(old)}")
+    stays = [
+        x if x.dtype == dtype and old == new else None
+        for (_, x), dtype, (old, new) in zip(named, plan.dtypes, boxes, strict=True)
+    ]
     leaves: list[Leaf | None] = [Leaf(x, x.detach()) for _, x in named]
-    work = Work(plan, mesh.rank, leaves, [None] * len(leaves), donate, mesh.device)
-    for i, (_, x) in enumerate(named):
-        route = plan.route(i)
-        if x.dtype == plan.dtypes[i] and route.src.box(mesh.rank) == route.dst.box(mesh.rank):
-            work.results[i] = x
+    kept = frozenset(id(x) for x in stays if x is not None)
+    work = Work(plan, boxes, leaves, stays, donate, kept, mesh.device)
     settle(work, (i for i in range(len(leaves)) if plan.route(i).way in ("alias", "local")))
     return work
 
 
 def settle(work: Work, finished: Iterable[int]) -> None:
     """Copies what stays on the rank of leaves that need not be sent any more, and lets their sources go."""
-    kept = {id(x) for x in work.results if x is not None} if work.donate else set()
     for i in finished:
-        leaf, route = work.leaves[i], work.plan.route(i)
+        leaf = work.leaves[i]
         assert leaf is not None
         if work.results[i] is not leaf.original:
-            old, new = route.src.box(work.rank), route.dst.box(work.rank)
+            result, (old, new) = _result(work, i), work.boxes[i]
             both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
             if all(high > low for low, high in both):
-                _result(work, i)[_slices(both, new)].copy_(leaf.source[_slices(both, old)])
-            else:
-                _result(work, i)
+                result[_slices(both, new)].copy_(leaf.source[_slices(both, old)])
         work.leaves[i] = None
-        if work.donate and id(leaf.original) not in kept:
+        if work.donated and id(leaf.original) not in work.kept:
             leaf.original.data = leaf.original.new_empty(0)
 
 
@@ -156,17 +163,17 @@ def unpack(work: Work, message: Message, arrived: Tensor) -> None:
 def _source(work: Work, part: Part) -> Tensor:
     leaf = work.leaves[part.leaf]
     assert leaf is not None
-    return leaf.source[_slices(part.box, work.plan.route(part.leaf).src.box(work.rank))]
+    return leaf.source[_slices(part.box, work.boxes[part.leaf][0])]
 
 
 def _target(work: Work, part: Part) -> Tensor:
-    return _result(work, part.leaf)[_slices(part.box, work.plan.route(part.leaf).dst.box(work.rank))]
+    return _result(work, part.leaf)[_slices(part.box, work.boxes[part.leaf][1])]
 
 
 def _result(work: Work, leaf: int) -> Tensor:
     """The leaf's result, made when the first part of it is there."""
     if work.results[leaf] is None:
-        shape = work.plan.route(leaf).dst.local_shape(work.rank)
+        shape = _shape(work.boxes[leaf][1])
         work.results[leaf] = torch.empty(shape, dtype=work.plan.dtypes[leaf], device=work.device)
     return work.results[leaf]
 
@@ -182,18 +189,22 @@ def _places(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(high - low for low, high in box)
+
+
 def _slices(box: Box, inside: Box) -> tuple[slice, ...]:
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, inside, strict=True))
 
 
 def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
     """Packs a step's messages and starts to send and receive them. What goes to several ranks is packed once."""
+    if step.gather:
+        return _start_gather(work, step, mesh)
     packed: dict[tuple[Part, ...], Tensor] = {}
     for message in step.sends:
         if message.parts not in packed:
             packed[message.parts] = pack(work, step, message)
-    if step.way == "gather" and _gathers_natively(mesh):
-        return _start_gather(step, packed, mesh)
     arriving = [room(work, step, message) for message in step.receives]
     if mesh.device.type == "cpu":
         received = [dist.irecv(x, m.peer, tag=m.tag) for m, x in zip(step.receives, arriving, strict=True)]
@@ -216,41 +227,17 @@ class _Together(NamedTuple):
             work.wait()
 
 
-def _gathers_natively(mesh: Mesh) -> bool:
-    """Whether a gather is the backend's all-gather. Gloo's takes twice as long as its own sends and receives."""
-    return mesh.device.type != "cpu"
-
-
-def _start_gather(step: Step, packed: dict[tuple[Part, ...], Tensor], mesh: Mesh) -> Flight:
-    """The same by all-gathers, one for each message that a rank sends to all others."""
-    group, wholes, works = _group(mesh, step.ranks), [], []
-    for x in packed.values():
-        wholes.append(torch.empty(len(step.ranks), x.numel(), dtype=x.dtype, device=x.device))
-        works.append(group._allgather_base(wholes[-1], x.reshape(-1)))
-    seen: dict[int, int] = {}
-    received, arriving = [], []
-    for message in step.receives:
-        at = seen[message.peer] = seen.get(message.peer, -1) + 1
-        received.append(works[at])
-        arriving.append(wholes[at][step.ranks.index(message.peer)])
-    return Flight(step, received, arriving, [], list(packed.values()))
-
-
-def _group(mesh: Mesh, ranks: tuple[int, ...]) -> Any:
-    """The mesh's process group of just these ranks."""
-    for axes in combinations(mesh.sizes):
-        if list(ranks) in members(mesh.sizes, axes):
-            return mesh.group(axes)
-    raise MeshError(f"the mesh {mesh} has no group of the ranks {ranks}")
-
-
-def _land(work: Work, flight: Flight) -> None:
+def _land(work: Work, flight: Flight, mesh: Mesh) -> None:
     """Waits for a step's messages, unpacking each as it comes."""
+    if flight.step.gather:
+        flight.received[0].wait()
+        unpack_gather(work, flight.step, flight.arriving[0])
+        return
     for message, handle, arrived in zip(flight.step.receives, flight.received, flight.arriving, strict=True):
-        _wait(handle, work.rank, message.peer)
+        _wait(handle, mesh.rank, message.peer)
         unpack(work, message, arrived)
-    for handle, message in zip(flight.sent, flight.step.sends, strict=False):
-        _wait(handle, work.rank, message.peer)
+    for message, handle in zip(flight.step.sends, flight.sent, strict=True):
+        _wait(handle, mesh.rank, message.peer)
 
 
 def _wait(handle: Any, rank: int, peer: int) -> None:
@@ -258,3 +245,45 @@ def _wait(handle: Any, rank: int, peer: int) -> None:
         handle.wait()
     except RuntimeError as error:
         raise MeshError(f"rank {rank} was exchanging weights with rank {peer}, which is gone: {error}") from error
+
+
+def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
+    """Whether gathers are the backend's all-gather: if it is faster than messages and all ranks have the groups.
+
+    Gloo's all-gather takes two to four times as long as its own messages between the same ranks.
+    """
+    if mesh.device.type == "cpu":
+        return False
+    return all(_group_axes(mesh, ranks) for route in plan.routes for ranks in route.groups)
+
+
+def _group_axes(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """The axes of the mesh along which just these ranks lie; () if there are none."""
+    found = (axes for axes in combinations(mesh.sizes) if list(ranks) in members(mesh.sizes, axes))
+    return next(found, ())
+
+
+def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
+    """Starts one all-gather of all parts of a step."""
+    own = pack(work, step, Message(mesh.rank, 0, step.gather))
+    whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
+    handle = mesh.group(_group_axes(mesh, step.ranks))._allgather_base(whole, own.view(-1))
+    return Flight(step, [handle], [whole], [], [own])
+
+
+def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
+    """Puts the rows of an all-gather, one from each rank, side by side in the results."""
+    at = 0
+    for leaf, box in step.gather:
+        route, old, elements = work.plan.route(leaf), work.boxes[leaf][0], plans.volume(box)
+        sizes = dict(zip(AXES, route.src.sizes, strict=True))
+        # The result is a grid of blocks: each of its dims is the axes gathered there, outermost first, and the dim of
+        # a block. The rows have the same axes in front, but in the order of the mesh.
+        grid = [(*(axis for axis in spec if axis in route.axes), dim) for dim, spec in enumerate(route.src.spec)]
+        dims = [dim for dims in grid for dim in dims]
+        lengths = [sizes[dim] if isinstance(dim, str) else old[dim][1] - old[dim][0] for dim in dims]
+        order = [*route.axes, *range(len(old))]
+        target = _result(work, leaf).view(lengths).permute([dims.index(dim) for dim in order])
+        rows = whole[:, at : at + elements].reshape([*(sizes[axis] for axis in route.axes), *_shape(box)])
+        target[(..., *_slices(box, old))].copy_(rows)
+        at += elements

@@ -38,6 +38,15 @@ TRAIN: Rules = {
 GENERATE: Rules = dict(TRAIN)
 
 
+def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
+    """The table with `embed` split over `over` too: all weights are then split over it, norms and biases are not.
+
+    Args:
+      over: mesh axes. Leaving out one that holds replicas shards inside a group and replicates across groups.
+    """
+    return {**rules, "embed": over}
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one tensor lies on the mesh: the only sharding metadata there is.
@@ -78,7 +87,9 @@ class Layout:
         return math.prod(self.sizes)
 
 
-def layout(name: str, shape: tuple[int, ...], logical: tuple[str, ...], rules: Rules, sizes: Mapping[str, int]) -> Layout:
+def layout(
+    name: str, shape: tuple[int, ...], logical: tuple[str, ...], rules: Rules, sizes: Mapping[str, int]
+) -> Layout:
     """The layout of one tensor.
 
     Args:
@@ -116,7 +127,9 @@ def layout(name: str, shape: tuple[int, ...], logical: tuple[str, ...], rules: R
     used = [a for axes in spec for a in axes]
     twice = sorted({a for a in used if used.count(a) > 1})
     if twice:
-        raise MeshError(f"{name}: mesh axis {twice[0]!r} would split two dims of {tuple(shape)} {logical}; change a rule")
+        raise MeshError(
+            f"{name}: mesh axis {twice[0]!r} would split two dims of {tuple(shape)} {logical}; change a rule"
+        )
     return Layout(tuple(shape), tuple(spec), tuple(sizes[a] for a in AXES))
 
 

@@ -1,0 +1,190 @@
+"""One rank's share of a plan: the messages that it sends and receives, cut into buckets of bounded size."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from funrl.mesh.plan import Box, Plan, Route, boxes, volume
+
+DIRECT_BYTES = 256 << 10
+
+
+class Part(NamedTuple):
+    """A box of one leaf, in the whole tensor's coordinates."""
+
+    leaf: int
+    box: Box
+
+
+class Message(NamedTuple):
+    """What goes from one rank to another at once.
+
+    Attributes:
+      peer: the other rank.
+      tag: how many messages have gone between the two in this direction before.
+      parts: in the order in which they are packed.
+    """
+
+    peer: int
+    tag: int
+    parts: tuple[Part, ...]
+
+
+class Step(NamedTuple):
+    """What one rank does in one bucket.
+
+    Attributes:
+      dtype: of everything in the bucket.
+      sends, receives: messages, nearest ranks first.
+      gather: of a native all-gather instead: the parts of this rank, each at the same place in every rank's shard.
+      ranks: who takes part in the all-gather, in the order of the mesh.
+      finished: leaves that this rank sends nothing more of.
+    """
+
+    dtype: torch.dtype
+    finished: tuple[int, ...]
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    gather: tuple[Part, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+@functools.lru_cache(maxsize=64)
+def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> tuple[Step, ...]:
+    """One rank's steps. Every rank has the same number of steps, of the same dtypes.
+
+    A rank stages (sends and receives together) at most `bucket_bytes` in a step, unless that is less than one element
+    from each of its peers. A part of at least `DIRECT_BYTES` is a message by itself, so that it need not be staged
+    where it is contiguous.
+
+    Args:
+      native: gathers are all-gathers of the backend, not messages.
+    """
+    buckets = _buckets(plan, bucket_bytes)
+    last = {item.leaf: i for i, bucket in enumerate(buckets) for item in bucket}
+    mine = [_mine(route, rank) for route in plan.routes]
+    tags: tuple[dict[int, int], dict[int, int]] = {}, {}
+    steps = []
+    for i, bucket in enumerate(buckets):
+        dtype, route = plan.dtypes[bucket[0].leaf], plan.route(bucket[0].leaf)
+        finished = tuple(dict.fromkeys(item.leaf for item in bucket if last[item.leaf] == i))
+        if native and route.way == "gather":
+            own = boxes(plan, rank)
+            parts = tuple(Part(leaf, _cut(own[leaf][0], count)[at]) for leaf, at, count in bucket)
+            ranks = next(group for group in route.groups if rank in group)
+            steps.append(Step(dtype, finished, gather=parts, ranks=ranks))
+            continue
+        by_peers: tuple[dict[int, list[Part]], dict[int, list[Part]]] = {}, {}
+        for leaf, at, count in bucket:
+            for by_peer, transfers in zip(by_peers, mine[plan.takes[leaf]], strict=True):
+                for peer, box in transfers:
+                    cut = _cut(box, count)
+                    if at < len(cut):
+                        by_peer.setdefault(peer, []).append(Part(leaf, cut[at]))
+        sends, receives = (_messages(*both, rank, dtype.itemsize) for both in zip(by_peers, tags, strict=True))
+        steps.append(Step(dtype, finished, sends, receives))
+    return tuple(steps)
+
+
+def _messages(by_peer: dict[int, list[Part]], tags: dict[int, int], rank: int, itemsize: int) -> tuple[Message, ...]:
+    """The parts to or from each peer as messages: small ones together, each large one alone."""
+    messages = []
+    for peer in sorted(by_peer, key=lambda other: (abs(other - rank), other)):
+        large = [part for part in by_peer[peer] if volume(part.box) * itemsize >= DIRECT_BYTES]
+        small = tuple(part for part in by_peer[peer] if volume(part.box) * itemsize < DIRECT_BYTES)
+        for parts in [small] * bool(small) + [(part,) for part in large]:
+            messages.append(Message(peer, tags.get(peer, 0), parts))
+            tags[peer] = tags.get(peer, 0) + 1
+    return tuple(messages)
+
+
+def _mine(route: Route, rank: int) -> tuple[list[tuple[int, Box]], list[tuple[int, Box]]]:
+    """What `rank` sends and what it receives on a route, each with the peer."""
+    if route.way == "pieces":
+        outgoing = [(target, t.box) for t in route.transfers if t.source == rank for target in t.targets]
+        return outgoing, [(t.source, t.box) for t in route.transfers if rank in t.targets]
+    if route.way == "gather":
+        peers = [peer for group in route.groups if rank in group for peer in group if peer != rank]
+        return [(peer, route.src.box(rank)) for peer in peers], [(peer, route.src.box(peer)) for peer in peers]
+    return [], []
+
+
+class Item(NamedTuple):
+    """The `at`-th of `count` parts of every box in which a leaf is sent."""
+
+    leaf: int
+    at: int
+    count: int
+
+
+def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
+    """What is in every bucket: leaves of one dtype that go in one way, in turn until it is full."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}, it must be at least 1")
+    kinds: dict[tuple, list[int]] = {}
+    for leaf, take in enumerate(plan.takes):
+        route = plan.routes[take]
+        if route.way in ("gather", "pieces"):
+            kinds.setdefault((plan.dtypes[leaf], route.way, route.axes, route.src.sizes), []).append(leaf)
+    costs: dict[tuple[int, int], tuple[int, int]] = {}
+    buckets: list[list[Item]] = []
+    for (dtype, *_), leaves in kinds.items():
+        room = 0
+        for leaf in leaves:
+            key = plan.takes[leaf], dtype.itemsize
+            if key not in costs:
+                costs[key] = _parts(plan.route(leaf), dtype.itemsize, bucket_bytes)
+            count, cost = costs[key]
+            for at in range(count):
+                if room < cost:
+                    buckets.append([])
+                    room = bucket_bytes
+                buckets[-1].append(Item(leaf, at, count))
+                room -= cost
+    return buckets
+
+
+def _parts(route: Route, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
+    """In how many parts a leaf must go so that no rank stages more than a bucket, and what a part stages at most."""
+    volumes = {t.box: volume(t.box) for t in route.transfers} or {(): 0}
+    largest = max(volumes.values()) or volume(route.src.box(0))
+    parts = 1
+    while True:
+        cost = _staged(route, parts) * itemsize
+        if cost <= bucket_bytes or parts >= largest:
+            return parts, cost
+        parts = min(largest, max(parts + 1, parts * cost // bucket_bytes))
+
+
+def _staged(route: Route, parts: int) -> int:
+    """The most elements that any rank sends and receives of one part."""
+    if route.way == "gather":
+        return (len(route.groups[0]) + 1) * max(volume(b) for b in _cut(route.src.box(0), parts))
+    staged = np.zeros(route.src.world, dtype=np.int64)
+    sizes = {box: max(volume(b) for b in _cut(box, parts)) for box in {t.box for t in route.transfers}}
+    for source, targets, box in route.transfers:
+        staged[source] += sizes[box] * len(targets)
+        staged[list(targets)] += sizes[box]
+    return int(staged.max())
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _cut(box: Box, parts: int) -> tuple[Box, ...]:
+    """`box` in at most `parts` nearly equal boxes: along the first dim that is long enough."""
+    if parts == 1 or volume(box) <= 1:
+        return (box,)
+    lengths = [high - low for low, high in box]
+    dim = next((d for d, length in enumerate(lengths) if length >= parts), lengths.index(max(lengths)))
+    low, high = box[dim]
+    slices = min(parts, high - low)
+    edges = [low + (high - low) * i // slices for i in range(slices + 1)]
+    cut: list[Box] = []
+    for i, (begin, end) in enumerate(itertools.pairwise(edges)):
+        share = parts * (i + 1) // slices - parts * i // slices
+        cut.extend(_cut((*box[:dim], (begin, end), *box[dim + 1 :]), share))
+    return tuple(cut)

@@ -1,0 +1,269 @@
+"""Resharding against slicing the whole tensor: random layouts executed in one process, and real ranks."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.mesh import buckets, reshard, rules
+from funrl.mesh.buckets import Message, program
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import AXES, Mesh, MeshError, parse
+from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
+from funrl.mesh.rules import Layout
+
+MESHES = ["dp8", "tp8", "dp4,tp2", "dp2,tp4", "dp2,ep2,tp2", "sp2,tp4", "ep4,sp2", "dp2,sp2,tp2"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+
+
+def sizes_of(text):
+    return tuple(parse(text)[axis] for axis in AXES)
+
+
+def random_layout(rng, shape, text):
+    """Any axes of the mesh on any dims, in any order, whether or not they divide."""
+    axes = [a for a in AXES if parse(text)[a] > 1]
+    rng.shuffle(axes)
+    spec = [[] for _ in shape]
+    for axis in axes:
+        if rng.random() < 0.7 and shape:
+            rng.choice(spec).append(axis)
+    return Layout(shape, tuple(map(tuple, spec)), sizes_of(text))
+
+
+def random_trees(rng, leaves=4):
+    """Whole tensors and two trees of layouts on the same eight devices."""
+    first, second = rng.choice(MESHES), rng.choice(MESHES)
+    whole, src, dst = {}, {}, {}
+    for i in range(leaves):
+        shape = tuple(rng.choice([1, 2, 3, 5, 8, 16]) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4])))
+        values = torch.randperm(max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
+        whole[f"leaf{i}"] = values.to(rng.choice(DTYPES))
+        src[f"leaf{i}"] = random_layout(rng, shape, first)
+        dst[f"leaf{i}"] = random_layout(rng, shape, second)
+    return whole, src, dst
+
+
+def part(x, layout, rank):
+    return x[tuple(slice(low, high) for low, high in layout.box(rank))].clone()
+
+
+def execute(trees_by_rank, made, bucket_bytes, native=False, donate=False):
+    """All ranks of a reshard in this process, in step: what `reshard` does, with its own packing and unpacking."""
+    meshes = [Mesh(sizes={**parse(""), "data": made.world}, rank=rank) for rank in range(made.world)]
+    works = [reshard.begin(tree, made, mesh, donate) for tree, mesh in zip(trees_by_rank, meshes, strict=True)]
+    programs = [program(made, rank, bucket_bytes, native) for rank in range(made.world)]
+    assert len({len(steps) for steps in programs}) == 1
+    staged = 0
+    for steps in zip(*programs, strict=True):
+        sent, filled = {}, [0] * made.world
+        for rank, (work, step) in enumerate(zip(works, steps, strict=True)):
+            for message in step.sends:
+                sent[rank, message.peer, message.tag] = reshard.pack(work, step, message).clone()
+            if step.gather:
+                sent[rank] = reshard.pack(work, step, Message(rank, 0, step.gather)).clone()
+            filled[rank] += sum(volume_bytes(step, m) for m in step.sends)
+        for rank, (work, step) in enumerate(zip(works, steps, strict=True)):
+            reshard.settle(work, step.finished)
+            for message in step.receives:
+                arriving = reshard.room(work, step, message)
+                arriving.view(-1).copy_(sent.pop((message.peer, rank, message.tag)).view(-1))
+                reshard.unpack(work, message, arriving)
+            if step.gather:
+                rows = torch.stack([sent[peer].view(-1) for peer in step.ranks])
+                reshard.unpack_gather(work, step, rows)
+                filled[rank] += rows.nbytes + sent[rank].nbytes
+            filled[rank] += sum(volume_bytes(step, m) for m in step.receives)
+        assert not [key for key in sent if isinstance(key, tuple)], "a message that nobody received"
+        staged = max(staged, *filled)
+    return [trees.fill(tree, work.results) for tree, work in zip(trees_by_rank, works, strict=True)], staged
+
+
+def volume_bytes(step, message):
+    return sum(math.prod(high - low for low, high in box) for _, box in message.parts) * step.dtype.itemsize
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("seed", range(75))
+def test_random_layouts_arrive_exactly_within_the_bound(seed, native):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    whole, src, dst = random_trees(rng)
+    made = plan(src, dst, trees.map(lambda x: x.dtype, whole), ranks_per_node=rng.choice([2, 8]))
+    locals_ = [trees.map(lambda x, lay, r=rank: part(x, lay, r), whole, src) for rank in range(8)]
+    for bucket_bytes in (1 << 20, rng.choice([600, 2000])):
+        results, staged = execute(locals_, made, bucket_bytes, native)
+        assert staged <= bucket_bytes
+        for rank, result in enumerate(results):
+            for name, x in result.items():
+                assert x.dtype == whole[name].dtype
+                assert torch.equal(x, part(whole[name], dst[name], rank)), (name, rank, made.route(0))
+                if src[name].box(rank) == dst[name].box(rank):
+                    assert x is locals_[rank][name]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_are_the_elements_that_a_rank_lacks_counted_one_by_one(seed):
+    rng = random.Random(1000 + seed)
+    whole, src, dst = random_trees(rng)
+    made = plan(src, dst, trees.map(lambda x: x.dtype, whole))
+    counted = [0] * 8
+    for name, x in whole.items():
+        for rank in range(8):
+            has, needs = torch.zeros(x.shape, dtype=torch.bool), torch.zeros(x.shape, dtype=torch.bool)
+            has[tuple(slice(*interval) for interval in src[name].box(rank))] = True
+            needs[tuple(slice(*interval) for interval in dst[name].box(rank))] = True
+            counted[rank] += int((needs & ~has).sum()) * x.dtype.itemsize
+    assert received_bytes(made) == counted
+    assert lower_bound_bytes(made) == counted
+    assert sum(sent_bytes(made)) == sum(counted)
+    arriving = [
+        sum(volume_bytes(step, message) for step in program(made, rank, 4096) for message in step.receives)
+        for rank in range(8)
+    ]
+    assert arriving == counted
+
+
+def llama(layers=2, vocab=64, embed=32, heads=8, kv_heads=8, head=4, mlp=48):
+    """Shapes (tensors on the meta device) and logical axes of a small decoder."""
+
+    def like(*shape):
+        return torch.empty(shape, device="meta")
+
+    attention = {"q": like(heads, head, embed), "k": like(kv_heads, head, embed), "o": like(embed, heads, head)}
+    attention_axes = {
+        "q": ("heads", "head", "embed"),
+        "k": ("kv_heads", "head", "embed"),
+        "o": ("embed", "heads", "head"),
+    }
+    layer = {"norm": like(embed), "attn": attention, "mlp": {"gate": like(mlp, embed), "down": like(embed, mlp)}}
+    layer_axes = {
+        "norm": ("norm",),
+        "attn": attention_axes,
+        "mlp": {"gate": ("mlp", "embed"), "down": ("embed", "mlp")},
+    }
+    shapes = {"embed": like(vocab, embed), "layers": (layer,) * layers}
+    return shapes, {"embed": ("vocab", "embed"), "layers": (layer_axes,) * layers}
+
+
+def layouts_of(mesh, table=rules.TRAIN, **model):
+    return rules.layouts(*llama(**model), table, parse(mesh))
+
+
+FULLY = rules.fully_sharded(rules.TRAIN)
+
+
+def ways(made):
+    return {name.split("/")[-1]: made.route(i).way for i, name in enumerate(made.names)}
+
+
+def test_the_way_of_each_tensor():
+    same = plan(layouts_of("dp4,tp2"), layouts_of("dp4,tp2"), torch.float32)
+    assert set(ways(same).values()) == {"alias"}
+    assert not program(same, 0, 1 << 20)
+    changed = plan(layouts_of("dp4,tp2"), layouts_of("dp2,tp4"), torch.float32)
+    assert ways(changed) == {name: "alias" if name == "norm" else "pieces" for name in ways(changed)}
+    gathered = plan(layouts_of("dp4,tp2", FULLY), layouts_of("dp4,tp2"), torch.float32)
+    assert ways(gathered) == {name: "alias" if name == "norm" else "gather" for name in ways(gathered)}
+    assert gathered.route(0).axes == ("data",)
+    whole = plan(layouts_of("dp4,tp2", FULLY), layouts_of("dp8"), torch.float32)
+    assert whole.route(0).axes == ("data", "tensor")
+    back = plan(layouts_of("dp8"), layouts_of("dp4,tp2", FULLY), torch.float32)
+    assert ways(back) == {name: "alias" if name == "norm" else "local" for name in ways(back)}
+    assert received_bytes(back) == [0] * 8
+
+
+def test_replicas_share_the_sending():
+    made = plan(layouts_of("dp4,tp2", layers=8), layouts_of("dp2,tp4", layers=8), torch.float32)
+    sent = sent_bytes(made)
+    assert max(sent) <= 1.15 * sum(sent) / 8
+    # The whole model in one node and again in the other: nothing has to cross.
+    within = plan(layouts_of("dp4,tp2"), layouts_of("dp2,tp4"), torch.float32, ranks_per_node=2)
+    crossing = [t for r in within.routes for t in r.transfers for to in t.targets if t.source // 2 != to // 2]
+    assert not crossing
+
+
+def test_a_plan_is_equal_wherever_it_is_made():
+    def program_(mesh):
+        import torch.distributed as dist
+
+        made = plan(layouts_of("dp4,tp2", FULLY), layouts_of("dp2,tp4"), torch.float32)
+        every = [None] * mesh.world
+        dist.all_gather_object(every, (made.digest, hash(repr(made.routes))))
+        return len({digest for digest, _ in every})
+
+    assert launch(program_, parse("dp2,tp2"), "cpu") == 1
+
+
+def test_plans_and_programs_come_from_the_cache():
+    first = plan(layouts_of("dp4,tp2"), layouts_of("dp2,tp4"), torch.float32)
+    assert plan(layouts_of("dp4,tp2"), layouts_of("dp2,tp4"), torch.float32) is first
+    assert program(first, 3, 1 << 20) is program(first, 3, 1 << 20)
+    assert plan(layouts_of("dp4,tp2"), layouts_of("dp2,tp4"), torch.bfloat16) is not first
+
+
+def test_a_cast_on_the_way():
+    shapes, _ = llama()
+    whole = trees.map(lambda x: torch.randn(x.shape), shapes)
+    src, dst = layouts_of("dp4,tp2", FULLY), layouts_of("dp2,tp4")
+    made = plan(src, dst, torch.bfloat16)
+    locals_ = [trees.map(lambda x, lay, r=rank: part(x, lay, r), whole, src) for rank in range(8)]
+    results, _ = execute(locals_, made, 1 << 16)
+    for rank, result in enumerate(results):
+        expected = trees.map(lambda x, lay, r=rank: part(x, lay, r).bfloat16(), whole, dst)
+        assert all(torch.equal(a, b) for a, b in zip(trees.leaves(result), trees.leaves(expected), strict=True))
+
+
+def test_donated_leaves_are_emptied_and_shared_ones_are_not():
+    shapes, _ = llama()
+    src, dst = layouts_of("dp4,tp2"), layouts_of("dp2,tp4")
+    locals_ = [trees.map(lambda lay, r=rank: torch.ones(lay.local_shape(r)), src) for rank in range(8)]
+    results, _ = execute(locals_, plan(src, dst, torch.float32), 4096, donate=True)
+    assert trees.count(results[0]) == sum(math.prod(lay.local_shape(0)) for lay in trees.leaves(dst))
+    for rank in range(8):
+        for (name, x), y in zip(trees.named(locals_[rank]), trees.leaves(results[rank]), strict=True):
+            assert (x is y) if name.endswith("norm") or name == "norm" else x.numel() == 0, name
+
+
+def test_the_same_tensor_in_two_leaves_can_be_donated():
+    lay = Layout((8, 4), (("data",), ()), sizes_of("dp8"))
+    to = Layout((8, 4), ((), ()), sizes_of("dp8"))
+    x = torch.arange(32.0).view(8, 4)
+    locals_ = []
+    for rank in range(8):
+        tied = part(x, lay, rank)
+        locals_.append({"a": tied, "b": tied})
+    results, _ = execute(locals_, plan({"a": lay, "b": lay}, {"a": to, "b": to}, torch.float32), 64, donate=True)
+    assert all(torch.equal(result[k], x) for result in results for k in "ab")
+
+
+def test_large_parts_go_without_staging(monkeypatch):
+    monkeypatch.setattr(buckets, "DIRECT_BYTES", 16)
+    program.cache_clear()
+    src, dst = Layout((8, 4), (("data",), ()), sizes_of("dp8")), Layout((8, 4), ((), ()), sizes_of("dp8"))
+    made = plan({"a": src}, {"a": dst}, torch.float32)
+    work = reshard.begin({"a": torch.ones(1, 4)}, made, Mesh(parse("dp8")), False)
+    (step,) = program(made, 0, 1 << 20)
+    arriving = [reshard.room(work, step, message) for message in step.receives]
+    result = work.results[0]
+    assert all(x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for x in arriving)
+    program.cache_clear()
+
+
+def test_errors_name_the_tensor_and_the_sizes():
+    with pytest.raises(MeshError, match=r"embed: the meshes dp4,tp2 \(8 devices\) and dp2 \(2 devices\)"):
+        plan(layouts_of("dp4,tp2"), layouts_of("dp2"), torch.float32)
+    with pytest.raises(MeshError, match=r"layers/0/attn/k: its shape is \(8, 4, 32\) in one layout and \(4, 4, 32\)"):
+        plan(layouts_of("dp4,tp2"), layouts_of("dp4,tp2", kv_heads=4), torch.float32)
+    with pytest.raises(MeshError, match=r"only the first has \['layers/1/attn/k'"):
+        plan(layouts_of("dp4,tp2"), layouts_of("dp4,tp2", layers=1), torch.float32)
+    made = plan(layouts_of("dp8"), layouts_of("tp8"), torch.float32)
+    with pytest.raises(MeshError, match=r"embed: rank 0 has shape \(3, 32\), its layout says \(64, 32\)"):
+        tree = trees.map(lambda lay: torch.ones(lay.local_shape(0)), layouts_of("dp8"))
+        reshard.reshard({**tree, "embed": torch.ones(3, 32)}, made, Mesh(parse("dp8")))
+    with pytest.raises(MeshError, match="the plan is for 8 devices, the mesh dp2 has 2"):
+        reshard.reshard(tree, made, Mesh(parse("dp2")))
+    with pytest.raises(MeshError, match="lacks"):
+        reshard.reshard({"embed": tree["embed"]}, made, Mesh(parse("dp8")))
