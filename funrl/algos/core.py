@@ -46,7 +46,7 @@ class Fraction(NamedTuple):
         return self.over(self.den)
 
 
-Metrics = dict[str, Tensor]
+Metrics = dict[str, Any]  # [B, T] tensors, or fractions where the mean is not over tokens
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
 Reduction = Callable[..., Fraction]  # (loss_BT, mask_BT, segments_BT=None)
 Loss = Callable[[Tensor, Batch], tuple[tuple[Fraction, ...], dict[str, Fraction]]]
@@ -213,10 +213,14 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
     @needs(*needs_of(term))
     def loss(logp_BT: Tensor, batch: Batch):
         loss_BT, metrics = term(where_masked(logp_BT, batch.mask), clean(batch))
-        means = {k: token_fraction(v.detach(), batch.mask) for k, v in metrics.items()}
+        means = {k: _metric(v, batch.mask) for k, v in metrics.items()}
         return (reduction(loss_BT, batch.mask, batch.segments),), means
 
     return loss
+
+
+def _metric(x: Any, mask_BT: Tensor) -> Fraction:
+    return x if isinstance(x, Fraction) else token_fraction(x.detach(), mask_BT)
 
 
 def together(*losses: Loss) -> Loss:
