@@ -31,6 +31,24 @@ def leave_one_out() -> Advantage:
     return stateless(compare, "score", "group")
 
 
+def win_rate() -> Advantage:
+    """How often a row beats another of its group, less one half: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
+
+    From -1/2 to 1/2, and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
+
+    Needs: score, group [B].
+    References: SPPO, Wu et al., 2024, https://arxiv.org/abs/2405.00675
+    """
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        groups = groups_of(batch.group)
+        same_BB = groups.index[:, None] == groups.index
+        lead_B = (torch.sign(x_B[:, None] - x_B) * same_BB).sum(1)
+        return lead_B / (2 * (groups.size - 1).clamp_min(1))
+
+    return stateless(compare, "score", "group")
+
+
 def greedy_baseline() -> Advantage:
     """Takes off the score of a greedy completion of the same prompt: x_i - b_i. Needs: score, greedy_score [B].
 

@@ -190,12 +190,12 @@ def scale(factor: float, term: Term) -> Term:
 
 
 def weighted(term: Term) -> Term:
-    """The term's loss times `batch.weight`, the importance weights that a piece of the advantage chain makes.
+    """The term's loss times `batch.weight`, the importance weights that a piece of the advantage chain may make.
 
-    `needs_of` reports an algorithm in which none does. On a batch without weights the term is unchanged.
+    On a batch without weights the term is unchanged.
     """
 
-    @needs("weight", *needs_of(term))
+    @needs(*needs_of(term))
     def with_weight(logp_BT: Tensor, batch: Batch):
         loss_BT, metrics = term(logp_BT, batch)
         return (loss_BT if batch.weight is None else batch.weight.detach() * loss_BT), metrics

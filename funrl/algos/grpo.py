@@ -8,11 +8,11 @@ TRL: no KL by default, loss_type dapo (token mean), eps 1e-4 below the advantage
 from __future__ import annotations
 
 from funrl.algos.advantages import group_center, group_scale
-from funrl.algos.core import Algorithm, add, chain, reduce, scale
-from funrl.algos.kl import kl_to_reference
+from funrl.algos.compose import policy
+from funrl.algos.core import Algorithm, chain, reduce
 from funrl.algos.reductions import sequence_mean
 from funrl.algos.shaping import to_tokens
-from funrl.algos.terms import clipped_surrogate, entropy_bonus
+from funrl.algos.terms import clipped_surrogate
 
 
 def grpo(
@@ -27,12 +27,7 @@ def grpo(
       entropy: factor of the entropy bonus, in units of advantage per nat.
     Needs: score, group, old_logp, and ref_logp where there is a KL.
     """
-    terms = [clipped_surrogate(low, high, dual)]
-    if kl_loss:
-        terms.append(scale(kl_loss, kl_to_reference("k3")))
-    if entropy:
-        terms.append(entropy_bonus(entropy))
     return Algorithm(
         advantage=chain(group_center(), group_scale(), to_tokens()),
-        policy_loss=reduce(add(*terms), sequence_mean()),
+        policy_loss=reduce(policy(clipped_surrogate(low, high, dual), kl_loss, entropy), sequence_mean()),
     )

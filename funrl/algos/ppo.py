@@ -9,11 +9,11 @@ TRL: KL of 0.05 in the reward, lam 0.95, value clip 0.2, no dual clip, an end-of
 from __future__ import annotations
 
 from funrl.algos.advantages import gae, whiten
-from funrl.algos.core import Algorithm, add, chain, reduce, scale
-from funrl.algos.kl import kl_to_reference
+from funrl.algos.compose import policy
+from funrl.algos.core import Algorithm, chain, reduce
 from funrl.algos.reductions import token_mean
-from funrl.algos.shaping import Controller, kl_in_reward, to_last_token
-from funrl.algos.terms import clipped_surrogate, entropy_bonus
+from funrl.algos.shaping import Controller, token_rewards
+from funrl.algos.terms import clipped_surrogate
 from funrl.algos.value import clipped_value_loss
 
 
@@ -40,14 +40,8 @@ def ppo(
       entropy: factor of the entropy bonus, in units of advantage per nat.
     Needs: score, value, old_logp, and ref_logp where there is a KL.
     """
-    shaping = (to_last_token(),) if kl_reward is None else (to_last_token(), kl_in_reward(kl_reward))
-    terms = [clipped_surrogate(low, high, dual)]
-    if kl_loss:
-        terms.append(scale(kl_loss, kl_to_reference("k3")))
-    if entropy:
-        terms.append(entropy_bonus(entropy))
     return Algorithm(
-        advantage=chain(*shaping, gae(gamma, lam), whiten()),
-        policy_loss=reduce(add(*terms), token_mean()),
+        advantage=chain(token_rewards(kl_reward), gae(gamma, lam), whiten()),
+        policy_loss=reduce(policy(clipped_surrogate(low, high, dual), kl_loss, entropy), token_mean()),
         value_loss=reduce(clipped_value_loss(value_clip), token_mean()),
     )

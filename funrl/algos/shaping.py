@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, Fraction, Signal, sequence_sums, stateless, token_fraction, where_masked
+from funrl.algos.core import Advantage, Fraction, Signal, chain, sequence_sums, stateless, token_fraction, where_masked
 from funrl.algos.kl import kl_estimate
 from funrl.batch import Batch
 
@@ -29,6 +29,11 @@ def to_last_token() -> Advantage:
         return at_end_BT if batch.token_reward is None else at_end_BT + where_masked(batch.token_reward, batch.mask)
 
     return stateless(place, "score")
+
+
+def to_rows() -> Advantage:
+    """Sums the rewards of a row's sampled tokens: [B, T] -> [B], for pieces that compare whole rows. Needs: score."""
+    return stateless(lambda x_BT, batch: sequence_sums(x_BT, batch.mask)[:, 0], "score")
 
 
 def last_of(mask_BT: Tensor) -> Tensor:
@@ -176,3 +181,13 @@ def running_normalise(eps: float = 1e-8) -> Advantage:
         return signal._replace(x=scaled_B.to(signal.x)), (total, mean, squares)
 
     return Advantage(lambda: (torch.zeros((), dtype=torch.float64),) * 3, update, frozenset({"score"}))
+
+
+def token_rewards(kl: Controller | None = None, kind: str = "k1") -> Advantage:
+    """`to_last_token`, and `kl_in_reward` where there is a controller: what a chain on token rewards begins with.
+
+    Args:
+      kl: `fixed_kl(...)` or `adaptive_kl(...)`; None: no KL, and no reference is needed.
+      kind: the estimator of the KL, as in `funrl.algos.kl`.
+    """
+    return to_last_token() if kl is None else chain(to_last_token(), kl_in_reward(kl, kind))

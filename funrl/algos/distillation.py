@@ -1,0 +1,34 @@
+"""On-policy distillation: the student samples, the teacher judges every token.
+
+References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; as a reward, Lu and Thinking Machines, 2025,
+  https://thinkingmachines.ai/blog/on-policy-distillation
+verl: either form, the policy gradient with the clipped loss only. TRL: GKD, over the whole vocabulary, and MiniLLM.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.compose import policy
+from funrl.algos.core import Algorithm, chain, reduce
+from funrl.algos.reductions import token_mean
+from funrl.algos.terms import clipped_surrogate
+from funrl.algos.terms_teacher import kl_to_teacher, teacher_advantage
+
+
+def distillation(
+    direct: bool = False, kind: str = "k1", low: float = 0.2, high: float = 0.2, entropy: float = 0.0
+) -> Algorithm:
+    """KL(student || teacher) on the student's own samples, by policy gradient or directly.
+
+    Args:
+      direct: minimise the estimate itself; the kind should then be "k2" or end with "+" (gradient of k2), since the
+        gradient of k1 has a mean of 0.
+      kind: the estimator of the KL, as in `funrl.algos.kl`.
+      low, high: how far the ratio may fall below and rise above 1, without `direct`.
+      entropy: factor of the entropy bonus.
+    Needs: old_logp, teacher_logp. Scores are not looked at.
+    """
+    term = kl_to_teacher(kind) if direct else clipped_surrogate(low, high)
+    return Algorithm(
+        advantage=chain(teacher_advantage(kind.removesuffix("+"))),
+        policy_loss=reduce(policy(term, 0.0, entropy), token_mean()),
+    )

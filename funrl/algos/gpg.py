@@ -1,0 +1,28 @@
+"""GPG: the plain policy gradient on centred rewards, rescaled for the groups that teach nothing.
+
+References: Chu et al., 2025, https://arxiv.org/abs/2504.02546.
+verl: rescales by the rows whose reward is not 0, in the place of the rows of groups with unequal rewards. TRL has none.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.advantages import group_center
+from funrl.algos.baselines import informative_rescale
+from funrl.algos.compose import policy
+from funrl.algos.core import Algorithm, chain, reduce
+from funrl.algos.reductions import token_mean
+from funrl.algos.shaping import to_tokens
+from funrl.algos.terms_token import policy_gradient
+
+
+def gpg(entropy: float = 0.0) -> Algorithm:
+    """Group policy gradient: no ratio, no clip, no KL.
+
+    Args:
+      entropy: factor of the entropy bonus, in units of advantage per nat.
+    Needs: score, group.
+    """
+    return Algorithm(
+        advantage=chain(group_center(), informative_rescale(), to_tokens()),
+        policy_loss=reduce(policy(policy_gradient(), 0.0, entropy), token_mean()),
+    )

@@ -1,0 +1,27 @@
+"""OPO: exactly on-policy REINFORCE with the length-weighted baseline that has the least variance.
+
+References: Hao et al., 2025, https://arxiv.org/abs/2505.23585.
+verl: its estimator under the clipped loss and a token mean; a singleton group keeps its raw reward. TRL has none.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.baselines import length_weighted_center
+from funrl.algos.compose import policy
+from funrl.algos.core import Algorithm, chain, reduce
+from funrl.algos.reductions import sequence_sum_mean
+from funrl.algos.shaping import to_tokens
+from funrl.algos.terms_token import policy_gradient
+
+
+def opo(entropy: float = 0.0) -> Algorithm:
+    """On-policy RL with the optimal reward baseline: one update a batch, no clip, no KL.
+
+    Args:
+      entropy: factor of the entropy bonus, in units of advantage per nat.
+    Needs: score, group.
+    """
+    return Algorithm(
+        advantage=chain(length_weighted_center(), to_tokens()),
+        policy_loss=reduce(policy(policy_gradient(), 0.0, entropy), sequence_sum_mean()),
+    )
