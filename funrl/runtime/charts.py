@@ -53,7 +53,7 @@ class Scale(NamedTuple):
 
 
 def number(value: float) -> str:
-    """A number with three digits, as short as it reads well: 0.831, 12.4k, 3.2e-07."""
+    """A number with three digits, as short as it reads well: 0.831, 12.4k, 3.2e-7."""
     size = abs(value)
     if not math.isfinite(value):
         return "not finite"
@@ -162,11 +162,15 @@ def _legend(entries: Sequence[tuple[str, int]]) -> str:
 
 
 def _frame(drawing: str, x: Scale, y: Scale, label: str, bands: str) -> str:
-    rows = "".join(f'<span style="bottom:{100 * y.at(t):.1f}%">{_tick(t, y)}</span>' for t in y.ticks)
+    labels = [_tick(t, y) for t in y.ticks]
+    room = max(36, 10 + 7 * max(len(label.replace("&minus;", "-")) for label in labels))  # pixels
+    rows = "".join(
+        f'<span style="bottom:{100 * y.at(t):.1f}%">{label}</span>' for t, label in zip(y.ticks, labels, strict=True)
+    )
     columns = "".join(f'<span style="left:{100 * x.at(t):.1f}%">{_tick(t, x)}</span>' for t in x.ticks)
     svg = f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" aria-label="{_quoted(label)}">'
     return (
-        f'<div class="plot"><div class="y">{rows}</div><div class="area">{svg}{drawing}</svg>'
+        f'<div class="plot"><div class="y" style="width:{room}px">{rows}</div><div class="area">{svg}{drawing}</svg>'
         f'<div class="bands">{bands}</div></div><div class="x">{columns}</div></div>'
     )
 
@@ -179,11 +183,13 @@ def _tick(value: float, scale: Scale) -> str:
     if scale.log or len(scale.ticks) < 2:
         return number(value)
     step = scale.ticks[1] - scale.ticks[0]
-    if max(abs(scale.low), abs(scale.high)) >= 1e4 or step < 1e-3:
+    largest = max(abs(scale.low), abs(scale.high))
+    if (largest >= 1e4 and step >= 100) or largest < 2e-3:
         return number(value) if abs(value) > step / 2 else "0"
     exponent = math.floor(math.log10(step) + 1e-9)
-    digits = max(0, -exponent) + (step / 10.0**exponent % 1 > 1e-6)
-    text = f"{abs(value):.{digits if step < 1 or step % 1 else 0}f}"
+    mantissa = step / 10.0**exponent
+    digits = max(0, -exponent + (abs(mantissa - round(mantissa)) > 1e-6))
+    text = f"{abs(value):.{digits}f}"
     return "&minus;" + text if value < -step / 2 else text
 
 

@@ -61,7 +61,7 @@ CHARTS = (
     Chart("KL to the reference", "nats a token", (("actor/kl_loss", "KL"),)),
     Chart("Entropy", "nats a token", (("actor/entropy", "entropy"),)),
     Chart("Clip fraction", "share of tokens", (("actor/pg_clipfrac", "clipped"),)),
-    Chart("Policy loss", "", (("actor/pg_loss", "loss"),)),
+    Chart("Policy loss", "what the gradient step minimises", (("actor/pg_loss", "loss"),)),
     Chart("Value loss", "squared reward", (("critic/vf_loss", "loss"),)),
     Chart("Explained variance", "of the returns, by the critic", (("critic/vf_explained_var", "explained"),)),
     Chart("Response length", "tokens", (("response_length/mean", "length"),)),
@@ -220,7 +220,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         if values:
             before, after = _ends(values, smooth=key == "reward/mean")
             best = max(value for _, value in values)
-            tiles.append((label, number(after), f"from {number(before)}, best {number(best)}"))
+            below = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
+            tiles.append((label, number(after), below))
     seconds, steps = _seconds(run), [value for _, value in _values(run, "time_s/step")]
     if seconds:
         middle = sorted(steps)[len(steps) // 2]
@@ -316,10 +317,10 @@ def _sample(sample: Sample) -> str:
 def _configuration(run: Run) -> str:
     """Everything in config.json, folded."""
     config = dict(run.config)
-    tables = _table("flags", config.pop("flags", None) or {}) + _table("versions", config.pop("versions", None) or {})
+    flags, versions = (_table(name, config.pop(name, None) or {}) for name in ("flags", "versions"))
     return (
         "<section><h2>Configuration</h2><details class=card><summary>All flags, versions and the machine</summary>"
-        f'<div class="config">{_table("run", config)}{tables}</div></details></section>'
+        f'<div class="config"><div>{flags}</div><div>{_table("run", config)}{versions}</div></div></details></section>'
     )
 
 
@@ -329,6 +330,8 @@ def _table(name: str, values: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return " ".join(value)
     return value if isinstance(value, str) else json.dumps(value)

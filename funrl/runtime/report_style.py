@@ -64,7 +64,7 @@ figure.card{display:flex;flex-direction:column}
 .plot{display:grid;grid-template-columns:auto 1fr;grid-template-rows:minmax(150px,1fr) 20px;flex:1;font-size:11.5px;
 color:var(--soft);margin-top:14px}
 .two .plot,.time .plot{grid-template-rows:minmax(220px,1fr) 20px}
-.y{position:relative;width:46px}
+.y{position:relative}
 .y span{position:absolute;right:9px;transform:translateY(50%);line-height:1;white-space:nowrap}
 .x{grid-column:2;position:relative;margin-right:8px}
 .x span{position:absolute;top:7px;transform:translateX(-50%);line-height:1;white-space:nowrap}
@@ -99,14 +99,15 @@ white-space:pre-wrap;overflow-wrap:anywhere;max-height:15em;overflow:auto}
 pre span{color:var(--soft)}
 pre em{color:var(--soft);font-family:system-ui,sans-serif;font-size:12.5px}
 details summary{cursor:pointer;font-size:14.5px;padding:2px 0}
-.config{display:grid;gap:22px;margin-top:12px}
+.config{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:22px 40px;margin-top:12px;align-items:start}
+.config table+table{margin-top:22px}
 .config caption{text-align:left;font-weight:640;font-size:13.5px;padding-bottom:4px}
 .config th,.config td{text-align:left;vertical-align:top;padding:4px 0;border-top:1px solid var(--line);font-weight:400}
 .config th{color:var(--soft);width:34%;padding-right:16px;overflow-wrap:anywhere}
 .config td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12.5px;
 overflow-wrap:anywhere}
 @media(max-width:980px){.three{grid-template-columns:repeat(2,minmax(0,1fr))}.time{grid-template-columns:minmax(0,1fr)}}
-@media(max-width:640px){main{padding:28px 14px 56px}.two,.three{grid-template-columns:minmax(0,1fr)}
+@media(max-width:640px){main{padding:28px 14px 56px}.two,.three,.config{grid-template-columns:minmax(0,1fr)}
 .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}section{margin-top:34px}.grid{gap:12px}
 .two .plot,.time .plot{grid-template-rows:minmax(180px,1fr) 20px}}
 @media print{body{background:#fff}.card{break-inside:avoid}}
