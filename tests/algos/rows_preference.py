@@ -1,0 +1,222 @@
+"""Preference and reward-model terms and their references: scalar loops in float64, written from the formulas.
+
+Sequences 2i and 2i + 1 are the chosen and the rejected one of pair i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from typing import Any, NamedTuple
+
+from rows_terms import Losses, Row
+
+from funrl.algos import pair_losses as pairs
+from funrl.algos import preference, reward_losses
+from funrl.algos.preference import log_likelihood, reference_log_ratio
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + exp(-x))
+
+
+def on_pairs(formula: Callable[[float, float], float], reward: Callable[[dict], float]) -> Callable[[list[dict]], Losses]:
+    """The loss of a pair on all tokens of its two sequences."""
+
+    def reference(seqs):
+        losses = []
+        for i in range(0, len(seqs), 2):
+            loss = formula(reward(seqs[i]), reward(seqs[i + 1]))
+            losses += [[loss] * len(seqs[i]["logp"]), [loss] * len(seqs[i + 1]["logp"])]
+        return losses
+
+    return reference
+
+
+def log_ratio(s: dict) -> float:
+    return sum(p - q for p, q in zip(s["logp"], s["ref_logp"], strict=True))
+
+
+def mean_log_ratio(s: dict) -> float:
+    return log_ratio(s) / len(s["logp"])
+
+
+def likelihood(s: dict) -> float:
+    return sum(s["logp"])
+
+
+def mean_likelihood(s: dict) -> float:
+    return sum(s["logp"]) / len(s["logp"])
+
+
+def exo(beta: float, eps: float) -> Callable[[float, float], float]:
+    def formula(c, r):
+        chosen, rejected = exp(beta * c), exp(beta * r)
+        p, q = chosen / (chosen + rejected), rejected / (chosen + rejected)
+        return p * log(p / (1 - eps)) + q * log(q / eps)
+
+    return formula
+
+
+def discopop(beta: float, tau: float) -> Callable[[float, float], float]:
+    def formula(c, r):
+        d = beta * (c - r)
+        gate = sigmoid(d / tau)
+        return (1 - gate) * -log(sigmoid(d)) + gate * exp(-d)
+
+    return formula
+
+
+PAIR_LOSSES: dict[str, tuple[Any, Callable[[float, float], float]]] = {
+    "sigmoid_pairs": (pairs.sigmoid_pairs(0.3), lambda c, r: -log(sigmoid(0.3 * (c - r)))),
+    "sigmoid_pairs smoothed": (
+        pairs.sigmoid_pairs(0.3, smoothing=0.1),
+        lambda c, r: -0.9 * log(sigmoid(0.3 * (c - r))) - 0.1 * log(sigmoid(0.3 * (r - c))),
+    ),
+    "hinge_pairs": (pairs.hinge_pairs(0.9), lambda c, r: max(0.0, 1 - 0.9 * (c - r))),
+    "robust_pairs": (
+        pairs.robust_pairs(0.3, 0.1),
+        lambda c, r: (-0.9 * log(sigmoid(0.3 * (c - r))) + 0.1 * log(sigmoid(0.3 * (r - c)))) / 0.8,
+    ),
+    "exo_pairs": (pairs.exo_pairs(0.3, 0.01), exo(0.3, 0.01)),
+    "nca_pairs": (
+        pairs.nca_pairs(0.3),
+        lambda c, r: -log(sigmoid(0.3 * c)) - 0.5 * log(sigmoid(-0.3 * c)) - 0.5 * log(sigmoid(-0.3 * r)),
+    ),
+    "bco_pairs": (pairs.bco_pairs(0.3), lambda c, r: -log(sigmoid(0.3 * c)) - log(1 - sigmoid(0.3 * r))),
+    "sppo_pairs": (pairs.sppo_pairs(0.5), lambda c, r: (c - 1.0) ** 2 + (r + 1.0) ** 2),
+    "apo_zero_pairs": (pairs.apo_zero_pairs(0.3), lambda c, r: 1 - sigmoid(0.3 * c) + sigmoid(0.3 * r)),
+    "apo_down_pairs": (pairs.apo_down_pairs(0.3), lambda c, r: sigmoid(0.3 * c) + 1 - sigmoid(0.3 * (c - r))),
+    "discopop_pairs": (pairs.discopop_pairs(0.3, 0.5), discopop(0.3, 0.5)),
+}
+
+
+def ranked(paired: bool) -> Callable[[list[dict]], Losses]:
+    """AOT: both sides in ascending order, the i-th with the i-th."""
+
+    def reference(seqs):
+        upper, lower = [], []
+        for i in range(0, len(seqs), 2):
+            c, r = seqs[i], seqs[i + 1]
+            upper.append(likelihood(c) - likelihood(r) if paired else log_ratio(c))
+            lower.append(sum(c["ref_logp"]) - sum(r["ref_logp"]) if paired else log_ratio(r))
+        losses: Losses = [[] for _ in seqs]
+        for number, value in zip(sorted(range(len(upper)), key=upper.__getitem__), sorted(lower), strict=True):
+            d = 0.3 * (upper[number] - value)
+            loss = -0.9 * log(sigmoid(d)) - 0.1 * log(sigmoid(-d))
+            for i in (2 * number, 2 * number + 1):
+                losses[i] = [loss] * len(seqs[i]["logp"])
+        return losses
+
+    return reference
+
+
+def odds(c: float, r: float) -> float:
+    p, q = exp(c), exp(r)
+    return -0.2 * log(sigmoid(log(p / (1 - p)) - log(q / (1 - q))))
+
+
+def kto(beta: float, desirable: float, undesirable: float, baseline: bool) -> Callable[[list[dict]], Losses]:
+    def reference(seqs):
+        losses = []
+        for s in seqs:
+            gain = beta * (log_ratio(s) - (s["kl_baseline"][0] if baseline else 0.0))
+            good = s["label"][0] == 1.0
+            loss = desirable * (1 - sigmoid(gain)) if good else undesirable * (1 - sigmoid(-gain))
+            losses.append([loss] * len(s["logp"]))
+        return losses
+
+    return reference
+
+
+def bradley_terry(center: float, margin: bool) -> Callable[[list[dict]], Losses]:
+    def reference(seqs):
+        losses = []
+        for i in range(0, len(seqs), 2):
+            c, r = seqs[i], seqs[i + 1]
+            gap = c["logp"][-1] - r["logp"][-1] - (c["margin"][0] if margin else 0.0)
+            loss = -log(sigmoid(gap)) + center * (c["logp"][-1] + r["logp"][-1]) ** 2
+            losses += [[loss] * len(s["logp"]) for s in (c, r)]
+        return losses
+
+    return reference
+
+
+def cross_entropy(seqs: list[dict]) -> Losses:
+    return [
+        [-y * log(sigmoid(x)) - (1 - y) * log(1 - sigmoid(x)) for x, y in zip(s["logp"], s["label"], strict=True)]
+        for s in seqs
+    ]
+
+
+ROWS = [
+    *(
+        Row(name, lambda loss=loss: preference.preference(loss, reference_log_ratio()), on_pairs(formula, log_ratio))
+        for name, (loss, formula) in PAIR_LOSSES.items()
+    ),
+    Row(
+        "ipo_pairs",
+        lambda: preference.preference(pairs.ipo_pairs(0.4), reference_log_ratio(per_token=True)),
+        on_pairs(lambda c, r: (c - r - 1.25) ** 2, mean_log_ratio),
+    ),
+    Row(
+        "preference log_likelihood per_token",
+        lambda: preference.preference(pairs.sigmoid_pairs(2.0, margin=0.8), log_likelihood(per_token=True)),
+        on_pairs(lambda c, r: -log(sigmoid(2.0 * (c - r) - 0.8)), mean_likelihood),
+    ),
+    Row(
+        "preference log_likelihood",
+        lambda: preference.preference(pairs.sigmoid_pairs(0.2), log_likelihood()),
+        on_pairs(lambda c, r: -log(sigmoid(0.2 * (c - r))), likelihood),
+    ),
+    Row("aot", lambda: preference.aot(0.3, 0.1), ranked(True), splits=False),
+    Row("aot unpaired", lambda: preference.aot(0.3, 0.1, paired=False), ranked(False), splits=False),
+    Row("odds_ratio", lambda: preference.odds_ratio(0.2), on_pairs(odds, mean_likelihood)),
+    Row("kto", lambda: preference.kto(0.3, 1.2, 0.7), kto(0.3, 1.2, 0.7, True)),
+    Row("kto no baseline", lambda: preference.kto(0.3, baseline=False), kto(0.3, 1.0, 1.0, False)),
+    Row("pairwise_reward", reward_losses.pairwise_reward, bradley_terry(0.0, False)),
+    Row("pairwise_reward margin", lambda: reward_losses.pairwise_reward(0.1, margin=True), bradley_terry(0.1, True)),
+    Row("step_reward", reward_losses.step_reward, cross_entropy),
+]
+
+
+class LossRow(NamedTuple):
+    """One whole loss to test: `reference` gives its value from the sequences."""
+
+    name: str
+    make: Callable[[], Any]
+    reference: Callable[[list[dict]], float]
+
+
+def pair_mean(formula: Callable[[float, float], float], reward: Callable[[dict], float]) -> Callable[[list[dict]], float]:
+    def value(seqs):
+        losses = [formula(reward(seqs[i]), reward(seqs[i + 1])) for i in range(0, len(seqs), 2)]
+        return sum(losses) / len(losses)
+
+    return value
+
+
+def chosen_nll(seqs: list[dict]) -> float:
+    tokens = [-p for s in seqs[::2] for p in s["logp"]]
+    return sum(tokens) / len(tokens)
+
+
+LOSS_ROWS = [
+    LossRow("dpo", lambda: preference.dpo(0.3), pair_mean(lambda c, r: -log(sigmoid(0.3 * (c - r))), log_ratio)),
+    LossRow(
+        "simpo",
+        lambda: preference.simpo(2.0, 0.8),
+        pair_mean(lambda c, r: -log(sigmoid(2.0 * (c - r) - 0.8)), mean_likelihood),
+    ),
+    LossRow(
+        "cpo",
+        lambda: preference.cpo(0.2, 0.5),
+        lambda seqs: pair_mean(lambda c, r: -log(sigmoid(0.2 * (c - r))), likelihood)(seqs) + 0.5 * chosen_nll(seqs),
+    ),
+    LossRow(
+        "orpo",
+        lambda: preference.orpo(0.2),
+        lambda seqs: pair_mean(odds, mean_likelihood)(seqs) + chosen_nll(seqs),
+    ),
+    LossRow("chosen_likelihood", lambda: preference.chosen_likelihood(0.7), lambda seqs: 0.7 * chosen_nll(seqs)),
+]

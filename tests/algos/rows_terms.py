@@ -1,0 +1,288 @@
+"""Policy terms and their references: scalar loops in float64, written from the formulas.
+
+A reference maps sequences (masked positions only) to the loss of every token. "logp" is what a gradient goes through,
+"held" the same number where the formula stops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from typing import Any, NamedTuple
+
+from funrl.algos import core, kl, supervised, terms, terms_covariance, terms_sequence, terms_teacher, terms_token
+
+Losses = list[list[float]]
+
+
+class Row(NamedTuple):
+    """One term to test.
+
+    Attributes:
+      name: the function's name, then what is special about this row.
+      make: () -> term.
+      reference: sequences -> loss of each token.
+      metrics: sequences -> {name: number of each token}.
+      through: the field that the gradient goes through.
+      splits: whether the loss of a part of the rows is a part of the loss.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    reference: Callable[[list[dict]], Losses]
+    metrics: Callable[[list[dict]], dict[str, Losses]] | None = None
+    through: str = "logp"
+    splits: bool = True
+
+
+def by_token(formula: Callable[..., float], *fields: str) -> Callable[[list[dict]], Losses]:
+    """A reference that treats every token alone: `formula` gets the numbers of these fields."""
+    return lambda seqs: [[formula(*xs) for xs in zip(*(s[f] for f in fields), strict=True)] for s in seqs]
+
+
+def by_sequence(formula: Callable[[dict], list[float]]) -> Callable[[list[dict]], Losses]:
+    """A reference that treats every sequence alone."""
+    return lambda seqs: [formula(s) for s in seqs]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return low if x < low else high if x > high else x
+
+
+def mean(xs: list[float]) -> float:
+    return sum(xs) / len(xs)
+
+
+def sequence_log_ratio(s: dict, now: str = "logp") -> float:
+    total = 0.0
+    for new, old in zip(s[now], s["old_logp"], strict=True):
+        total += new - old
+    return total / len(s["old_logp"])
+
+
+def ppo(low, high, dual=None, delta=None):
+    def loss(r, a):
+        objective = min((r if delta is None else min(r, delta)) * a, clip(r, 1 - low, 1 + high) * a)
+        if dual is not None and a < 0:
+            objective = max(objective, dual * a)
+        return -objective
+
+    return loss
+
+
+def ppo_metrics(low, high, dual):
+    def metrics(seqs):
+        def decided(new, old, a):
+            r = exp(new - old)
+            return float((a > 0 and r > 1 + high) or (a < 0 and r < 1 - low))
+
+        def bounded(new, old, a):
+            return float(a < 0 and exp(new - old) > dual)
+
+        fields = ("logp", "old_logp", "advantage")
+        return {
+            "actor/pg_clipfrac": by_token(decided, *fields)(seqs),
+            "actor/pg_clipfrac_lower": by_token(bounded, *fields)(seqs),
+            "actor/ppo_kl": by_token(lambda new, old: old - new, "logp", "old_logp")(seqs),
+        }
+
+    return metrics
+
+
+def ppo_tokens(*args, **kwargs):
+    loss = ppo(*args, **kwargs)
+    return by_token(lambda new, old, a: loss(exp(new - old), a), "logp", "old_logp", "advantage")
+
+
+def ppo_sequences(low, high):
+    return by_sequence(lambda s: [ppo(low, high)(exp(sequence_log_ratio(s)), a) for a in s["advantage"]])
+
+
+def gspo_token(low, high):
+    def formula(s):
+        center = sequence_log_ratio(s, "held")
+        rows = zip(s["logp"], s["held"], s["advantage"], strict=True)
+        return [ppo(low, high)(exp(center) * exp(new) / exp(held), a) for new, held, a in rows]
+
+    return by_sequence(formula)
+
+
+KL = {
+    "k1": lambda p, q: p - q,
+    "k2": lambda p, q: (p - q) ** 2 / 2,
+    "k3": lambda p, q: exp(q) / exp(p) - 1 - (q - p),
+    "abs": lambda p, q: abs(p - q),
+}
+
+
+def kl_reference(kind, other="ref_logp"):
+    value = KL[kind[:-1] if kind.endswith("+") else kind]
+    if not kind.endswith("+"):
+        return by_token(value, "logp", other)
+    return by_token(lambda p, h, q: value(h, q) + (p - q) ** 2 / 2 - (h - q) ** 2 / 2, "logp", "held", other)
+
+
+def dppo(kind, low, high, cap):
+    def loss(logp, held, old, a):
+        p, q = exp(held), exp(old)
+        if kind == "tv":
+            near = p - q <= high if a > 0 else p - q >= -low
+        else:
+            divergence = q * log(q / p) + (1 - q) * log((1 - q + 1e-8) / (1 - p + 1e-8))
+            near = (divergence <= high or p <= q) if a > 0 else (divergence <= low or p >= q)
+        return -a * min(p / q, cap) * logp if near else 0.0
+
+    return by_token(loss, "logp", "held", "old_logp", "advantage")
+
+
+def gmpo(low, high):
+    def formula(s):
+        total = 0.0
+        for new, old, a in zip(s["logp"], s["old_logp"], s["advantage"], strict=True):
+            sign = 1 if a > 0 else -1
+            total += sign * min(sign * (new - old), sign * clip(new - old, -low, high))
+        n = len(s["logp"])
+        return [-mean(s["advantage"]) * exp(total / n)] * n
+
+    return by_sequence(formula)
+
+
+def vespo(positive, negative, use_weight):
+    def formula(s):
+        w = 1.0
+        for t in range(len(s["held"])):
+            w *= exp(s["held"][t] - s["old_logp"][t]) * (s["weight"][t] if use_weight else 1.0)
+        losses = []
+        for logp, a in zip(s["logp"], s["advantage"], strict=True):
+            k, lam = positive if a >= 0 else negative
+            losses.append(-a * w**k * exp(lam * (1 - w)) * logp)
+        return losses
+
+    return by_sequence(formula)
+
+
+def sppo(eta):
+    def formula(s):
+        n = len(s["logp"])
+        return [(n * sequence_log_ratio(s) - eta * mean(s["advantage"])) ** 2] * n
+
+    return by_sequence(formula)
+
+
+def off_policy(threshold, sampler):
+    def formula(s):
+        gap = mean([old - held for held, old in zip(s["held"], s[sampler], strict=True)])
+        rows = zip(s["logp"], s["advantage"], strict=True)
+        return [0.0 if a < 0 and gap > threshold else -a * logp for logp, a in rows]
+
+    return by_sequence(formula)
+
+
+def forward_kl(teacher, student):
+    return max(0.0, sum(exp(p) * (p - q) for p, q in zip(teacher, student, strict=True)))
+
+
+A_OLD = ("logp", "old_logp", "advantage")
+A_HELD = ("logp", "held", "old_logp", "advantage")
+SELECTED = ("logp", "advantage", "selected")
+
+
+def with_given_weight():
+    """`gamma_weighted` on a batch that has weights."""
+    term = terms_sequence.gamma_weighted()
+    return core.needs("weight", *core.needs_of(term))(lambda logp, batch: term(logp, batch))
+
+
+def sapo(positive, negative):
+    def loss(new, old, a):
+        tau = positive if a > 0 else negative
+        return -a * 4 / tau / (1 + exp(-tau * (exp(new - old) - 1)))
+
+    return by_token(loss, *A_OLD)
+
+
+def cispo(low, high):
+    return by_token(lambda new, h, old, a: -a * clip(exp(h - old), 1 - low, 1 + high) * new, *A_HELD)
+
+
+ROWS = [
+    Row("clipped_surrogate", terms.clipped_surrogate, ppo_tokens(0.2, 0.2)),
+    Row(
+        "clipped_surrogate dual",
+        lambda: terms.clipped_surrogate(0.1, 0.3, dual=1.5),
+        ppo_tokens(0.1, 0.3, dual=1.5),
+        ppo_metrics(0.1, 0.3, 1.5),
+    ),
+    Row("clipped_surrogate delta", lambda: terms.clipped_surrogate(delta=1.4), ppo_tokens(0.2, 0.2, delta=1.4)),
+    Row("token_ratio", lambda: terms.clipped_surrogate(ratio=terms.token_ratio()), ppo_tokens(0.2, 0.2)),
+    Row(
+        "sequence_ratio",
+        lambda: terms.clipped_surrogate(0.05, 0.1, ratio=terms.sequence_ratio()),
+        ppo_sequences(0.05, 0.1),
+    ),
+    Row(
+        "sequence_ratio per_token",
+        lambda: terms.clipped_surrogate(0.05, 0.1, ratio=terms.sequence_ratio(per_token=True)),
+        gspo_token(0.05, 0.1),
+    ),
+    Row("entropy_bonus", lambda: terms.entropy_bonus(0.3), by_token(lambda h: -0.3 * h, "entropy"), through="entropy"),
+    *(Row(f"kl_to_reference {k}", lambda k=k: kl.kl_to_reference(k), kl_reference(k)) for k in KL),
+    *(Row(f"kl_to_reference {k}+", lambda k=k: kl.kl_to_reference(k + "+"), kl_reference(k + "+")) for k in KL),
+    Row(
+        "kl_to_reference bias_corrected",
+        lambda: kl.kl_to_reference("k3", bias_corrected=True),
+        by_token(lambda new, q, old: exp(new - old) * KL["k3"](new, q), "logp", "ref_logp", "old_logp"),
+    ),
+    Row("kl_to_old", kl.kl_to_old, kl_reference("abs", "old_logp")),
+    Row("kl_to_teacher", terms_teacher.kl_to_teacher, kl_reference("k3", "teacher_logp")),
+    Row(
+        "forward_kl_top",
+        terms_teacher.forward_kl_top,
+        by_token(forward_kl, "teacher_top_logp", "student_top_logp"),
+        through="student_top_logp",
+    ),
+    Row("policy_gradient", terms_token.policy_gradient, by_token(lambda new, a: -a * new, "logp", "advantage")),
+    Row("surrogate", terms_token.surrogate, by_token(lambda new, old, a: -a * exp(new - old), *A_OLD)),
+    Row("clipped_importance", terms_token.clipped_importance, cispo(1.0, 0.2)),
+    Row("clipped_importance low", lambda: terms_token.clipped_importance(0.1, 0.4), cispo(0.1, 0.4)),
+    Row("soft_gate", lambda: terms_token.soft_gate(1.0, 2.0), sapo(1.0, 2.0)),
+    Row("divergence_mask tv", lambda: terms_token.divergence_mask("tv", 0.1, 0.15, 1.2), dppo("tv", 0.1, 0.15, 1.2)),
+    Row("divergence_mask kl", lambda: terms_token.divergence_mask("kl", 0.02, 0.03), dppo("kl", 0.02, 0.03, 20.0)),
+    Row(
+        "direct_reward",
+        lambda: terms_token.direct_reward(0.3),
+        by_token(lambda new, old, a: -(new * a - 0.15 * (new - old) ** 2), *A_OLD),
+    ),
+    Row("geometric_mean", lambda: terms_sequence.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
+    Row("gamma_weighted", terms_sequence.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0), False)),
+    Row("gamma_weighted weight", with_given_weight, vespo((2.0, 3.0), (3.0, 2.0), True)),
+    Row("self_play_regression", lambda: terms_sequence.self_play_regression(0.7), sppo(0.7)),
+    Row(
+        "mask_off_policy",
+        lambda: terms_sequence.mask_off_policy(terms_token.policy_gradient(), 0.05),
+        off_policy(0.05, "old_logp"),
+    ),
+    Row(
+        "mask_off_policy rollout",
+        lambda: terms_sequence.mask_off_policy(terms_token.policy_gradient(), 0.0, "rollout_logp"),
+        off_policy(0.0, "rollout_logp"),
+    ),
+    Row(
+        "on_selected",
+        lambda: terms_covariance.on_selected(terms_token.policy_gradient()),
+        by_token(lambda new, a, chosen: -a * new if chosen else 0.0, *SELECTED),
+    ),
+    Row(
+        "off_selected",
+        lambda: terms_covariance.off_selected(terms_token.policy_gradient()),
+        by_token(lambda new, a, chosen: 0.0 if chosen else -a * new, *SELECTED),
+    ),
+    Row(
+        "adaptive_entropy_bonus",
+        terms_covariance.adaptive_entropy_bonus,
+        by_token(lambda h, c: -c * h, "entropy", "entropy_coefficient"),
+        through="entropy",
+    ),
+    Row("negative_log_likelihood", supervised.negative_log_likelihood, by_token(lambda new: -new, "logp")),
+    Row("dynamic_likelihood", supervised.dynamic_likelihood, by_token(lambda new, h: -exp(h) * new, "logp", "held")),
+]

@@ -1,0 +1,146 @@
+"""Every term against its reference, and through the properties that all terms have."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from rows_preference import LOSS_ROWS
+from rows_preference import ROWS as PREFERENCE_ROWS
+from rows_terms import ROWS as TERM_ROWS
+from sequences import PACKED, PADDED, lay_out, make_sequences, masked, unpack
+
+from funrl.algos.core import Fraction, needs_of, reduce
+from funrl.algos.reductions import sequence_mean, token_mean
+from funrl.batch import select
+
+ROWS = [*TERM_ROWS, *PREFERENCE_ROWS]
+BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+SEEDS = (0, 1, 2)
+
+
+def close(got, want, tolerance=1e-11):
+    assert [len(x) for x in got] == [len(x) for x in want]
+    for g, w in zip(got, want, strict=True):
+        assert g == pytest.approx(w, rel=tolerance, abs=tolerance)
+
+
+@BY_NAME
+@pytest.mark.parametrize("rows", [PADDED, PACKED], ids=["padded", "packed"])
+def test_equals_its_reference_whatever_lies_outside_the_mask(row, rows):
+    term = row.make()
+    for seed in SEEDS:
+        sequences = make_sequences(seed)
+        logp, batch = lay_out(sequences, rows, needs_of(term), outside=math.nan)
+        loss, metrics = term(logp, batch)
+        close(unpack(loss, sequences, rows), row.reference(masked(sequences)))
+        if row.metrics is not None:
+            want = row.metrics(masked(sequences))
+            assert set(want) == set(metrics)
+            for name, values in want.items():
+                close(unpack(metrics[name], sequences, rows), values)
+
+
+def derivative(row, sequences, weights):
+    """Central differences of the weighted reference by every masked number of the field."""
+    numbers, step = [], 1e-6
+    for i in range(len(sequences)):
+        for t in range(len(sequences[i][row.through])):
+            for k in range(len(sequences[i][row.through][t])) if row.through == "student_top_logp" else (None,):
+                values = []
+                for sign in (1, -1):
+                    moved = copy.deepcopy(sequences)
+                    if k is None:
+                        moved[i][row.through][t] += sign * step
+                    else:
+                        moved[i][row.through][t][k] += sign * step
+                    losses = row.reference(moved)
+                    values.append(sum(w * x for ws, xs in zip(weights, losses, strict=True) for w, x in zip(ws, xs, strict=True)))
+                numbers.append((values[0] - values[1]) / (2 * step))
+    return numbers
+
+
+@BY_NAME
+def test_gradient_is_the_references_and_nothing_leaks(row):
+    """The gradient by the policy's numbers is right, exactly 0 outside the mask, and no other field gets one."""
+    term, sequences, draw = row.make(), make_sequences(3), random.Random(3)
+    logp, batch = lay_out(sequences, PADDED, needs_of(term))
+    fields = {f: getattr(batch, f) for f in needs_of(term) if getattr(batch, f).is_floating_point()}
+    leaves = {f: x.clone().requires_grad_() for f, x in fields.items()}
+    through = logp.clone().requires_grad_() if row.through == "logp" else leaves[row.through]
+    loss, _ = term(through if row.through == "logp" else logp, batch._replace(**leaves))
+    weight_BT = torch.tensor([[draw.gauss(0, 1) for _ in r] for r in loss.tolist()], dtype=torch.float64)
+    grads = torch.autograd.grad(
+        torch.where(batch.mask, loss * weight_BT, 0.0).sum(), [through, *leaves.values()], allow_unused=True
+    )
+    grad = grads[0]
+    assert grad is not None
+    want = derivative(row, masked(sequences), unpack(weight_BT, sequences, PADDED))
+    assert grad[batch.mask].flatten().tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
+    assert (grad[~batch.mask] == 0).all()
+    for name, g in zip(leaves, grads[1:], strict=True):
+        assert g is None or name == row.through, f"a gradient goes through {name}"
+
+
+@BY_NAME
+@pytest.mark.parametrize("reduction", [token_mean(), sequence_mean()], ids=["token_mean", "sequence_mean"])
+def test_micro_batches_and_packing_change_nothing(row, reduction):
+    sequences = make_sequences(4)
+    loss = reduce(row.make(), reduction)
+    (whole,), metrics = loss(*lay_out(sequences, PADDED, needs_of(loss)))
+    (packed,), packed_metrics = loss(*lay_out(sequences, PACKED, needs_of(loss)))
+    assert packed.value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
+    for name, fraction in metrics.items():
+        assert fraction.value.item() == pytest.approx(packed_metrics[name].value.item(), rel=1e-12, abs=1e-12)
+    if not row.splits:
+        return
+    logp, batch = lay_out(sequences, PADDED, needs_of(loss))
+    parts, part_metrics = Fraction(torch.zeros(()), torch.zeros(())), {}
+    for rows in (slice(0, 2), slice(2, 6)):
+        (part,), more = loss(logp[rows], select(batch, rows))
+        parts += part
+        part_metrics = {k: part_metrics[k] + v if part_metrics else v for k, v in more.items()}
+    assert parts.value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
+    for name, fraction in metrics.items():
+        assert part_metrics[name].value.item() == pytest.approx(fraction.value.item(), rel=1e-12, abs=1e-12)
+
+
+@BY_NAME
+def test_names_the_fields_it_reads(row):
+    """A batch with exactly these fields is enough (every other test has them only), and none can be missing."""
+    term = row.make()
+    for field in needs_of(term):
+        logp, batch = lay_out(make_sequences(0), PADDED, needs_of(term) - {field})
+        if row.name == "gamma_weighted weight" and field == "weight":
+            continue  # it may be missing: then the weight is 1
+        with pytest.raises(ValueError, match="needs_of"):
+            term(logp, batch)
+
+
+@BY_NAME
+def test_compiles_whole(row):
+    term = row.make()
+    torch._dynamo.reset()
+    logp, batch = lay_out(make_sequences(5), PACKED, needs_of(term))
+    given = logp if row.through == "logp" else getattr(batch, row.through)
+
+    def loss_and_grad(fn):
+        x = given.clone().requires_grad_()
+        loss, _ = fn(x, batch) if row.through == "logp" else fn(logp, batch._replace(**{row.through: x}))
+        loss = torch.where(batch.mask, loss, 0.0)
+        return loss.detach(), torch.autograd.grad(loss.sum(), x)[0]
+
+    eager, compiled = loss_and_grad(term), loss_and_grad(torch.compile(term, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(eager, compiled, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", LOSS_ROWS, ids=[row.name for row in LOSS_ROWS])
+def test_whole_losses_equal_their_references(row):
+    loss, sequences = row.make(), make_sequences(6)
+    for rows in (PADDED, PACKED):
+        fractions, _ = loss(*lay_out(sequences, rows, needs_of(loss)))
+        got = sum(f.value.item() for f in fractions)
+        assert got == pytest.approx(row.reference(masked(sequences)), rel=1e-12)
