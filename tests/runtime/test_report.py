@@ -52,7 +52,8 @@ def a_run(path, steps=60, keep=lambda key: True, every=10):
         row = {
             "reward/mean": step / steps, "actor/ppo_kl": 1e-3, "actor/entropy": 1 - step / 100,
             "actor/pg_clipfrac": 0.1, "actor/grad_norm": math.nan if step == 7 else 1.0, "critic/vf_loss": 0.5,
-            "response_length/mean": 6.0, "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3), "perf/tokens_per_s": 2000.0 + step,
+            "response_length/mean": 6.0, "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3),
+            "perf/tokens_per_s": 2000.0 + step,
             "time_s/step": 2.0, "time_s/generate": 1.0, "time_s/update_actor": 0.5,
         }  # fmt: skip
         if step % every == 0:
