@@ -38,7 +38,7 @@ def character_tokenizer(alphabet: str) -> Any:
         raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} are there twice" if twice else "it is empty"))
     vocab = {token: i for i, token in enumerate((PAD, END, *alphabet))}
     tokenizer = Tokenizer(WordLevel(vocab))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False

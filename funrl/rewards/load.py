@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 Reward = Callable[..., float]  # (prompt, completion, **fields)
 
@@ -45,7 +45,7 @@ def load_reward(text: str) -> Reward:
     found = getattr(module, function)
     if not callable(found):
         raise RewardError(f"--reward={text}: {function!r} is {found!r}, which cannot be called; a function is needed")
-    return found
+    return cast(Reward, found)
 
 
 def score(
