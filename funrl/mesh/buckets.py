@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from funrl.mesh.plan import Box, Plan, Route, boxes, volume
+from funrl.mesh.plan import Box, Plan, Route, held, volume
 
 DIRECT_BYTES = 256 << 10
 
@@ -74,8 +74,8 @@ def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> t
         dtype, route = plan.dtypes[bucket[0].leaf], plan.route(bucket[0].leaf)
         finished = tuple(dict.fromkeys(item.leaf for item in bucket if last[item.leaf] == i))
         if native and route.way == "gather":
-            own = boxes(plan, rank)
-            parts = tuple(Part(leaf, _cut(own[leaf][0], count)[at]) for leaf, at, count in bucket)
+            own = held(plan, rank)
+            parts = tuple(Part(leaf, _cut(own[leaf].old, count)[at]) for leaf, at, count in bucket)
             ranks = next(group for group in route.groups if rank in group)
             steps.append(Step(dtype, finished, gather=parts, ranks=ranks))
             continue

@@ -97,11 +97,35 @@ class Plan:
         return self.routes[self.takes[leaf]]
 
 
+class Held(NamedTuple):
+    """What one rank holds of one leaf before and after, and the slices of both that stay; None if nothing does."""
+
+    old: Box
+    new: Box
+    taken: tuple[slice, ...] | None
+    put: tuple[slice, ...] | None
+
+
 @functools.lru_cache(maxsize=64)
-def boxes(plan: Plan, rank: int) -> tuple[tuple[Box, Box], ...]:
-    """For every leaf the boxes that `rank` holds before and after."""
-    of = [(route.src.box(rank), route.dst.box(rank)) for route in plan.routes]
+def held(plan: Plan, rank: int) -> tuple[Held, ...]:
+    """What `rank` holds of every leaf."""
+    of = []
+    for route in plan.routes:
+        old, new = route.src.box(rank), route.dst.box(rank)
+        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
+        stays = all(high > low for low, high in both)
+        of.append(Held(old, new, slices(both, old) if stays else None, slices(both, new) if stays else None))
     return tuple(of[take] for take in plan.takes)
+
+
+def slices(box: Box, inside: Box) -> tuple[slice, ...]:
+    """Where a box lies in a tensor that holds the box `inside`."""
+    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, inside, strict=True))
+
+
+def shape(box: Box) -> tuple[int, ...]:
+    """The shape of a tensor that holds the box."""
+    return tuple(high - low for low, high in box)
 
 
 def plan(src: trees.Tree, dst: trees.Tree, dtypes: trees.Tree, ranks_per_node: int = RANKS_PER_NODE) -> Plan:

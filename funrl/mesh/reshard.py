@@ -17,7 +17,7 @@ from funrl import trees
 from funrl.mesh import plan as plans
 from funrl.mesh.buckets import Message, Part, Step, program
 from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
-from funrl.mesh.plan import Box, Plan, plan
+from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
 
 __all__ = ["BUCKET_BYTES", "Plan", "plan", "reshard", "unshard"]
@@ -35,13 +35,13 @@ class Work(NamedTuple):
     """What one rank holds in the middle of a reshard.
 
     Attributes:
-      boxes: of every leaf before and after.
+      held: which boxes of every leaf.
       leaves, results: what there is of every leaf; a leaf that is used up is None, so is a result not yet begun.
       donated, kept: the leaves are emptied when they are used up, except objects of these ids.
     """
 
     plan: Plan
-    boxes: tuple[tuple[Box, Box], ...]
+    held: tuple[Held, ...]
     leaves: list[Leaf | None]
     results: list[Any]
     donated: bool
@@ -102,17 +102,17 @@ def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
         given = {name for name, _ in named}
         lacks, extra = sorted(set(plan.names) - given), sorted(given - set(plan.names))
         raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
-    boxes = plans.boxes(plan, mesh.rank)
-    for (name, x), (old, _) in zip(named, boxes, strict=True):
-        if tuple(x.shape) != _shape(old):
-            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {_shape(old)}")
+    held = plans.held(plan, mesh.rank)
+    for (name, x), has in zip(named, held, strict=True):
+        if tuple(x.shape) != shape(has.old):
+            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {shape(has.old)}")
     stays = [
-        x if x.dtype == dtype and old == new else None
-        for (_, x), dtype, (old, new) in zip(named, plan.dtypes, boxes, strict=True)
+        x if x.dtype == dtype and has.old == has.new else None
+        for (_, x), dtype, has in zip(named, plan.dtypes, held, strict=True)
     ]
     leaves: list[Leaf | None] = [Leaf(x, x.detach()) for _, x in named]
     kept = frozenset(id(x) for x in stays if x is not None)
-    work = Work(plan, boxes, leaves, stays, donate, kept, mesh.device)
+    work = Work(plan, held, leaves, stays, donate, kept, mesh.device)
     settle(work, (i for i in range(len(leaves)) if plan.route(i).way in ("alias", "local")))
     return work
 
@@ -123,10 +123,9 @@ def settle(work: Work, finished: Iterable[int]) -> None:
         leaf = work.leaves[i]
         assert leaf is not None
         if work.results[i] is not leaf.original:
-            result, (old, new) = _result(work, i), work.boxes[i]
-            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
-            if all(high > low for low, high in both):
-                result[_slices(both, new)].copy_(leaf.source[_slices(both, old)])
+            result, has = _result(work, i), work.held[i]
+            if has.put is not None:
+                result[has.put].copy_(leaf.source[has.taken])
         work.leaves[i] = None
         if work.donated and id(leaf.original) not in work.kept:
             leaf.original.data = leaf.original.new_empty(0)
@@ -163,18 +162,18 @@ def unpack(work: Work, message: Message, arrived: Tensor) -> None:
 def _source(work: Work, part: Part) -> Tensor:
     leaf = work.leaves[part.leaf]
     assert leaf is not None
-    return leaf.source[_slices(part.box, work.boxes[part.leaf][0])]
+    return leaf.source[slices(part.box, work.held[part.leaf].old)]
 
 
 def _target(work: Work, part: Part) -> Tensor:
-    return _result(work, part.leaf)[_slices(part.box, work.boxes[part.leaf][1])]
+    return _result(work, part.leaf)[slices(part.box, work.held[part.leaf].new)]
 
 
 def _result(work: Work, leaf: int) -> Tensor:
     """The leaf's result, made when the first part of it is there."""
     if work.results[leaf] is None:
-        shape = _shape(work.boxes[leaf][1])
-        work.results[leaf] = torch.empty(shape, dtype=work.plan.dtypes[leaf], device=work.device)
+        new = work.held[leaf].new
+        work.results[leaf] = torch.empty(shape(new), dtype=work.plan.dtypes[leaf], device=work.device)
     return work.results[leaf]
 
 
@@ -187,14 +186,6 @@ def _places(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
     """Views of the flat tensor, one after the other, in the shapes of the parts."""
     pieces = flat.split([part.numel() for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(high - low for low, high in box)
-
-
-def _slices(box: Box, inside: Box) -> tuple[slice, ...]:
-    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, inside, strict=True))
 
 
 def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
@@ -275,7 +266,7 @@ def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
     """Puts the rows of an all-gather, one from each rank, side by side in the results."""
     at = 0
     for leaf, box in step.gather:
-        route, old, elements = work.plan.route(leaf), work.boxes[leaf][0], plans.volume(box)
+        route, old, elements = work.plan.route(leaf), work.held[leaf].old, plans.volume(box)
         sizes = dict(zip(AXES, route.src.sizes, strict=True))
         # The result is a grid of blocks: each of its dims is the axes gathered there, outermost first, and the dim of
         # a block. The rows have the same axes in front, but in the order of the mesh.
@@ -284,6 +275,6 @@ def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
         lengths = [sizes[dim] if isinstance(dim, str) else old[dim][1] - old[dim][0] for dim in dims]
         order = [*route.axes, *range(len(old))]
         target = _result(work, leaf).view(lengths).permute([dims.index(dim) for dim in order])
-        rows = whole[:, at : at + elements].reshape([*(sizes[axis] for axis in route.axes), *_shape(box)])
-        target[(..., *_slices(box, old))].copy_(rows)
+        rows = whole[:, at : at + elements].reshape([*(sizes[axis] for axis in route.axes), *shape(box)])
+        target[(..., *slices(box, old))].copy_(rows)
         at += elements

@@ -217,7 +217,6 @@ def test_a_cast_on_the_way():
 
 
 def test_donated_leaves_are_emptied_and_shared_ones_are_not():
-    shapes, _ = llama()
     src, dst = layouts_of("dp4,tp2"), layouts_of("dp2,tp4")
     locals_ = [trees.map(lambda lay, r=rank: torch.ones(lay.local_shape(r)), src) for rank in range(8)]
     results, _ = execute(locals_, plan(src, dst, torch.float32), 4096, donate=True)
