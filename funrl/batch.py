@@ -49,4 +49,4 @@ class Batch(NamedTuple):
 
 def select(batch: Batch, rows) -> Batch:
     """The given rows (a slice or an index tensor) of every field."""
-    return Batch(*(None if x is None else x[rows] for x in batch))
+    return Batch(**{name: x[rows] for name, x in batch._asdict().items() if x is not None})

@@ -39,7 +39,7 @@ from funrl.algos.core import (
 from funrl.algos.pair_losses import PairLoss, check_beta, sigmoid_pairs, smoothed
 from funrl.algos.reductions import sequence_mean, token_mean
 from funrl.algos.supervised import negative_log_likelihood, restrict
-from funrl.algos.terms import constant, kept
+from funrl.algos.terms import constant, either, kept
 from funrl.algos.terms import sequence_sum as own_sum
 from funrl.batch import Batch
 
@@ -99,12 +99,12 @@ def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
     real_BT = (place_T < length_B[:, None]).long()
     positions_BT = place_T.expand(rows, width) if batch.positions is None else batch.positions
 
-    def join(x: Tensor) -> Tensor:
-        of_tokens = x.dim() > 1 and x.shape[1] == width
+    def join(name: str, x: Tensor) -> Tensor:
+        of_tokens = x.dim() > 1 and name != "scores"
         return torch.cat((x[chosen_P], x[rejected_P]), 1) if of_tokens else x[chosen_P]
 
     known = {name: x for name, x in batch._replace(positions=positions_BT)._asdict().items() if x is not None}
-    joined = Batch(**{name: join(x) for name, x in known.items()})
+    joined = Batch(**{name: join(name, x) for name, x in known.items()})
     segments = torch.cat((real_BT[chosen_P], 2 * real_BT[rejected_P]), 1)
     return joined._replace(segments=segments, length=width + length_B[rejected_P])
 
@@ -322,7 +322,7 @@ def kto(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0, bas
         h_BT = own_sum(moved_BT, batch.mask, batch.segments)
         gain_BT = beta * (h_BT - constant(batch.kl_baseline, batch.mask) if baseline else h_BT)
         good_BT = constant(batch.label, batch.mask) > 0.5
-        weight_BT = torch.where(good_BT, desirable, undesirable).to(h_BT.dtype)
+        weight_BT = either(good_BT, desirable, undesirable, h_BT)
         loss_BT = weight_BT * torch.sigmoid(torch.where(good_BT, -gain_BT, gain_BT))
         return loss_BT, {"preference/kto_reward": h_BT.detach()}
 

@@ -31,6 +31,11 @@ def constant(x_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
     return kept(None if x_BT is None else x_BT.detach(), mask_BT)
 
 
+def either(condition_BT: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers by a condition, in the dtype of `like`; torch.where of two floats would round to float32."""
+    return torch.where(condition_BT, torch.full_like(like, yes), torch.full_like(like, no))
+
+
 def sequence_sum(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
     """The sum over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
     return to_own_tokens(sequence_sums(x_BT, mask_BT, segments_BT), mask_BT, segments_BT)

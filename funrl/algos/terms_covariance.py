@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Advantage, Fraction, Signal, Term, needs, needs_of, token_fraction
-from funrl.algos.terms import constant, kept
+from funrl.algos.terms import constant, either, kept
 from funrl.batch import Batch
 
 
@@ -169,7 +169,7 @@ def adapt_entropy(
     def update(signal: Signal, c: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
         short = token_fraction(constant(batch.old_entropy, signal.mask), signal.mask).value <= target
         applied = torch.where(short.to(c.device), c, torch.zeros_like(c))
-        after = (c + torch.where(short.to(c.device), step, -step).to(c)).clamp(low, high)
+        after = (c + either(short.to(c.device), step, -step, c)).clamp(low, high)
         field_BT = applied.to(signal.x).expand(signal.mask.shape)
         metrics = signal.metrics | {"actor/entropy_coefficient": Fraction(applied, torch.ones_like(applied))}
         return signal._replace(extra=signal.extra | {"entropy_coefficient": field_BT}, metrics=metrics), after

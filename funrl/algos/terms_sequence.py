@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term, needs, needs_of
-from funrl.algos.terms import LOG_RATIO_BOUND, constant, kept, log_ratio, sequence_mean, sequence_sum
+from funrl.algos.terms import LOG_RATIO_BOUND, constant, either, kept, log_ratio, sequence_mean, sequence_sum
 from funrl.batch import Batch
 
 SMALLEST_WEIGHT = 1e-8
@@ -71,9 +71,9 @@ def gamma_weighted(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[f
             weight_BT = torch.where(batch.mask, batch.weight.detach(), torch.ones_like(log_w_BT))
             log_w_BT = log_w_BT + weight_BT.clamp(min=SMALLEST_WEIGHT).log().clamp(max=LOG_RATIO_BOUND)
         log_w_BT = sequence_sum(log_w_BT, batch.mask, batch.segments).clamp(math.log(SMALLEST_WEIGHT), LOG_RATIO_BOUND)
-        k_BT = torch.where(a_BT >= 0, positive[0], negative[0])
-        lam_BT = torch.where(a_BT >= 0, positive[1], negative[1])
-        phi_BT = (lam_BT + k_BT * log_w_BT - lam_BT * log_w_BT.exp()).to(a_BT.dtype).exp()
+        k_BT = either(a_BT >= 0, positive[0], negative[0], a_BT)
+        lam_BT = either(a_BT >= 0, positive[1], negative[1], a_BT)
+        phi_BT = (lam_BT + k_BT * log_w_BT - lam_BT * log_w_BT.exp()).exp()
         loss_BT = -a_BT * phi_BT * kept(logp_BT, batch.mask)
         return loss_BT, {"actor/vespo_weight": phi_BT, "actor/ppo_kl": -moved_BT}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term, needs, needs_of
-from funrl.algos.terms import Ratio, constant, kept, log_ratio, token_ratio
+from funrl.algos.terms import Ratio, constant, either, kept, log_ratio, token_ratio
 from funrl.batch import Batch
 
 
@@ -97,7 +97,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
     @needs("old_logp", "advantage", *needs_of(ratio))
     def term(logp_BT: Tensor, batch: Batch):
         a_BT = constant(batch.advantage, batch.mask)
-        tau_BT = torch.where(a_BT > 0, positive, negative).to(a_BT.dtype)
+        tau_BT = either(a_BT > 0, positive, negative, a_BT)
         gate_BT = torch.sigmoid(tau_BT * (ratio(logp_BT, batch) - 1)) * 4 / tau_BT
         return -a_BT * gate_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch).detach()}
 
