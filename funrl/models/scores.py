@@ -42,7 +42,9 @@ def token_scores(
     at_N = None if wanted_BT is None else wanted_BT[:, 1:].flatten().nonzero().squeeze(-1)
     if at_N is not None:
         before_MD, after_M = before_MD[at_N], after_M[at_N]
-    scores = linear_logprob(before_MD, decoder.unembed(params), after_M, mesh, temperature, want=want)
+    w_VD = decoder.unembed(params)
+    over = decoder.SINGLE if w_VD.shape[0] == config.vocab else mesh  # a whole vocabulary needs no other rank
+    scores = linear_logprob(before_MD, w_VD, after_M, over, temperature, want=want)
     known_BT = follows(tokens_BT, segments)
 
     def place(x: Tensor | None) -> Tensor | None:

@@ -106,3 +106,15 @@ def test_cached_decode_equals_forward(case):
             parts.append(hidden)
         ranks = [gather(torch.cat(parts, 1), rank) for rank in range(mesh.world)]
     assert all((got - expected).abs().max() < 1e-9 for got in ranks)
+
+
+def test_replicated_vocabulary():
+    config = CASES["tp2"][1]
+    params, tokens_BT = _params(config), _tokens(config)
+    expected = token_scores(config, params, tokens_BT, want=WANT)
+    table = dict(rules.TRAIN) | {"vocab": None}
+    with simulate("tp2") as mesh:
+        local = scatter(params, rules.layouts(decoder.shapes(config), decoder.axes(config), table, mesh.sizes))
+        got = token_scores(config, local, tokens_BT, mesh=mesh, want=WANT)
+        ranks = [gather(tuple(got), rank) for rank in range(mesh.world)]
+    assert all((a - b).abs().max() < 1e-9 for rank in ranks for a, b in zip(rank, expected, strict=True))
