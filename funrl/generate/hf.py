@@ -23,10 +23,14 @@ from funrl.models.hf import hf_names
 
 
 class HFEngine:
-    """An `Engine` over a transformers model; made by `hf_engine`."""
+    """An `Engine` over a transformers model; made by `hf_engine`.
+
+    Attributes:
+      model: the transformers model.
+    """
 
     def __init__(self, config: Config, model: Any):
-        self._config, self._model = config, model
+        self._config, self.model = config, model
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies whole weights into the transformers model.
@@ -40,7 +44,7 @@ class HFEngine:
         state = {names[name][0]: x.detach().reshape(names[name][1]) for name, x in trees.named(params)}
         if self._config.tied:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
-        self._model.load_state_dict(state, strict=True)
+        self.model.load_state_dict(state, strict=True)
 
     @torch.no_grad()
     def generate(
@@ -55,13 +59,13 @@ class HFEngine:
 
         check_prompts(self._config, prompts, sampling)
         pad, width = self._config.pad or 0, max(len(p) for p in prompts)
-        device = self._model.device
+        device = self.model.device
         # Repeated here, because transformers refuses to return several greedy sequences of a prompt.
         rows = [p for p in prompts for _ in range(sampling.samples)]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in rows], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
         how: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        self._model.generation_config = GenerationConfig(
+        self.model.generation_config = GenerationConfig(
             do_sample=not sampling.greedy,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop) or None,
@@ -73,7 +77,7 @@ class HFEngine:
         )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(hash((seed, first_prompt)))
-            out = self._model.generate(inputs=tokens_BT, attention_mask=mask_BT)
+            out = self.model.generate(inputs=tokens_BT, attention_mask=mask_BT)
         tokens_RT = out.sequences[:, width:]
 
         def chosen(logits: tuple[Tensor, ...]) -> Tensor:

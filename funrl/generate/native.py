@@ -28,6 +28,7 @@ PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts
 BLOCK = 32  # the part of the cache that is looked at grows by this many slots
 NOISE_STEPS = 64  # noise is made for this many steps at a time
 LOGITS = 1 << 26  # numbers in the logits of one draw
+LOOK_EVERY = {"cpu": 1}  # steps between looks for finished rows; asking a GPU (8) makes the host wait for it
 
 
 class Model(NamedTuple):
@@ -239,7 +240,7 @@ def _decode(
     """
     device, limit = hidden_RD.device, sampling.max_new_tokens
     stop_K = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
-    look_every = 1 if device.type == "cpu" else 8  # asking a GPU what it drew makes it wait
+    look_every = LOOK_EVERY.get(device.type, 8)
     drawn: list[tuple[Tensor, ...]] = []
     wasted, reach, view = 0, 0, cache
     for step in range(limit):

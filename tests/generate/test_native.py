@@ -132,6 +132,7 @@ def test_samples_do_not_depend_on_how_many_rows_run_together(monkeypatch):
     monkeypatch.setattr(native, "LOGITS", 5 * config.vocab)
     monkeypatch.setattr(native, "BLOCK", 3)
     monkeypatch.setattr(native, "NOISE_STEPS", 7)
+    monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": 5})
     pieces = engine_of(config, torch.float64).generate(PROMPTS, sampling, seed=1)
     for other in (few, little, pieces):
         assert rows_of(other) == rows_of(whole)
