@@ -26,7 +26,7 @@ def leave_one_out() -> Advantage:
 
     def compare(x_B: Tensor, batch: Batch) -> Tensor:
         groups = groups_of(batch.group)
-        return (x_B - group_mean(x_B, groups)) * (groups.size / (groups.size - 1).clamp_min(1))
+        return (x_B - group_mean(x_B, groups)) * groups.size / (groups.size - 1).clamp_min(1)
 
     return stateless(compare, "score", "group")
 
@@ -94,7 +94,7 @@ def informative_rescale() -> Advantage:
 
     def rescale(x_B: Tensor, batch: Batch) -> Tensor:
         teaches_B = group_max(x_B.abs(), groups_of(batch.group)) > 0
-        return x_B * (x_B.shape[0] / teaches_B.sum().clamp_min(1))
+        return x_B * (x_B.shape[0] / teaches_B.sum().clamp_min(1).to(x_B.dtype))
 
     return stateless(rescale, "score", "group")
 

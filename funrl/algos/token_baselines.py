@@ -97,7 +97,7 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
         mean_B = (sequence_sums(q_BT, mask_BT)[:, 0]) / mask_BT.sum(1).clamp_min(1)
         others_B = (group_sum(mean_B, groups) - mean_B) / (groups.size - 1).clamp_min(1)
         process_BT = where_masked(q_BT - others_B[:, None], mask_BT & (groups.size > 1)[:, None])
-        return x_BT + coefficient * process_BT
+        return where_masked(x_BT, mask_BT) + coefficient * process_BT
 
     return stateless(add_rewards, "reward_logp", "ref_logp", "group")
 
@@ -136,7 +136,8 @@ def implicit_reward_loss(beta: float = 0.05) -> Loss:
         assert batch.label is not None and batch.ref_logp is not None
         q_BT = beta * (where_masked(logp_BT, mask_BT) - batch.ref_logp.detach())
         q_BS, label_BS, length_BS = (
-            sequence_sums(z, mask_BT, segments_BT) for z in (q_BT, batch.label.to(q_BT.dtype), torch.ones_like(q_BT))
+            sequence_sums(z, mask_BT, segments_BT)
+            for z in (q_BT, batch.label.detach().to(q_BT.dtype), torch.ones_like(q_BT))
         )
         label_BS = label_BS / length_BS.clamp_min(1)
         there_BS, sequences = length_BS > 0, (length_BS > 0).sum().to(q_BT.dtype)

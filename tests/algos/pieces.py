@@ -56,7 +56,15 @@ class Row:
 
 
 #   prompt, completion with a tool's output in it (.), padding; row 4 has no sampled token
-MASKS = ("..xxxx.......", "...xx..xxx...", ".xxxxxxxxxxx.", "..x..........", "....,........", "..xxx.x......", "...xxxxx.....")
+MASKS = (
+    "..xxxx.......",
+    "...xx..xxx...",
+    ".xxxxxxxxxxx.",
+    "..x..........",
+    "....,........",
+    "..xxx.x......",
+    "...xxxxx.....",
+)
 GROUPS = (7, -2, 7, 40, 7, -2, 3)  # 40 and 3 are alone, any order, any numbers
 SEQUENCE_LENGTHS = (7, 11, 12, 3, 6, 8, 8)
 
@@ -86,7 +94,7 @@ def example(dtype=torch.float64, seed=0) -> Batch:
         truncated=torch.tensor([False, True, True, False, False, False, True]),
         old_logp=old,
         value=normal(B, T),
-        sum_pi_squared=normal(B, T).sigmoid(),
+        sum_pi_squared=old.exp().square() + 0.2 * normal(B, T).sigmoid(),
         greedy_score=normal(B),
         advantage=normal(B, T),
         returns=normal(B, T),

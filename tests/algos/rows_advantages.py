@@ -1,0 +1,427 @@
+"""Advantages and rewards: their references, loops over Python floats."""
+
+from math import exp, log, sqrt
+
+import torch
+from pieces import Row, grid, members, sampled, sequences
+
+from funrl.algos import advantages, baselines, core, resampling, shaping, token_baselines
+
+
+def mean(xs):
+    return sum(xs) / len(xs)
+
+
+def deviation(xs):
+    return sqrt(sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1)) if len(xs) > 1 else 0.0
+
+
+def by_group(formula):
+    """formula(own x, the group's x, own place in it) -> number; a group of one gets 0."""
+
+    def reference(x, b):
+        out = []
+        for i in range(len(x)):
+            rows = members(b, i)
+            out.append(formula(x[i], [x[j] for j in rows], rows.index(i)) if len(rows) > 1 else 0.0)
+        return {"x": out}
+
+    return reference
+
+
+def leave_one_out(own, group, place):
+    return own - mean([x for k, x in enumerate(group) if k != place])
+
+
+def win_rate(own, group, place):
+    others = [x for k, x in enumerate(group) if k != place]
+    return mean([1.0 if own > x else 0.5 if own == x else 0.0 for x in others]) - 0.5
+
+
+def lead(eps):
+    def formula(own, group, place):
+        second = max(x for k, x in enumerate(group) if k != place)
+        if own <= second:
+            return 0.0
+        return (own - second) / (1.0 if eps is None else deviation(group) + eps)
+
+    return formula
+
+
+def scaled(eps):
+    def reference(x, b):
+        out = []
+        for i in range(len(x)):
+            std = deviation([x[j] for j in members(b, i)])
+            out.append(x[i] / (std + eps) if std > 0 else x[i])
+        return {"x": out}
+
+    return reference
+
+
+def length_weighted(x, b):
+    out = []
+    for i in range(len(x)):
+        rows = members(b, i)
+        lengths = [len(sampled(b, j)) for j in rows]
+        total = sum(lengths)
+        base = sum(n * x[j] for n, j in zip(lengths, rows, strict=True)) / total if total else None
+        out.append(x[i] - base if base is not None and len(rows) > 1 else 0.0)
+    return {"x": out}
+
+
+def informative(x, b):
+    teaching = [i for i in range(len(x)) if any(x[j] != 0 for j in members(b, i))]
+    return {"x": [len(x) / len(teaching) * v for v in x]}
+
+
+def decoupled(weights, eps):
+    def reference(x, b):
+        out = [0.0] * len(x)
+        for k, weight in enumerate(weights):
+            column = [row[k] for row in b.scores]
+            for i in range(len(x)):
+                group = [column[j] for j in members(b, i)]
+                if len(group) > 1:
+                    out[i] += weight * (column[i] - mean(group)) / (deviation(group) + eps)
+        return {"x": out}
+
+    return reference
+
+
+def spread(x, b):
+    return {"x": [[x[i] if on else 0.0 for on in row] for i, row in enumerate(b.mask)]}
+
+
+def at_last(x, b):
+    out = grid(b)
+    for i in sequences(b):
+        for t in sampled(b, i):
+            out[i][t] = b.token_reward[i][t] if b.token_reward is not None else 0.0
+        out[i][sampled(b, i)[-1]] += x[i]
+    return {"x": out}
+
+
+def less_kl(beta):
+    def reference(x, b):
+        out = [list(row) for row in x]
+        for i in sequences(b):
+            for t in sampled(b, i):
+                out[i][t] -= beta * (b.old_logp[i][t] - b.ref_logp[i][t])
+        return {"x": masked(out, b)}
+
+    return reference
+
+
+def last_less_kl(beta):
+    return lambda x, b: less_kl(beta)(at_last(x, b)["x"], b)
+
+
+def masked(x, b):
+    return [[v if on else 0.0 for v, on in zip(*rows, strict=True)] for rows in zip(x, b.mask, strict=True)]
+
+
+def to_go(gamma):
+    def reference(x, b):
+        out = grid(b)
+        for i in sequences(b):
+            places = sampled(b, i)
+            for k, t in enumerate(places):
+                out[i][t] = sum(gamma**n * x[i][s] for n, s in enumerate(places[k:]))
+        return {"x": out}
+
+    return reference
+
+
+def gae(gamma, lam, critic_lam=None):
+    """The sum of discounted temporal differences, written out: A[t] = sum_n (gamma lam)^n delta[t + n]."""
+
+    def reference(x, b):
+        adv, returns = grid(b), grid(b)
+        for i in sequences(b):
+            places = sampled(b, i)
+            own = lam(len(places)) if callable(lam) else lam
+            v = [b.value[i][t] for t in places] + [0.0]
+            delta = [x[i][t] + gamma * v[k + 1] - v[k] for k, t in enumerate(places)]
+            for k, t in enumerate(places):
+                adv[i][t] = sum((gamma * own) ** n * d for n, d in enumerate(delta[k:]))
+                trust = own if critic_lam is None else critic_lam
+                returns[i][t] = sum((gamma * trust) ** n * d for n, d in enumerate(delta[k:])) + v[k]
+        return {"x": adv, "returns": returns}
+
+    return reference
+
+
+def whitened(eps):
+    def reference(x, b):
+        values = [x[i][t] for i in sequences(b) for t in sampled(b, i)]
+        centre, var = mean(values), deviation(values) ** 2
+        return {"x": masked([[(v - centre) / sqrt(var + eps) for v in row] for row in x], b)}
+
+    return reference
+
+
+def optimal(turns, raw_tail, rho=False):
+    def reference(x, b):
+        def slot(i, t):
+            return sampled(b, i).index(t) if turns else t - sampled(b, i)[0]
+
+        def weight(i, t):
+            total = 0.0
+            for s in sampled(b, i):
+                if s <= t:
+                    factor = b.weight[i][s] ** 2 if rho else 1.0
+                    total += (1 - 2 * exp(b.old_logp[i][s]) + b.sum_pi_squared[i][s]) * factor
+            return total
+
+        out = grid(b)
+        for i in sequences(b):
+            for t in sampled(b, i):
+                there = [(j, s) for j in members(b, i) for s in sampled(b, j) if slot(j, s) == slot(i, t)]
+                if len(there) > 1:
+                    base = sum(x[j][s] * weight(j, s) for j, s in there) / sum(weight(j, s) for j, s in there)
+                    out[i][t] = x[i][t] - base
+                elif raw_tail and len(members(b, i)) > 1:
+                    out[i][t] = x[i][t]
+        return {"x": out}
+
+    return reference
+
+
+def process(beta, coefficient):
+    def reference(x, b):
+        out = masked(x, b)
+
+        def q(i):
+            return [beta * (b.reward_logp[i][t] - b.ref_logp[i][t]) for t in sampled(b, i)]
+
+        for i in sequences(b):
+            others = [mean(q(j)) if q(j) else 0.0 for j in members(b, i) if j != i]
+            for t, value in zip(sampled(b, i), q(i), strict=True):
+                out[i][t] += coefficient * (value - mean(others)) if others else 0.0
+        return {"x": out}
+
+    return reference
+
+
+def overlong(limit, buffer, factor):
+    def reference(x, b):
+        beyond = [len(sampled(b, i)) - (limit - buffer) for i in range(len(x))]
+        return {"x": [v + min(0.0, -n / buffer * factor) for v, n in zip(x, beyond, strict=True)]}
+
+    return reference
+
+
+def truncated(change):
+    return lambda x, b: {"x": [change(v) if cut else v for v, cut in zip(x, b.truncated, strict=True)]}
+
+
+def normalised(x, b):
+    centre = mean(x)
+    return {"x": [(v - centre) / sqrt(mean([(u - centre) ** 2 for u in x]) + 1e-8) for v in x]}
+
+
+def implicit_loss(beta):
+    def reference(logp, b):
+        total = 0.0
+        for i in sequences(b):
+            Q = beta * sum(logp[i][t] - b.ref_logp[i][t] for t in sampled(b, i))
+            s = mean([b.label[i][t] for t in sampled(b, i)])
+            p = 1 / (1 + exp(-Q))
+            total -= s * log(p) + (1 - s) * log(1 - p)
+        return [(total, float(len(sequences(b))))]
+
+    return reference
+
+
+def labelled(x, b):
+    label = [[b.score[i] if on else 0.0 for on in row] for i, row in enumerate(b.mask)]
+    return {"x": list(x), "label": label}
+
+
+def check_adaptive():
+    """beta is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon; by hand, and at the clip."""
+    control = shaping.adaptive_kl(0.1, target=2.0, horizon=100)
+    beta = control.init()
+    assert beta.item() == 0.1
+    close = control.update(beta, torch.tensor(2.2, dtype=torch.float64), 10).item()
+    assert abs(close - 0.1 * (1 + 0.1 * 10 / 100)) < 1e-15
+    assert (
+        abs(control.update(beta, torch.tensor(99.0, dtype=torch.float64), 10).item() - 0.1 * (1 + 0.2 * 10 / 100))
+        < 1e-15
+    )
+    assert (
+        abs(control.update(beta, torch.tensor(0.0, dtype=torch.float64), 10).item() - 0.1 * (1 - 0.2 * 10 / 100))
+        < 1e-15
+    )
+    fixed = shaping.fixed_kl(0.3)
+    assert fixed.update(fixed.init(), torch.tensor(99.0, dtype=torch.float64), 10).item() == 0.3
+
+
+def check_resampling():
+    """Frequencies against the weights; the same draw from the same state, another from the next."""
+    from pieces import example
+
+    from funrl.algos.core import Signal
+
+    batch = example()._replace(score=torch.tensor([0.0, 1.0, -2.0, 1.0, 0.5, -0.5, 2.0], dtype=torch.float64))
+    expected = {
+        "pow": [0.0, 1.0, 4.0, 1.0, 0.25, 0.25, 4.0],
+        "max_min": [0, 0, 1, 0, 0, 0, 1],
+        "max_random": [0.1] * 6 + [0.4],
+    }
+    for kind, weights in expected.items():
+        piece = resampling.resample_rows(kind, power=2.0, seed=3)
+        state, counts, drawn = piece.init(), [0] * 7, []
+        for _ in range(600):
+            signal, after = piece.update(Signal(batch.score, batch.mask), state, batch)
+            again, _ = piece.update(Signal(batch.score, batch.mask), state, batch)
+            assert torch.equal(signal.rows, again.rows)
+            assert signal.rows.shape == (7,)
+            drawn.append(tuple(signal.rows.tolist()))
+            for i in signal.rows.tolist():
+                counts[i] += 1
+            state = after
+        assert len(set(drawn)) > 5
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count / 4200 - weight / sum(weights)) < 0.03, kind
+            assert weight > 0 or count == 0
+
+
+ROWS = [
+    Row(
+        "advantages.group_center",
+        "advantage",
+        advantages.group_center,
+        by_group(lambda own, group, k: own - mean(group)),
+    ),
+    Row("advantages.group_scale", "advantage", advantages.group_scale, scaled(1e-6)),
+    Row("advantages.group_scale eps", "advantage", lambda: advantages.group_scale(0.1), scaled(0.1)),
+    Row(
+        "advantages.batch_scale",
+        "advantage",
+        advantages.batch_scale,
+        lambda x, b: {"x": [v / (deviation(x) + 1e-6) for v in x]},
+    ),
+    Row("advantages.gae", "advantage", advantages.gae, gae(1.0, 1.0), tokens=True),
+    Row("advantages.gae discounted", "advantage", lambda: advantages.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),
+    Row(
+        "advantages.gae decoupled",
+        "advantage",
+        lambda: advantages.gae(0.95, advantages.length_adaptive(0.2), critic_lam=1.0),
+        gae(0.95, lambda n: max(0.0, 1 - 1 / (0.2 * n)), 1.0),
+        tokens=True,
+        also=("advantages.length_adaptive",),
+    ),
+    Row("advantages.reward_to_go", "advantage", advantages.reward_to_go, to_go(1.0), tokens=True),
+    Row("advantages.reward_to_go 0.9", "advantage", lambda: advantages.reward_to_go(0.9), to_go(0.9), tokens=True),
+    Row("advantages.whiten", "advantage", advantages.whiten, whitened(1e-8), tokens=True),
+    Row("baselines.leave_one_out", "advantage", baselines.leave_one_out, by_group(leave_one_out)),
+    Row("baselines.win_rate", "advantage", baselines.win_rate, by_group(win_rate)),
+    Row("baselines.best_of_group", "advantage", baselines.best_of_group, by_group(lead(1e-6))),
+    Row("baselines.best_of_group raw", "advantage", lambda: baselines.best_of_group(None), by_group(lead(None))),
+    Row(
+        "baselines.greedy_baseline",
+        "advantage",
+        baselines.greedy_baseline,
+        lambda x, b: {"x": [v - g for v, g in zip(x, b.greedy_score, strict=True)]},
+    ),
+    Row("baselines.length_weighted_center", "advantage", baselines.length_weighted_center, length_weighted),
+    Row("baselines.informative_rescale", "advantage", baselines.informative_rescale, informative),
+    Row(
+        "baselines.informative_rescale zeros",
+        "advantage",
+        lambda: core.chain(advantages.group_center(), baselines.informative_rescale()),
+        lambda x, b: informative(by_group(lambda own, group, k: own - mean(group))(x, b)["x"], b),
+    ),
+    Row("baselines.decoupled_groups", "advantage", baselines.decoupled_groups, decoupled([1.0, 1.0, 1.0], 1e-6)),
+    Row(
+        "baselines.decoupled_groups weights",
+        "advantage",
+        lambda: baselines.decoupled_groups([0.5, 0.0, 2.0], 0.01),
+        decoupled([0.5, 0.0, 2.0], 0.01),
+    ),
+    Row(
+        "baselines.weighted_scores",
+        "advantage",
+        lambda: baselines.weighted_scores([0.5, -1.0, 2.0]),
+        lambda x, b: {"x": [0.5 * s[0] - s[1] + 2.0 * s[2] for s in b.scores]},
+    ),
+    Row(
+        "baselines.weighted_scores equal",
+        "advantage",
+        baselines.weighted_scores,
+        lambda x, b: {"x": [sum(s) for s in b.scores]},
+    ),
+    Row("shaping.to_tokens", "advantage", shaping.to_tokens, spread),
+    Row("shaping.to_last_token", "advantage", shaping.to_last_token, at_last),
+    Row(
+        "shaping.to_last_token outcome",
+        "advantage",
+        shaping.to_last_token,
+        at_last,
+        prepare=lambda batch: batch._replace(token_reward=None),
+    ),
+    Row(
+        "shaping.to_rows",
+        "advantage",
+        shaping.to_rows,
+        lambda x, b: {"x": [sum(x[i][t] for t in sampled(b, i)) for i in range(len(x))]},
+        tokens=True,
+    ),
+    Row("shaping.token_rewards", "advantage", lambda: shaping.token_rewards(shaping.fixed_kl(0.2)), last_less_kl(0.2)),
+    Row(
+        "shaping.kl_in_reward",
+        "advantage",
+        lambda: core.chain(shaping.to_last_token(), shaping.kl_in_reward(shaping.adaptive_kl(0.3, 0.1))),
+        last_less_kl(0.3),
+    ),
+    Row("shaping.adaptive_kl", "check", check_adaptive, also=("shaping.fixed_kl",)),
+    Row(
+        "shaping.clip_reward",
+        "advantage",
+        lambda: shaping.clip_reward(-0.2, 0.5),
+        lambda x, b: {"x": [min(max(v, -0.2), 0.5) for v in x]},
+    ),
+    Row("shaping.overlong_penalty", "advantage", lambda: shaping.overlong_penalty(11, 8, 0.5), overlong(11, 8, 0.5)),
+    Row("shaping.stop_properly", "advantage", lambda: shaping.stop_properly(0.3), truncated(lambda v: 0.3 * v)),
+    Row("shaping.stop_properly set", "advantage", lambda: shaping.stop_properly(-1.0), truncated(lambda v: -1.0)),
+    Row("shaping.running_normalise", "advantage", shaping.running_normalise, normalised),
+    Row(
+        "token_baselines.optimal_token_baseline",
+        "advantage",
+        token_baselines.optimal_token_baseline,
+        optimal(False, False),
+        tokens=True,
+    ),
+    Row(
+        "token_baselines.optimal_token_baseline turns",
+        "advantage",
+        lambda: token_baselines.optimal_token_baseline(turns=True, raw_tail=True),
+        optimal(True, True),
+        tokens=True,
+    ),
+    Row(
+        "token_baselines.optimal_token_baseline weighted",
+        "advantage",
+        lambda: token_baselines.optimal_token_baseline(raw_tail=True),
+        optimal(False, True, rho=True),
+        tokens=True,
+    ),
+    Row(
+        "token_baselines.implicit_rewards",
+        "advantage",
+        lambda: token_baselines.implicit_rewards(0.1, 2.0),
+        process(0.1, 2.0),
+        tokens=True,
+    ),
+    Row("token_baselines.label_outcomes", "advantage", token_baselines.label_outcomes, labelled),
+    Row(
+        "token_baselines.implicit_reward_loss",
+        "loss",
+        lambda: token_baselines.implicit_reward_loss(0.3),
+        implicit_loss(0.3),
+        smooth=True,
+    ),
+    Row("resampling.resample_rows", "check", check_resampling),
+]

@@ -1,0 +1,314 @@
+"""Corrections, filters, reductions, the critic's loss and the combinators: their references."""
+
+from math import exp
+
+from pieces import Row, grid, members, sampled, sequences
+
+from funrl.algos import compose, core, corrections, filters, reductions, value
+from funrl.algos.core import needs
+
+
+def gap(b, i, t):
+    return b.old_logp[i][t] - b.rollout_logp[i][t]
+
+
+def mean(xs):
+    return sum(xs) / len(xs)
+
+
+def ratio(over, b, i, t):
+    gaps = [gap(b, i, s) for s in sampled(b, i)]
+    return exp({"token": gap(b, i, t), "sequence": sum(gaps), "geometric": mean(gaps)}[over])
+
+
+def weights(over, low, high, old=False):
+    def reference(x, b):
+        out = grid(b)
+        for i in sequences(b):
+            for t in sampled(b, i):
+                out[i][t] = min(max(ratio(over, b, i, t), low), high) * (b.weight[i][t] if old else 1.0)
+        return {"weight": out, "mask": b.mask}
+
+    return reference
+
+
+def mean_one(x, b):
+    out = weights("token", 0.0, 1.2)(x, b)["weight"]
+    centre = mean([out[i][t] for i in sequences(b) for t in sampled(b, i)])
+    return {"weight": [[w / centre for w in row] for row in out]}
+
+
+def keeping(rule):
+    def reference(x, b):
+        mask = [[on and rule(b, i, t) for t, on in enumerate(row)] for i, row in enumerate(b.mask)]
+        x = [[v if on else 0.0 for v, on in zip(*rows, strict=True)] for rows in zip(x, mask, strict=True)]
+        return {"mask": mask, "x": x}
+
+    return reference
+
+
+def inside(over, low, high):
+    return keeping(lambda b, i, t: low <= ratio(over, b, i, t) <= high)
+
+
+def divergence(kind, over, high):
+    def rule(b, i, t):
+        def k(s):
+            d = gap(b, i, s)
+            return d * d / 2 if kind == "k2" else exp(d) - 1 - d
+
+        values = [k(s) for s in sampled(b, i)]
+        return {"token": k(t), "sum": sum(values), "mean": mean(values), "max": max(values)}[over] <= high
+
+    return keeping(rule)
+
+
+def group_scores(b, i):
+    return [b.score[j] for j in members(b, i)]
+
+
+def rows_of(rule):
+    return lambda b: [rule(b, i) for i in range(len(b.score))]
+
+
+def token_mean(loss, b):
+    values = [loss[i][t] for i in sequences(b) for t in sampled(b, i)]
+    return sum(values), float(len(values))
+
+
+def per_sequence(number):
+    def reference(loss, b):
+        rows = [[loss[i][t] for t in sampled(b, i)] for i in sequences(b)]
+        return sum(number(row) for row in rows), float(len(rows))
+
+    return reference
+
+
+def value_loss(clip):
+    def reference(v, b):
+        out = grid(b)
+        for i in sequences(b):
+            for t in sampled(b, i):
+                target, old = b.returns[i][t], b.value[i][t]
+                errors = [(v[i][t] - target) ** 2]
+                if clip is not None:
+                    errors.append((min(max(v[i][t], old - clip), old + clip) - target) ** 2)
+                out[i][t] = max(errors) / 2
+        return out
+
+    return reference
+
+
+def tokens_of(formula):
+    def reference(logp, b):
+        out = grid(b)
+        for i in sequences(b):
+            for t in sampled(b, i):
+                out[i][t] = formula(logp[i][t], b, i, t)
+        return out
+
+    return reference
+
+
+@needs("advantage")
+def pull(logp, batch):
+    """-A logp."""
+    return -batch.advantage.detach() * logp, {"pull": logp.detach()}
+
+
+@needs("ref_logp")
+def leash(logp, batch):
+    """(logp - ref)^2."""
+    return (logp - batch.ref_logp.detach()).square(), {"leash": logp.detach()}
+
+
+def pull_of(logp, b, i, t):
+    return -b.advantage[i][t] * logp
+
+
+def leash_of(logp, b, i, t):
+    return (logp - b.ref_logp[i][t]) ** 2
+
+
+def policy_of(logp, b, i, t):
+    d = b.ref_logp[i][t] - logp
+    return b.weight[i][t] * pull_of(logp, b, i, t) + 0.3 * (exp(d) - 1 - d) - 0.2 * b.entropy[i][t]
+
+
+def both(logp, b):
+    one, other = tokens_of(pull_of)(logp, b), tokens_of(leash_of)(logp, b)
+    return [token_mean(one, b), per_sequence(mean)(other, b)]
+
+
+def check_composition():
+    """`corrected` puts its pieces first; `filtered` joins its filters with the algorithm's own."""
+    from pieces import example
+
+    from funrl.algos import advantages, shaping
+
+    batch = example()
+    own = core.Algorithm(
+        advantage=core.chain(advantages.group_center(), shaping.to_tokens()),
+        policy_loss=core.reduce(pull, reductions.token_mean()),
+        keep=filters.unequal_scores(),
+    )
+    changed = compose.corrected(own, shaping.clip_reward(-0.1, 0.1), corrections.importance_weights())
+    start = core.Signal(batch.score, batch.mask)
+    signal, _ = changed.advantage.update(start, changed.advantage.init(), batch)
+    clipped, _ = own.advantage.update(start._replace(x=batch.score.clamp(-0.1, 0.1)), own.advantage.init(), batch)
+    assert signal.x.equal(clipped.x)
+    assert signal.weight is not None
+    assert core.needs_of(changed) == core.needs_of(own) | {"rollout_logp", "old_logp"}
+    fewer = compose.filtered(own, filters.not_truncated())
+    assert fewer.keep is not None
+    assert own.keep is not None
+    assert fewer.keep(batch).tolist() == (own.keep(batch) & ~batch.truncated).tolist()
+
+
+ROWS = [
+    Row(
+        "corrections.importance_weights",
+        "advantage",
+        corrections.importance_weights,
+        weights("token", 0.0, 2.0),
+        tokens=True,
+    ),
+    *(
+        Row(
+            f"corrections.importance_weights {over}",
+            "advantage",
+            lambda over=over: corrections.importance_weights(over, 0.8, 1.1),
+            weights(over, 0.8, 1.1),
+            tokens=True,
+        )
+        for over in ("token", "sequence", "geometric")
+    ),
+    Row(
+        "corrections.importance_weights weighted",
+        "advantage",
+        lambda: corrections.importance_weights("token", 0.0, 1.1),
+        weights("token", 0.0, 1.1, old=True),
+        tokens=True,
+    ),
+    Row(
+        "corrections.normalise_weights",
+        "advantage",
+        lambda: core.chain(corrections.importance_weights("token", 0.0, 1.2), corrections.normalise_weights()),
+        mean_one,
+        tokens=True,
+    ),
+    *(
+        Row(
+            f"corrections.reject_ratio {over}",
+            "advantage",
+            lambda over=over: corrections.reject_ratio(over, 0.9, 1.3),
+            inside(over, 0.9, 1.3),
+            tokens=True,
+        )
+        for over in ("token", "sequence", "geometric")
+    ),
+    *(
+        Row(
+            f"corrections.reject_divergence {kind} {over}",
+            "advantage",
+            lambda kind=kind, over=over, high=high: corrections.reject_divergence(kind, over, high),
+            divergence(kind, over, high),
+            tokens=True,
+        )
+        for kind in ("k2", "k3")
+        for over, high in (("token", 0.02), ("sum", 0.1), ("mean", 0.04), ("max", 0.1))
+    ),
+    Row(
+        "corrections.mask_truncated",
+        "advantage",
+        corrections.mask_truncated,
+        keeping(lambda b, i, t: not b.truncated[i]),
+        tokens=True,
+    ),
+    Row(
+        "filters.unequal_scores",
+        "filter",
+        filters.unequal_scores,
+        rows_of(lambda b, i: len(set(group_scores(b, i))) > 1),
+        prepare=lambda batch: batch._replace(score=batch.score.round()),
+    ),
+    Row(
+        "filters.mean_between",
+        "filter",
+        lambda: filters.mean_between(0.0, 0.6),
+        rows_of(lambda b, i: 0.0 < mean(group_scores(b, i)) < 0.6),
+    ),
+    Row("filters.not_truncated", "filter", filters.not_truncated, rows_of(lambda b, i: not b.truncated[i])),
+    Row(
+        "filters.complete_groups",
+        "filter",
+        lambda: filters.complete_groups(2),
+        rows_of(lambda b, i: len(members(b, i)) == 2),
+    ),
+    Row(
+        "filters.every",
+        "filter",
+        lambda: filters.every(filters.not_truncated(), filters.complete_groups(3)),
+        rows_of(lambda b, i: not b.truncated[i] and len(members(b, i)) == 3),
+    ),
+    Row("reductions.token_mean", "reduction", reductions.token_mean, token_mean),
+    Row("reductions.token_sum", "reduction", reductions.token_sum, lambda loss, b: (token_mean(loss, b)[0], 0.0)),
+    Row("reductions.sequence_mean", "reduction", reductions.sequence_mean, per_sequence(mean)),
+    Row("reductions.sequence_sum_mean", "reduction", reductions.sequence_sum_mean, per_sequence(sum)),
+    Row(
+        "reductions.constant_mean",
+        "reduction",
+        lambda: reductions.constant_mean(12),
+        per_sequence(lambda row: sum(row) / 12),
+    ),
+    Row("value.clipped_value_loss", "term", value.clipped_value_loss, value_loss(0.5), smooth=True),
+    Row(
+        "value.clipped_value_loss plain", "term", lambda: value.clipped_value_loss(None), value_loss(None), smooth=True
+    ),
+    Row(
+        "core.add",
+        "term",
+        lambda: core.add(pull, leash),
+        tokens_of(lambda p, b, i, t: pull_of(p, b, i, t) + leash_of(p, b, i, t)),
+        smooth=True,
+    ),
+    Row("core.scale", "term", lambda: core.scale(-3, leash), tokens_of(lambda *a: -3 * leash_of(*a)), smooth=True),
+    Row(
+        "core.weighted",
+        "term",
+        lambda: core.weighted(pull),
+        tokens_of(lambda p, b, i, t: b.weight[i][t] * pull_of(p, b, i, t)),
+        smooth=True,
+    ),
+    Row(
+        "core.reduce",
+        "loss",
+        lambda: core.reduce(leash, reductions.sequence_mean()),
+        lambda p, b: [per_sequence(mean)(tokens_of(leash_of)(p, b), b)],
+        smooth=True,
+    ),
+    Row(
+        "core.together",
+        "loss",
+        lambda: core.together(
+            core.reduce(pull, reductions.token_mean()), core.reduce(leash, reductions.sequence_mean())
+        ),
+        both,
+        smooth=True,
+    ),
+    Row("compose.policy", "term", lambda: compose.policy(pull, 0.3, 0.2), tokens_of(policy_of), smooth=True),
+    Row("compose.corrected", "check", check_composition, also=("compose.filtered",)),
+    Row(
+        "core.chain",
+        "advantage",
+        lambda: core.chain(corrections.mask_truncated(), corrections.reject_ratio("token", 0.9, 1.3)),
+        keeping(lambda b, i, t: not b.truncated[i] and 0.9 <= ratio("token", b, i, t) <= 1.3),
+        tokens=True,
+    ),
+    Row(
+        "core.stateless",
+        "advantage",
+        lambda: core.stateless(lambda x, batch: x * batch.greedy_score, "greedy_score"),
+        lambda x, b: {"x": [v * g for v, g in zip(x, b.greedy_score, strict=True)]},
+    ),
+]
