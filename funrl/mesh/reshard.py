@@ -6,7 +6,9 @@ bucket is packed, so two buckets are staged at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
 
-__all__ = ["BUCKET_BYTES", "Plan", "plan", "reshard", "unshard"]
+__all__ = ["BUCKET_BYTES", "Plan", "export_weights", "plan", "replicated", "reshard", "unshard"]
 BUCKET_BYTES = 64 << 20
 
 
@@ -89,8 +91,63 @@ def reshard(
 
 def unshard(tree: trees.Tree, layouts: trees.Tree, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> trees.Tree:
     """Every leaf whole on every rank. The inverse of `rules.shard`."""
-    whole = trees.map(lambda lay: Layout(lay.shape, ((),) * len(lay.shape), lay.sizes), layouts)
-    return reshard(tree, plan(layouts, whole, trees.map(lambda x: x.dtype, tree)), mesh, bucket_bytes)
+    return reshard(tree, plan(layouts, replicated(layouts), trees.map(lambda x: x.dtype, tree)), mesh, bucket_bytes)
+
+
+def replicated(layouts: trees.Tree) -> trees.Tree:
+    """The layouts of the same tensors whole on every rank."""
+    return trees.map(lambda lay: Layout(lay.shape, ((),) * len(lay.shape), lay.sizes), layouts)
+
+
+def export_weights(
+    tree: trees.Tree,
+    layouts: trees.Tree,
+    mesh: Mesh,
+    names: Mapping[str, tuple[str, tuple[int, ...]]],
+    to: trees.Tree | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights under another program's names, a bucket at a time: never the whole model at once.
+
+    Collective: every rank iterates to the end. What was yielded is let go before the next bucket is made, if the caller
+    lets it go. A tensor that is whole in `tree` is yielded as it is, without a copy.
+
+    Args:
+      names: leaf name -> (name to yield, shape of the whole tensor there: some neighbouring dims may be one).
+      to: layouts to yield, such as those of a tensor-parallel engine; None: whole tensors.
+      bucket_bytes: bytes of the results of one bucket; a larger tensor is a bucket by itself.
+
+    Raises:
+      KeyError: a leaf has no name.
+    """
+    target = replicated(layouts) if to is None else to
+    leaves = list(zip(trees.named(tree), trees.leaves(layouts), trees.leaves(target), strict=True))
+    missing = [name for (name, _), _, _ in leaves if name not in names]
+    if missing:
+        raise KeyError(f"no name is given for {missing}")
+    while leaves:
+        nbytes = itertools.accumulate(plans.volume(dst.box(0)) * x.element_size() for (_, x), _, dst in leaves)
+        count = max(1, sum(size <= bucket_bytes for size in nbytes))
+        local = {name: x for (name, x), _, _ in leaves[:count]}
+        src = {name: layout for (name, _), layout, _ in leaves[:count]}
+        dst = {name: layout for (name, _), _, layout in leaves[:count]}
+        leaves = leaves[count:]
+        results = reshard(local, plan(src, dst, trees.map(lambda x: x.dtype, local)), mesh, bucket_bytes)
+        del local
+        for name, layout in dst.items():
+            theirs, whole = names[name]
+            yield theirs, results.pop(name).reshape(_merged(layout.shape, layout.local_shape(mesh.rank), whole))
+
+
+def _merged(shape: tuple[int, ...], local: tuple[int, ...], merged: tuple[int, ...]) -> list[int]:
+    """The local shape where neighbouring dims of `shape` have become the single dims of `merged`."""
+    sizes, at = [], 0
+    for length in merged:
+        begin, at = at, at + 1
+        while math.prod(shape[begin:at]) < length:
+            at += 1
+        sizes.append(math.prod(local[begin:at]))
+    return sizes
 
 
 def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
@@ -258,7 +315,7 @@ def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
     """Starts one all-gather of all parts of a step."""
     own = pack(work, step, Message(mesh.rank, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
-    handle = mesh.group(_group_axes(mesh, step.ranks))._allgather_base(whole, own.view(-1))
+    handle = mesh.group(_group_axes(mesh, step.ranks))._allgather_base(whole.view(-1), own.view(-1))
     return Flight(step, [handle], [whole], [], [own])
 
 

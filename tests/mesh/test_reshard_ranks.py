@@ -1,0 +1,187 @@
+"""Resharding between real gloo ranks: exact, within its memory, and clear when a rank dies."""
+
+import ctypes
+import os
+import random
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_reshard import FULLY, layouts_of, part, random_trees
+
+from funrl import trees
+from funrl.mesh import buckets, rules
+from funrl.mesh import reshard as resharding
+from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.mesh import Mesh, parse
+from funrl.mesh.plan import plan
+from funrl.mesh.reshard import export_weights, reshard, unshard
+from funrl.mesh.rules import Layout
+from funrl.models import decoder
+from funrl.models.config import Config
+from funrl.models.hf import hf_names
+
+pytestmark = pytest.mark.gloo
+
+
+def exact(whole, src, dst, mesh, bucket_bytes):
+    """Reshards and compares with slices of the whole; the plan is the same on all ranks."""
+    local = trees.map(lambda x, lay: part(x, lay, mesh.rank), whole, src)
+    made = plan(src, dst, trees.map(lambda x: x.dtype, whole))
+    digests = [None] * mesh.world
+    dist.all_gather_object(digests, made.digest)
+    assert len(set(digests)) == 1
+    result = reshard(local, made, mesh, bucket_bytes)
+    expected = trees.map(lambda x, lay: part(x, lay, mesh.rank), whole, dst)
+    for (name, x), y in zip(trees.named(result), trees.leaves(expected), strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y), (name, mesh.rank)
+
+
+def test_random_and_decoder_trees_on_eight_ranks():
+    def program(mesh):
+        for seed in range(10):
+            rng = random.Random(seed)
+            torch.manual_seed(seed)
+            whole, src, dst = random_trees(rng)
+            exact(whole, src, dst, mesh, rng.choice([400, 1 << 20]))
+        shapes = trees.map(lambda lay: torch.empty(lay.shape, device="meta"), layouts_of("dp8"))
+        whole = trees.map(lambda x: torch.rand(x.shape), shapes)
+        for a, b in [
+            (layouts_of("dp4,tp2"), layouts_of("dp2,tp4")),
+            (layouts_of("dp4,tp2", FULLY), layouts_of("dp4,tp2")),
+            (layouts_of("dp4,tp2", FULLY), layouts_of("dp2,tp4")),
+            (layouts_of("tp8"), layouts_of("dp8")),
+        ]:
+            exact(whole, a, b, mesh, 1 << 12)
+            exact(whole, b, a, mesh, 1 << 20)
+        return True
+
+    assert launch(program, parse("dp4,tp2"), "cpu")
+
+
+def test_native_gathers_are_exact(monkeypatch):
+    monkeypatch.setattr(resharding, "_gathers_natively", lambda plan, mesh: True)
+
+    def program(mesh):
+        shapes = trees.map(lambda lay: torch.empty(lay.shape, device="meta"), layouts_of("dp8"))
+        whole = trees.map(lambda x: torch.rand(x.shape), shapes)
+        exact(whole, layouts_of("dp2,tp2", FULLY), layouts_of("dp2,tp2"), mesh, 1 << 12)
+        exact(whole, layouts_of("dp2,tp2", FULLY), layouts_of("dp4"), mesh, 1 << 12)
+        exact(whole, layouts_of("dp2,tp2"), layouts_of("dp4"), mesh, 1 << 20)
+        return True
+
+    assert launch(program, parse("dp2,tp2"), "cpu")
+
+
+def test_unshard_is_the_inverse_of_shard():
+    def program(mesh):
+        layouts = layouts_of("dp2,tp2", FULLY)
+        whole = trees.map(lambda lay: torch.rand(lay.shape, generator=torch.Generator().manual_seed(0)), layouts)
+        back = unshard(rules.shard(whole, layouts, mesh), layouts, mesh)
+        return all(torch.equal(a, b) for a, b in zip(trees.leaves(back), trees.leaves(whole), strict=True))
+
+    assert launch(program, parse("dp2,tp2"), "cpu")
+
+
+CONFIG = Config(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, attention_bias=True, family="qwen2")
+
+
+@pytest.mark.parametrize("engine", ["", "dp2,tp2"])
+def test_export_yields_other_names_and_shapes_a_bucket_at_a_time(engine):
+    def program(mesh):
+        params = decoder.init(CONFIG, torch.Generator().manual_seed(0))
+        table = rules.layouts(params, decoder.axes(CONFIG), FULLY, mesh.sizes)
+        target = resharding.replicated(table)
+        to = rules.layouts(params, decoder.axes(CONFIG), rules.GENERATE, parse(engine)) if engine else None
+        names = hf_names(CONFIG)
+        given = dict(export_weights(rules.shard(params, table, mesh), table, mesh, names, to, bucket_bytes=2000))
+        assert set(given) == {theirs for theirs, _ in names.values()}
+        for (name, x), lay in zip(trees.named(params), trees.leaves(to or target), strict=True):
+            theirs, shape = names[name]
+            mine = part(x, lay, mesh.rank)
+            assert torch.equal(given[theirs].reshape(-1), mine.reshape(-1)), name
+            assert to is not None or tuple(given[theirs].shape) == shape
+        with pytest.raises(KeyError, match="embed"):
+            next(export_weights(params, resharding.replicated(table), mesh, {}))
+        return tuple(given["model.layers.0.self_attn.q_proj.weight"].shape)
+
+    assert launch(program, parse("dp2,tp2"), "cpu") == ((8, 16) if engine else (16, 16))
+
+
+def peak_beyond(run):
+    """(bytes that `run` had resident at most, beyond the start; its result), from the kernel's high-water mark."""
+
+    def status(key):
+        with open("/proc/self/status") as file:
+            found = re.search(rf"{key}:\s+(\d+) kB", file.read())
+        assert found is not None
+        return int(found[1]) << 10
+
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = status("VmRSS")
+    result = run()
+    return status("VmHWM") - before, result
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to measure memory")
+@pytest.mark.parametrize("donate", [False, True])
+def test_peak_memory_is_the_result_and_two_buckets(donate):
+    """64 tensors of 1 MB, split along their last dim so that all of them must be staged."""
+    bucket_bytes, slack = 2 << 20, 2 << 20
+
+    def program(mesh):
+        # Every tensor in pages of its own, so that one that is freed leaves at once: reshard is measured, not malloc.
+        m_mmap_threshold = -3
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
+        src = {f"w{i:02}": Layout((512, 512), ((), ("data",)), (2, 1, 1, 1)) for i in range(64)}
+        made = plan(src, resharding.replicated(src), torch.float32)
+        tree = {name: torch.ones(lay.local_shape(mesh.rank)) for name, lay in src.items()}
+        reshard(tree, made, mesh, bucket_bytes)  # the first time imports and connections cost memory too
+        peak, result = peak_beyond(lambda: reshard(tree, made, mesh, bucket_bytes, donate))
+        assert all(x.shape == (512, 512) for x in result.values())
+        return peak, sum(x.nbytes for x in result.values())
+
+    peak, nbytes = launch(program, parse("dp2"), "cpu")
+    given_up = nbytes // 2 if donate else 0
+    assert peak <= nbytes - given_up + 2 * bucket_bytes + slack
+    assert peak >= nbytes - given_up - slack
+
+
+def test_a_rank_that_dies_in_the_middle_is_named():
+    def program(mesh):
+        src = {f"w{i}": Layout((512, 512), ((), ("data",)), (4, 1, 1, 1)) for i in range(8)}
+        tree = {name: torch.ones(lay.local_shape(mesh.rank)) for name, lay in src.items()}
+        if mesh.rank == 2:
+            begun = []
+            pack = resharding.pack
+
+            def dying(*args):
+                begun.append(args)
+                if len(begun) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return pack(*args)
+
+            resharding.pack = dying
+        reshard(tree, plan(src, resharding.replicated(src), torch.float32), mesh, 1 << 18)
+
+    with pytest.raises(WorkerError, match=r"rank 2 was killed by SIGKILL|rank 2, which is gone"):
+        launch(program, parse("dp4"), "cpu")
+
+
+def test_large_messages_arrive_in_place_on_real_ranks(monkeypatch):
+    monkeypatch.setattr(buckets, "DIRECT_BYTES", 64)
+
+    def program(mesh: Mesh):
+        whole = {"a": torch.rand(64, 8), "b": torch.rand(16, 8, 8), "c": torch.rand(3)}
+        whole = {name: torch.arange(x.numel(), dtype=x.dtype).view(x.shape) for name, x in whole.items()}
+        src = {
+            name: Layout(tuple(x.shape), (("data",), *((),) * (x.dim() - 1)), (4, 1, 1, 1)) for name, x in whole.items()
+        }
+        exact(whole, src, resharding.replicated(src), mesh, 1 << 20)
+        exact(whole, src, resharding.replicated(src), mesh, 512)
+        return True
+
+    assert launch(program, parse("dp4"), "cpu")
