@@ -36,11 +36,9 @@ class Batch(NamedTuple):
     weight: Tensor | None = None  # [B, T] importance weight of each token, a constant
     entropy: Tensor | None = None  # [B, T] nats, of the policy that is being trained; differentiable
     old_entropy: Tensor | None = None  # [B, T] nats, of the trainer's policy before the first update on this batch
-    entropy_coefficient: Tensor | None = None  # [B, T] how strong an adaptive entropy bonus is, the same everywhere
+    entropy_coefficient: Tensor | None = None  # [B, T] factor of an adaptive entropy bonus, one number
     selected: Tensor | None = None  # [B, T] bool, tokens that a piece picked out of the whole batch
-    label: Tensor | None = (
-        None  # [B, T] judgement, 0 to 1: of a step at its last token, of a sequence on all its tokens
-    )
+    label: Tensor | None = None  # [B, T] judgement, 0 to 1: of a step at its end, of a sequence on all tokens
     margin: Tensor | None = None  # [B, T] by how much a chosen sequence should win, on all of its tokens
     kl_baseline: Tensor | None = None  # [B, T] nats, KTO's reference point, the same everywhere
     teacher_top_logp: Tensor | None = None  # [B, T, K] nats, the teacher's K likeliest tokens

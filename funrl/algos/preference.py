@@ -11,7 +11,7 @@ The loss of a pair stands on every token of both its sequences, so `sequence_mea
 under micro-batches, packing and data parallelism. Metrics are means over pairs.
 
     DPO    reduce(preference(sigmoid_pairs(0.1), reference_log_ratio()), sequence_mean())
-    IPO    ipo_pairs(0.1), reference_log_ratio(per_token=True)
+    IPO    ipo_pairs(0.1), reference_log_ratio(per_token=True); so with sigmoid_pairs TRL's sigmoid_norm
     SimPO  sigmoid_pairs(2.0, margin=1.0), log_likelihood(per_token=True)
     CPO    sigmoid_pairs(0.1), log_likelihood(), and chosen_likelihood(1.0)
 """
@@ -67,8 +67,9 @@ def to_pair_tokens(x_P: Tensor, batch: Batch) -> Tensor:
     both_P2 = x_P[:, None].expand(-1, 2)
     if batch.segments is None:
         return to_own_tokens(both_P2.reshape(-1, 1), batch.mask)
-    table = both_P2.reshape(batch.mask.shape[0], -1)
-    return to_own_tokens(pad(table, (1, batch.mask.shape[1] - table.shape[1])), batch.mask, batch.segments)
+    rows, width = batch.mask.shape
+    table = pad(both_P2.reshape(rows, width // 2 * 2), (1, width % 2))
+    return to_own_tokens(table, batch.mask, batch.segments)
 
 
 def pairs_present(batch: Batch) -> Tensor:
@@ -112,10 +113,9 @@ def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
 def best_and_worst(score_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of the highest and the lowest score of each group; groups of equal scores are left out.
 
-    Of equal scores the first row is taken. With `side_by_side` and the loss of DPO this is online DPO.
+    Of equal scores the first row is taken.
 
     Returns: two tensors [P] int64, row numbers, groups in ascending order.
-    References: Guo et al., 2024, https://arxiv.org/abs/2402.04792
     """
     by_score = score_B.argsort(stable=True)
     lowest = by_score[group_B[by_score].argsort(stable=True)]
@@ -127,6 +127,18 @@ def best_and_worst(score_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     best_G, worst_G = highest[first], lowest[first]
     differ = score_B[best_G] > score_B[worst_G]
     return best_G[differ], worst_G[differ]
+
+
+def online_pairs(batch: Batch) -> Batch:
+    """Pairs of the policy's own samples, side by side: with the loss of DPO this is online DPO.
+
+    Needs: score, group [B], and what the loss needs; rows are single sequences.
+    References: Guo et al., 2024, https://arxiv.org/abs/2402.04792
+
+    Warning: TRL samples two completions a prompt and lets a judge or reward model choose; a tie is a pair there.
+    """
+    assert batch.score is not None and batch.group is not None
+    return side_by_side(batch, *best_and_worst(batch.score, batch.group))
 
 
 def reference_log_ratio(per_token: bool = False) -> PairReward:

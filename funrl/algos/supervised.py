@@ -1,7 +1,7 @@
 """Supervised terms, and losses on a part of the tokens.
 
 `batch.mask` says which tokens are learned: true on the assistant's turns only, it is supervised fine-tuning of the
-assistant. Token weights are `weighted(negative_log_likelihood())` with `batch.weight`.
+assistant.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from funrl.algos.core import Loss, Term, needs, needs_of
+from funrl.algos.core import Loss, Term, needs, needs_of, reduce, weighted
+from funrl.algos.reductions import token_mean
 from funrl.algos.terms import kept
 from funrl.batch import Batch
 
@@ -42,6 +43,20 @@ def dynamic_likelihood() -> Term:
         return nll_BT.detach().neg().exp() * nll_BT, {"actor/nll": nll_BT.detach()}
 
     return term
+
+
+def sft() -> Loss:
+    """Supervised fine-tuning: the mean of -log pi over the tokens of the mask, times `batch.weight` where it is given.
+
+    The denominator counts tokens whatever their weights. For the assistant's turns only, let the mask say so.
+    """
+    term = negative_log_likelihood()
+
+    @needs()
+    def loss(logp_BT: Tensor, batch: Batch):
+        return reduce(weighted(term), token_mean())(logp_BT, batch)
+
+    return loss
 
 
 def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:

@@ -40,12 +40,12 @@ def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor) -> Tensor:
 
 
 def noise(shape: tuple[int, ...], draw: Tensor) -> Tensor:
-    """Numbers in [0, 1) from an integer hash of (draw, position): the same on every device and in every process."""
-    rows, columns = shape
-    x = torch.arange(rows * columns, device=draw.device) + draw * 0x9E3779B97F4A7C1
+    """Numbers in [0, 1) from an integer hash of (draw, row, column): the same on every device and in every process."""
+    rows, columns = (torch.arange(n, device=draw.device) for n in shape)
+    x = rows[:, None] * 0x1000000 + columns + draw * 0x9E3779B97F4A7C1
     for factor in (0xBF58476D1CE4E5B, 0x94D049BB133111E):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
-    return (((x >> 11) & 0xFFFFFFFF).to(torch.float64) / 2.0**32).view(rows, columns)
+    return ((x >> 11) & 0xFFFFFFFF).to(torch.float64) / 2.0**32
 
 
 def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: float = 5.0) -> Advantage:
@@ -170,7 +170,7 @@ def adapt_entropy(
         short = token_fraction(constant(batch.old_entropy, signal.mask), signal.mask).value <= target
         applied = torch.where(short.to(c.device), c, torch.zeros_like(c))
         after = (c + either(short.to(c.device), step, -step, c)).clamp(low, high)
-        field_BT = applied.to(signal.x).expand(signal.mask.shape)
+        field_BT = kept(applied.to(signal.x).expand(signal.mask.shape), signal.mask)
         metrics = signal.metrics | {"actor/entropy_coefficient": Fraction(applied, torch.ones_like(applied))}
         return signal._replace(extra=signal.extra | {"entropy_coefficient": field_BT}, metrics=metrics), after
 

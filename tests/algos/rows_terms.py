@@ -10,12 +10,17 @@ from collections.abc import Callable
 from math import exp, log
 from typing import Any, NamedTuple
 
+import pieces
+import torch
+from sequences import make_sequences, masked, on_batch
+
 from funrl.algos import core, kl, supervised, terms, terms_covariance, terms_sequence, terms_teacher, terms_token
+from funrl.batch import Batch
 
 Losses = list[list[float]]
 
 
-class Row(NamedTuple):
+class TermRow(NamedTuple):
     """One term to test.
 
     Attributes:
@@ -25,6 +30,8 @@ class Row(NamedTuple):
       metrics: sequences -> {name: number of each token}.
       through: the field that the gradient goes through.
       splits: whether the loss of a part of the rows is a part of the loss.
+      prepare: what the example batch of the table of pieces lacks.
+      also: further public names that the row covers.
     """
 
     name: str
@@ -33,6 +40,50 @@ class Row(NamedTuple):
     metrics: Callable[[list[dict]], dict[str, Losses]] | None = None
     through: str = "logp"
     splits: bool = True
+    prepare: Callable[[Batch], Batch] = lambda batch: batch
+    also: tuple[str, ...] = ()
+
+
+def table_rows(rows: list[TermRow], **always: Any) -> list[pieces.Row]:
+    """The same terms as rows of the table of pieces."""
+    return [
+        pieces.Row(
+            row.name,
+            "term",
+            row.make,
+            on_batch(row.reference),
+            prepare=row.prepare,
+            smooth=row.through == "logp" and not _stops_gradients(row),
+            additive=row.splits,
+            also=row.also,
+            **always,
+        )
+        for row in rows
+    ]
+
+
+def _stops_gradients(row: TermRow) -> bool:
+    sequences = masked(make_sequences())
+    for s in sequences:
+        del s["held"]
+    try:
+        row.reference(sequences)
+    except KeyError:
+        return True
+    return False
+
+
+def less_likely(batch: Batch) -> Batch:
+    """The moved policy's numbers of the example stay below log 1."""
+    assert batch.old_logp is not None
+    return batch._replace(old_logp=batch.old_logp - 1.5)
+
+
+def with_top_tokens(batch: Batch) -> Batch:
+    draw = torch.Generator().manual_seed(9)
+    teacher, student = (torch.rand(*batch.mask.shape, 4, generator=draw, dtype=torch.float64) + 0.1 for _ in range(2))
+    tops = [(x / x.sum(-1, keepdim=True)).log()[..., :3].to(batch.old_logp) for x in (teacher, student)]
+    return batch._replace(teacher_top_logp=tops[0], student_top_logp=tops[1])
 
 
 def by_token(formula: Callable[..., float], *fields: str) -> Callable[[list[dict]], Losses]:
@@ -193,6 +244,10 @@ def with_given_weight():
     return core.needs("weight", *core.needs_of(term))(lambda logp, batch: term(logp, batch))
 
 
+def with_equal_weights(batch: Batch) -> Batch:
+    return batch._replace(weight=torch.ones_like(batch.old_logp))
+
+
 def sapo(positive, negative):
     def loss(new, old, a):
         tau = positive if a > 0 else negative
@@ -205,84 +260,124 @@ def cispo(low, high):
     return by_token(lambda new, h, old, a: -a * clip(exp(h - old), 1 - low, 1 + high) * new, *A_HELD)
 
 
-ROWS = [
-    Row("clipped_surrogate", terms.clipped_surrogate, ppo_tokens(0.2, 0.2)),
-    Row(
-        "clipped_surrogate dual",
+TERMS = [
+    TermRow(
+        "terms.clipped_surrogate",
+        terms.clipped_surrogate,
+        ppo_tokens(0.2, 0.2),
+        also=("terms.kept", "terms.constant", "terms.log_ratio", "terms.either"),
+    ),
+    TermRow(
+        "terms.clipped_surrogate dual",
         lambda: terms.clipped_surrogate(0.1, 0.3, dual=1.5),
         ppo_tokens(0.1, 0.3, dual=1.5),
         ppo_metrics(0.1, 0.3, 1.5),
     ),
-    Row("clipped_surrogate delta", lambda: terms.clipped_surrogate(delta=1.4), ppo_tokens(0.2, 0.2, delta=1.4)),
-    Row("token_ratio", lambda: terms.clipped_surrogate(ratio=terms.token_ratio()), ppo_tokens(0.2, 0.2)),
-    Row(
-        "sequence_ratio",
+    TermRow(
+        "terms.clipped_surrogate delta", lambda: terms.clipped_surrogate(delta=1.4), ppo_tokens(0.2, 0.2, delta=1.4)
+    ),
+    TermRow("terms.token_ratio", lambda: terms.clipped_surrogate(ratio=terms.token_ratio()), ppo_tokens(0.2, 0.2)),
+    TermRow(
+        "terms.sequence_ratio",
         lambda: terms.clipped_surrogate(0.05, 0.1, ratio=terms.sequence_ratio()),
         ppo_sequences(0.05, 0.1),
+        also=("terms.sequence_sum", "terms.sequence_mean"),
     ),
-    Row(
-        "sequence_ratio per_token",
+    TermRow(
+        "terms.sequence_ratio per_token",
         lambda: terms.clipped_surrogate(0.05, 0.1, ratio=terms.sequence_ratio(per_token=True)),
         gspo_token(0.05, 0.1),
     ),
-    Row("entropy_bonus", lambda: terms.entropy_bonus(0.3), by_token(lambda h: -0.3 * h, "entropy"), through="entropy"),
-    *(Row(f"kl_to_reference {k}", lambda k=k: kl.kl_to_reference(k), kl_reference(k)) for k in KL),
-    *(Row(f"kl_to_reference {k}+", lambda k=k: kl.kl_to_reference(k + "+"), kl_reference(k + "+")) for k in KL),
-    Row(
-        "kl_to_reference bias_corrected",
+    TermRow(
+        "terms.entropy_bonus",
+        lambda: terms.entropy_bonus(0.3),
+        by_token(lambda h: -0.3 * h, "entropy"),
+        through="entropy",
+    ),
+    *(TermRow(f"kl.kl_to_reference {k}", lambda k=k: kl.kl_to_reference(k), kl_reference(k)) for k in KL),
+    *(TermRow(f"kl.kl_to_reference {k}+", lambda k=k: kl.kl_to_reference(k + "+"), kl_reference(k + "+")) for k in KL),
+    TermRow(
+        "kl.kl_to_reference bias_corrected",
         lambda: kl.kl_to_reference("k3", bias_corrected=True),
         by_token(lambda new, q, old: exp(new - old) * KL["k3"](new, q), "logp", "ref_logp", "old_logp"),
     ),
-    Row("kl_to_old", kl.kl_to_old, kl_reference("abs", "old_logp")),
-    Row("kl_to_teacher", terms_teacher.kl_to_teacher, kl_reference("k3", "teacher_logp")),
-    Row(
-        "forward_kl_top",
+    TermRow("kl.kl_to_old", kl.kl_to_old, kl_reference("abs", "old_logp"), also=("kl.kl_to", "kl.kl_estimate")),
+    TermRow("terms_teacher.kl_to_teacher", terms_teacher.kl_to_teacher, kl_reference("k3", "teacher_logp")),
+    TermRow(
+        "terms_teacher.forward_kl_top",
         terms_teacher.forward_kl_top,
         by_token(forward_kl, "teacher_top_logp", "student_top_logp"),
         through="student_top_logp",
+        prepare=with_top_tokens,
     ),
-    Row("policy_gradient", terms_token.policy_gradient, by_token(lambda new, a: -a * new, "logp", "advantage")),
-    Row("surrogate", terms_token.surrogate, by_token(lambda new, old, a: -a * exp(new - old), *A_OLD)),
-    Row("clipped_importance", terms_token.clipped_importance, cispo(1.0, 0.2)),
-    Row("clipped_importance low", lambda: terms_token.clipped_importance(0.1, 0.4), cispo(0.1, 0.4)),
-    Row("soft_gate", lambda: terms_token.soft_gate(1.0, 2.0), sapo(1.0, 2.0)),
-    Row("divergence_mask tv", lambda: terms_token.divergence_mask("tv", 0.1, 0.15, 1.2), dppo("tv", 0.1, 0.15, 1.2)),
-    Row("divergence_mask kl", lambda: terms_token.divergence_mask("kl", 0.02, 0.03), dppo("kl", 0.02, 0.03, 20.0)),
-    Row(
-        "direct_reward",
+    TermRow(
+        "terms_token.policy_gradient",
+        terms_token.policy_gradient,
+        by_token(lambda new, a: -a * new, "logp", "advantage"),
+    ),
+    TermRow("terms_token.surrogate", terms_token.surrogate, by_token(lambda new, old, a: -a * exp(new - old), *A_OLD)),
+    TermRow("terms_token.clipped_importance", terms_token.clipped_importance, cispo(1.0, 0.2)),
+    TermRow("terms_token.clipped_importance low", lambda: terms_token.clipped_importance(0.1, 0.4), cispo(0.1, 0.4)),
+    TermRow("terms_token.soft_gate", lambda: terms_token.soft_gate(1.0, 2.0), sapo(1.0, 2.0)),
+    TermRow(
+        "terms_token.divergence_mask tv",
+        lambda: terms_token.divergence_mask("tv", 0.1, 0.15, 1.2),
+        dppo("tv", 0.1, 0.15, 1.2),
+    ),
+    TermRow(
+        "terms_token.divergence_mask kl",
+        lambda: terms_token.divergence_mask("kl", 0.02, 0.03),
+        dppo("kl", 0.02, 0.03, 20.0),
+        prepare=less_likely,
+    ),
+    TermRow(
+        "terms_token.direct_reward",
         lambda: terms_token.direct_reward(0.3),
         by_token(lambda new, old, a: -(new * a - 0.15 * (new - old) ** 2), *A_OLD),
     ),
-    Row("geometric_mean", lambda: terms_sequence.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
-    Row("gamma_weighted", terms_sequence.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0), False)),
-    Row("gamma_weighted weight", with_given_weight, vespo((2.0, 3.0), (3.0, 2.0), True)),
-    Row("self_play_regression", lambda: terms_sequence.self_play_regression(0.7), sppo(0.7)),
-    Row(
-        "mask_off_policy",
+    TermRow("terms_sequence.geometric_mean", lambda: terms_sequence.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
+    TermRow(
+        "terms_sequence.gamma_weighted",
+        terms_sequence.gamma_weighted,
+        vespo((2.0, 3.0), (3.0, 2.0), False),
+        prepare=with_equal_weights,
+    ),
+    TermRow("terms_sequence.gamma_weighted weight", with_given_weight, vespo((2.0, 3.0), (3.0, 2.0), True)),
+    TermRow("terms_sequence.self_play_regression", lambda: terms_sequence.self_play_regression(0.7), sppo(0.7)),
+    TermRow(
+        "terms_sequence.mask_off_policy",
         lambda: terms_sequence.mask_off_policy(terms_token.policy_gradient(), 0.05),
         off_policy(0.05, "old_logp"),
     ),
-    Row(
-        "mask_off_policy rollout",
+    TermRow(
+        "terms_sequence.mask_off_policy rollout",
         lambda: terms_sequence.mask_off_policy(terms_token.policy_gradient(), 0.0, "rollout_logp"),
         off_policy(0.0, "rollout_logp"),
     ),
-    Row(
-        "on_selected",
+    TermRow(
+        "terms_covariance.on_selected",
         lambda: terms_covariance.on_selected(terms_token.policy_gradient()),
         by_token(lambda new, a, chosen: -a * new if chosen else 0.0, *SELECTED),
     ),
-    Row(
-        "off_selected",
+    TermRow(
+        "terms_covariance.off_selected",
         lambda: terms_covariance.off_selected(terms_token.policy_gradient()),
         by_token(lambda new, a, chosen: 0.0 if chosen else -a * new, *SELECTED),
     ),
-    Row(
-        "adaptive_entropy_bonus",
+    TermRow(
+        "terms_covariance.adaptive_entropy_bonus",
         terms_covariance.adaptive_entropy_bonus,
         by_token(lambda h, c: -c * h, "entropy", "entropy_coefficient"),
         through="entropy",
     ),
-    Row("negative_log_likelihood", supervised.negative_log_likelihood, by_token(lambda new: -new, "logp")),
-    Row("dynamic_likelihood", supervised.dynamic_likelihood, by_token(lambda new, h: -exp(h) * new, "logp", "held")),
+    TermRow(
+        "supervised.negative_log_likelihood", supervised.negative_log_likelihood, by_token(lambda new: -new, "logp")
+    ),
+    TermRow(
+        "supervised.dynamic_likelihood",
+        supervised.dynamic_likelihood,
+        by_token(lambda new, h: -exp(h) * new, "logp", "held"),
+    ),
 ]
+
+ROWS = table_rows(TERMS)

@@ -1,4 +1,7 @@
-"""One set of sequences, laid out as padded rows or packed ones, with anything or NaN outside the mask.
+"""Sequences as plain lists: what references of terms are written on, and how they lie in rows of tensors.
+
+One set of sequences is laid out as padded rows or packed ones, with anything or NaN outside the mask; and any batch is
+taken apart into its sequences.
 
 A sequence is a dict of lists, one number a position: the fields of a batch, "logp" (the argument of a term) and
 "mask". References get the same dicts with masked positions only, and a further field "held": the numbers of "logp" that
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,3 +131,32 @@ def unpack(x_BT: Tensor, sequences: list[Sequence], rows: list[list[int]]) -> li
                     out[i].append(x_BT[b, start + t].item())
             start += len(sequences[i]["mask"])
     return out
+
+
+def on_batch(reference: Callable[[list[Sequence]], list[list[float]]]) -> Callable[[list, SimpleNamespace], list]:
+    """A reference of sequences as one of a batch of nested lists: (logp [B][T], batch) -> loss [B][T]."""
+
+    def of_batch(logp: list[list[float]], b: SimpleNamespace) -> list[list[float]]:
+        sequences, places = apart(logp, b)
+        loss = [[0.0] * len(row) for row in b.mask]
+        for where, losses in zip(places, reference(sequences), strict=True):
+            for (i, t), value in zip(where, losses, strict=True):
+                loss[i][t] = value
+        return loss
+
+    return of_batch
+
+
+def apart(logp: list[list[float]], b: SimpleNamespace) -> tuple[list[Sequence], list[list[tuple[int, int]]]]:
+    """The sequences of a batch that have masked tokens, with masked positions only, and where each position was."""
+    known = {k: x for k, x in vars(b).items() if isinstance(x, list) and k not in ("mask", "segments", "scores")}
+    sequences, places = [], []
+    for i, mask in enumerate(b.mask):
+        numbers = [1] * len(mask) if b.segments is None else b.segments[i]
+        for number in sorted(set(numbers) - {0}):
+            at = [t for t, on in enumerate(mask) if on and numbers[t] == number]
+            if at:
+                s = {k: [x[i][t] if isinstance(x[i], list) else x[i] for t in at] for k, x in known.items()}
+                sequences.append(s | {name: [logp[i][t] for t in at] for name in ("logp", "held")})
+                places.append([(i, t) for t in at])
+    return sequences, places
