@@ -11,7 +11,7 @@ from funrl.algos.baselines import leave_one_out
 from funrl.algos.compose import policy
 from funrl.algos.core import Algorithm, chain, reduce
 from funrl.algos.reductions import sequence_sum_mean
-from funrl.algos.shaping import Controller, to_rows, to_tokens, token_rewards
+from funrl.algos.shaping import Controller, kl_in_reward, to_tokens
 from funrl.algos.terms import clipped_surrogate
 
 
@@ -24,7 +24,8 @@ def rloo(low: float = 0.2, high: float = 0.2, kl_reward: Controller | None = Non
       entropy: factor of the entropy bonus, in units of advantage per nat.
     Needs: score, group, old_logp, and ref_logp where there is a KL.
     """
+    penalty = () if kl_reward is None else (kl_in_reward(kl_reward),)
     return Algorithm(
-        advantage=chain(token_rewards(kl_reward), to_rows(), leave_one_out(), to_tokens()),
+        advantage=chain(*penalty, leave_one_out(), to_tokens()),
         policy_loss=reduce(policy(clipped_surrogate(low, high), 0.0, entropy), sequence_sum_mean()),
     )

@@ -31,11 +31,6 @@ def to_last_token() -> Advantage:
     return stateless(place, "score")
 
 
-def to_rows() -> Advantage:
-    """Sums the rewards of a row's sampled tokens: [B, T] -> [B], for pieces that compare whole rows. Needs: score."""
-    return stateless(lambda x_BT, batch: sequence_sums(x_BT, batch.mask)[:, 0], "score")
-
-
 def last_of(mask_BT: Tensor) -> Tensor:
     """[B, T] bool, true on the last true position of each row."""
     position = torch.arange(mask_BT.shape[1], device=mask_BT.device)
@@ -78,9 +73,10 @@ def adaptive_kl(coefficient: float, target: float, horizon: float = 10_000) -> C
 
 
 def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
-    """Takes beta KL(old || ref) off every token's reward; works on [B, T].
+    """Takes beta KL(old || ref) off the rewards: token by token on [B, T], summed over the row on [B].
 
-    r[t] = x[t] - beta kl(old_logp[t], ref_logp[t]). The state is beta; the controller moves it after the batch.
+    x[t] - beta kl(old_logp[t], ref_logp[t]), or x - beta sum_t kl. The state is beta; the controller moves it after
+    the batch.
 
     Args:
       controller: `fixed_kl(...)` or `adaptive_kl(...)`.
@@ -101,9 +97,9 @@ def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
             "actor/reward_kl_penalty": token_fraction(kl_BT, mask_BT),
             "actor/reward_kl_penalty_coeff": Fraction(beta, torch.ones_like(beta)),
         }
-        x_BT = signal.x - beta.to(kl_BT) * kl_BT
+        penalty = sequence_sums(kl_BT, mask_BT)[:, 0] if signal.x.dim() == 1 else kl_BT
         after = controller.update(beta, kl.to(beta), batch.mask.shape[0])
-        return signal._replace(x=x_BT, metrics=signal.metrics | metrics), after
+        return signal._replace(x=signal.x - beta.to(penalty) * penalty, metrics=signal.metrics | metrics), after
 
     return Advantage(controller.init, update, frozenset({"old_logp", "ref_logp"}))
 

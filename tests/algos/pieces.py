@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from funrl import trees
 from funrl.algos.core import TOKEN_FIELDS
 from funrl.batch import Batch
 
@@ -54,6 +55,11 @@ class Row:
     permutes: bool = True
     also: tuple[str, ...] = ()
 
+
+NAMED = (
+    *("ppo", "grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "remax", "reinforce_plus_plus", "opo"),
+    *("gpg", "gdpo", "prime", "vapo", "pf_ppo", "sppo", "dppo", "otb", "distillation"),
+)
 
 #   prompt, completion with a tool's output in it (.), padding; row 4 has no sampled token
 MASKS = (
@@ -165,6 +171,7 @@ def poisoned(batch: Batch) -> Batch:
 def widened(batch: Batch, columns: int) -> Batch:
     """More padding on the right."""
     fields = {"mask": batch.mask, "tokens": batch.tokens, **_per_token(batch)}
+    fields |= {k: x for k in ("segments", "positions") if (x := getattr(batch, k)) is not None}
     pads = {k: (0, columns) if x.dim() == 2 else (0, 0, 0, columns) for k, x in fields.items()}
     return batch._replace(**{k: torch.nn.functional.pad(x, pads[k]) for k, x in fields.items()})
 
@@ -189,3 +196,8 @@ def packed(batch: Batch, logp: torch.Tensor) -> tuple[Batch, torch.Tensor]:
             numbers[i] = number + 1
     fields = {k: lay(x) for k, x in _per_token(batch).items()}
     return Batch(lay(batch.tokens), lay(batch.mask), segments=lay(numbers), **fields), lay(logp)
+
+
+def sum_leaves(state) -> float:
+    """The sum of all numbers in a state."""
+    return float(sum(x.sum() for x in trees.leaves(state)))

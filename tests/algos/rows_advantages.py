@@ -113,6 +113,11 @@ def less_kl(beta):
     return reference
 
 
+def k3(b, i, t):
+    d = b.ref_logp[i][t] - b.old_logp[i][t]
+    return exp(d) - 1 - d
+
+
 def last_less_kl(beta):
     return lambda x, b: less_kl(beta)(at_last(x, b)["x"], b)
 
@@ -362,19 +367,18 @@ ROWS = [
         at_last,
         prepare=lambda batch: batch._replace(token_reward=None),
     ),
-    Row(
-        "shaping.to_rows",
-        "advantage",
-        shaping.to_rows,
-        lambda x, b: {"x": [sum(x[i][t] for t in sampled(b, i)) for i in range(len(x))]},
-        tokens=True,
-    ),
     Row("shaping.token_rewards", "advantage", lambda: shaping.token_rewards(shaping.fixed_kl(0.2)), last_less_kl(0.2)),
     Row(
         "shaping.kl_in_reward",
         "advantage",
         lambda: core.chain(shaping.to_last_token(), shaping.kl_in_reward(shaping.adaptive_kl(0.3, 0.1))),
         last_less_kl(0.3),
+    ),
+    Row(
+        "shaping.kl_in_reward rows",
+        "advantage",
+        lambda: shaping.kl_in_reward(shaping.fixed_kl(0.3), "k3"),
+        lambda x, b: {"x": [v - 0.3 * sum(k3(b, i, t) for t in sampled(b, i)) for i, v in enumerate(x)]},
     ),
     Row("shaping.adaptive_kl", "check", check_adaptive, also=("shaping.fixed_kl",)),
     Row(
