@@ -39,6 +39,11 @@ def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor) -> Tensor:
     return (rank < count).view_as(x_BT) & eligible_BT
 
 
+def share_of(mask_BT: Tensor, share: float) -> Tensor:
+    """How many tokens a share of the mask is, rounded down, at least one."""
+    return (share * mask_BT.sum().to(torch.float64)).long().clamp_min(1)
+
+
 def noise(shape: tuple[int, ...], draw: Tensor) -> Tensor:
     """Numbers in [0, 1) from an integer hash of (draw, row, column): the same on every device and in every process."""
     rows, columns = (torch.arange(n, device=draw.device) for n in shape)
@@ -66,7 +71,7 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
         mask_BT = signal.mask
         cov_BT = covariance(signal.x, constant(batch.old_logp, mask_BT), mask_BT)
         eligible_BT = mask_BT & (cov_BT > low) & (cov_BT < high)
-        count = (share * mask_BT.sum()).long().clamp_min(1)
+        count = share_of(mask_BT, share)
         chosen_BT = top_tokens(noise(tuple(mask_BT.shape), draw.to(mask_BT.device)), eligible_BT, count)
         return _selecting(signal, chosen_BT), draw + 1
 
@@ -87,7 +92,7 @@ def select_highest_covariance(share: float = 0.0002) -> Advantage:
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         cov_BT = covariance(signal.x, constant(batch.old_logp, signal.mask), signal.mask)
-        count = (share * signal.mask.sum()).long().clamp_min(1)
+        count = share_of(signal.mask, share)
         return _selecting(signal, top_tokens(cov_BT, signal.mask, count)), state
 
     return Advantage(lambda: (), update, frozenset({"old_logp"}), frozenset({"selected"}))

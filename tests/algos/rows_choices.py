@@ -157,7 +157,7 @@ ROWS = [
         "terms_covariance.select_covariance_between share",
         "check",
         check_random_selection,
-        also=("terms_covariance.top_tokens",),
+        also=("terms_covariance.top_tokens", "terms_covariance.share_of"),
     ),
     pieces.Row("terms_covariance.noise", "check", check_noise),
     pieces.Row(
