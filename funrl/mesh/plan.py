@@ -102,6 +102,8 @@ class Held(NamedTuple):
 
     old: Box
     new: Box
+    old_shape: tuple[int, ...]
+    new_shape: tuple[int, ...]
     taken: tuple[slice, ...] | None
     put: tuple[slice, ...] | None
 
@@ -114,7 +116,8 @@ def held(plan: Plan, rank: int) -> tuple[Held, ...]:
         old, new = route.src.box(rank), route.dst.box(rank)
         both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
         stays = all(high > low for low, high in both)
-        of.append(Held(old, new, slices(both, old) if stays else None, slices(both, new) if stays else None))
+        taken, put = (slices(both, old), slices(both, new)) if stays else (None, None)
+        of.append(Held(old, new, shape(old), shape(new), taken, put))
     return tuple(of[take] for take in plan.takes)
 
 

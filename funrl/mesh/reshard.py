@@ -161,8 +161,8 @@ def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
         raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
     held = plans.held(plan, mesh.rank)
     for (name, x), has in zip(named, held, strict=True):
-        if tuple(x.shape) != shape(has.old):
-            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {shape(has.old)}")
+        if x.shape != has.old_shape:
+            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {has.old_shape}")
     stays = [
         x if x.dtype == dtype and has.old == has.new else None
         for (_, x), dtype, has in zip(named, plan.dtypes, held, strict=True)
@@ -229,8 +229,8 @@ def _target(work: Work, part: Part) -> Tensor:
 def _result(work: Work, leaf: int) -> Tensor:
     """The leaf's result, made when the first part of it is there."""
     if work.results[leaf] is None:
-        new = work.held[leaf].new
-        work.results[leaf] = torch.empty(shape(new), dtype=work.plan.dtypes[leaf], device=work.device)
+        new = work.held[leaf].new_shape
+        work.results[leaf] = torch.empty(new, dtype=work.plan.dtypes[leaf], device=work.device)
     return work.results[leaf]
 
 

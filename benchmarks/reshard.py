@@ -1,0 +1,210 @@
+"""Resharding a decoder's weights between layouts on eight CPU ranks, against all-gathers and DTensor.
+
+    python benchmarks/reshard.py                       # 89 MB of float32
+    python benchmarks/reshard.py --tree=1gb --rounds=4
+
+| method | what it does |
+|---|---|
+| plan | `funrl.mesh.reshard.reshard` |
+| per tensor | an all-gather of each tensor, then its slice |
+| flat | one all-gather of all tensors in one buffer, then their slices |
+| DTensor | `redistribute` where the mesh stays, `full_tensor` and a slice where it changes |
+
+The all-gathers go over no more axes than they must: those that split the source and, where the mesh stays, do not split
+the target. Methods take turns, in another order in every round, with a barrier before and after each; every result is
+compared with slices of the whole tree. Printed are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from absl import app, flags
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from funrl import trees
+from funrl.mesh import rules
+from funrl.mesh.launch import launch, view
+from funrl.mesh.mesh import AXES, Mesh, members, parse
+from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import Layout
+from funrl.models import decoder
+from funrl.models.config import Config
+
+ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
+TREE = flags.DEFINE_enum("tree", "89mb", ["89mb", "1gb"], "size of the tree of weights")
+BUCKET = flags.DEFINE_integer("bucket_mb", 64, "megabytes that a bucket stages at most", lower_bound=1)
+
+SIZES = {"89mb": (10240, 512, 5, 1536), "1gb": (16384, 1536, 8, 4096)}  # vocabulary, width, layers, mlp
+TRAIN, FULLY, GENERATE = rules.TRAIN, rules.fully_sharded(rules.TRAIN), rules.GENERATE
+ROWS = [
+    ("FSDP dp4,tp2 -> dp4,tp2", (FULLY, "dp4,tp2"), (GENERATE, "dp4,tp2")),
+    ("FSDP dp4,tp2 -> dp2,tp4", (FULLY, "dp4,tp2"), (GENERATE, "dp2,tp4")),
+    ("FSDP dp4,tp2 -> replicated", (FULLY, "dp4,tp2"), (GENERATE, "dp8")),
+    ("dp4,tp2 -> dp2,tp4", (TRAIN, "dp4,tp2"), (GENERATE, "dp2,tp4")),
+    ("dp4,tp2 -> replicated", (TRAIN, "dp4,tp2"), (GENERATE, "dp8")),
+    ("dp4,tp2 -> FSDP dp4,tp2", (GENERATE, "dp4,tp2"), (FULLY, "dp4,tp2")),
+    ("dp2,tp4 -> FSDP dp4,tp2", (GENERATE, "dp2,tp4"), (FULLY, "dp4,tp2")),
+    ("dp2,tp4 -> dp4,tp2", (GENERATE, "dp2,tp4"), (TRAIN, "dp4,tp2")),
+    ("replicated -> FSDP dp4,tp2", (GENERATE, "dp8"), (FULLY, "dp4,tp2")),
+]
+Method = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Pair(NamedTuple):
+    """One tensor's layouts and the mesh axes over which an all-gather must go before the target can be sliced."""
+
+    src: Layout
+    dst: Layout
+    axes: tuple[str, ...]
+
+
+def pairs_of(src: trees.Tree, dst: trees.Tree) -> list[Pair]:
+    pairs = []
+    for a, b in zip(trees.leaves(src), trees.leaves(dst), strict=True):
+        stays = b.axes if a.sizes == b.sizes else ()
+        pairs.append(Pair(a, b, tuple(axis for axis in AXES if axis in a.axes and axis not in stays)))
+    return pairs
+
+
+def cut(pair: Pair, rows: Tensor, mesh: Mesh) -> Tensor:
+    """The target's part from the gathered shards, one a row."""
+    spec = tuple(tuple(axis for axis in dims if axis not in pair.axes) for dims in pair.src.spec)
+    held = Layout(pair.src.shape, spec, pair.src.sizes)
+    whole = rows.new_empty(held.local_shape(mesh.rank))
+    group = next(ranks for ranks in members(mesh.sizes, pair.axes) if mesh.rank in ranks)
+    for row, peer in zip(rows, group, strict=True):
+        whole[slices(pair.src.box(peer), held.box(mesh.rank))] = row.view(pair.src.local_shape(peer))
+    return whole[slices(pair.dst.box(mesh.rank), held.box(mesh.rank))].contiguous()
+
+
+def keep(pair: Pair, x: Tensor, mesh: Mesh) -> Tensor:
+    """The target's part where the rank holds it already."""
+    if pair.src == pair.dst:
+        return x
+    return x[slices(pair.dst.box(mesh.rank), pair.src.box(mesh.rank))].clone()
+
+
+def gather(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    rows = x.new_empty(mesh.size(axes), x.numel())
+    mesh.group(axes)._allgather_base(rows.view(-1), x.reshape(-1)).wait()
+    return rows
+
+
+def per_tensor(pairs: list[Pair], mesh: Mesh) -> Method:
+    def run(leaves: list[Tensor]) -> list[Tensor]:
+        return [
+            cut(pair, gather(x, mesh, pair.axes), mesh) if pair.axes else keep(pair, x, mesh)
+            for pair, x in zip(pairs, leaves, strict=True)
+        ]
+
+    return run
+
+
+def flat(pairs: list[Pair], mesh: Mesh) -> Method:
+    def run(leaves: list[Tensor]) -> list[Tensor]:
+        out: list[Any] = [None if pair.axes else keep(pair, x, mesh) for pair, x in zip(pairs, leaves, strict=True)]
+        for axes in dict.fromkeys(pair.axes for pair in pairs if pair.axes):
+            its = [i for i, pair in enumerate(pairs) if pair.axes == axes]
+            rows = gather(torch.cat([leaves[i].view(-1) for i in its]), mesh, axes)
+            parts = rows.split([leaves[i].numel() for i in its], 1)
+            for i, part in zip(its, parts, strict=True):
+                out[i] = cut(pairs[i], part, mesh)
+        return out
+
+    return run
+
+
+def dtensor(pairs: list[Pair], mesh: Mesh, devices: DeviceMesh) -> Method:
+    def placements(layout: Layout) -> list:
+        split = [[d for d, axes in enumerate(layout.spec) if axis in axes] for axis in ("data", "tensor")]
+        return [Shard(dims[0]) if dims else Replicate() for dims in split]
+
+    def run(leaves: list[Tensor]) -> list[Tensor]:
+        out = []
+        for pair, x in zip(pairs, leaves, strict=True):
+            stride = torch.empty(pair.src.shape, device="meta").stride()
+            y = DTensor.from_local(
+                x, devices, placements(pair.src), run_check=False, shape=torch.Size(pair.src.shape), stride=stride
+            )
+            if pair.src.sizes == pair.dst.sizes:
+                out.append(y.redistribute(placements=placements(pair.dst)).to_local())
+            else:
+                everything = tuple((0, length) for length in pair.dst.shape)
+                out.append(y.full_tensor()[slices(pair.dst.box(mesh.rank), everything)].contiguous())
+        return out
+
+    return run
+
+
+def tree_of_weights() -> tuple[trees.Tree, trees.Tree]:
+    vocab, embed, layers, mlp = SIZES[TREE.value]
+    config = Config(vocab, embed, layers, heads=8, kv_heads=8, head=embed // 8, mlp=mlp, tied=True)
+    return decoder.shapes(config), decoder.axes(config)
+
+
+def part(x: Tensor, layout: Layout, rank: int) -> Tensor:
+    return x[tuple(slice(low, high) for low, high in layout.box(rank))].clone()
+
+
+def measure(first: Mesh) -> list[tuple[str, tuple[int, int, int], dict[str, float]]]:
+    """For every row its bytes (moved, least, all-gathered) and each method's median seconds."""
+    shapes, axes = tree_of_weights()
+    views = {text: view(first, parse(text)) for text in ("dp4,tp2", "dp2,tp4", "dp8")}
+    grids = {text: torch.arange(8).view(mesh.sizes["data"], mesh.sizes["tensor"]) for text, mesh in views.items()}
+    devices = {text: DeviceMesh("cpu", grid, mesh_dim_names=("data", "tensor")) for text, grid in grids.items()}
+    table = []
+    for title, (src_rules, src_mesh), (dst_rules, dst_mesh) in ROWS:
+        mesh = views[src_mesh]
+        src = rules.layouts(shapes, axes, src_rules, parse(src_mesh))
+        dst = rules.layouts(shapes, axes, dst_rules, parse(dst_mesh))
+        made, pairs = plan(src, dst, torch.float32), pairs_of(src, dst)
+        whole = trees.map(lambda x: torch.arange(x.numel(), dtype=torch.float32).view(x.shape), shapes)
+        tree = trees.map(lambda x, layout: part(x, layout, first.rank), whole, src)
+        expected = trees.leaves(trees.map(lambda x, layout: part(x, layout, first.rank), whole, dst))
+        del whole
+        methods: dict[str, Method] = {
+            "plan": lambda _, *args: trees.leaves(reshard(*args)),
+            "per tensor": per_tensor(pairs, mesh),
+            "flat": flat(pairs, mesh),
+            "DTensor": dtensor(pairs, mesh, devices[src_mesh]),
+        }
+        arguments = {"plan": (tree, made, first, BUCKET.value << 20)}
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        for turn in range(ROUNDS.value):
+            for name in [*methods][turn % 4 :] + [*methods][: turn % 4]:
+                dist.barrier()
+                start = time.perf_counter()
+                result = methods[name](trees.leaves(tree), *arguments.get(name, ()))
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - start)
+                assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), (title, name)
+                del result
+        gathered = sum(4 * math.prod(a.local_shape()) * (mesh.size(axes) - 1) * 8 for a, _, axes in pairs)
+        moved = sum(received_bytes(made)), sum(lower_bound_bytes(made)), gathered
+        table.append((title, moved, {name: statistics.median(times[1:]) for name, times in seconds.items()}))
+    return table
+
+
+def main(_: list[str]) -> None:
+    shapes, _ = tree_of_weights()
+    print(f"{trees.nbytes(shapes) / 1e6:.0f} MB of weights, 8 ranks, medians of {ROUNDS.value - 1} rounds in ms\n")
+    print("| layouts | MB moved | least | all-gather MB | plan | per tensor | flat | DTensor | best peer / plan |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for title, moved, seconds in launch(measure, parse("dp4,tp2"), "cpu"):
+        best = min(time_s for name, time_s in seconds.items() if name != "plan")
+        cells = [f"{nbytes / 1e6:.0f}" for nbytes in moved] + [f"{time_s * 1e3:.0f}" for time_s in seconds.values()]
+        print(f"| {title} | {' | '.join(cells)} | {best / seconds['plan']:.1f} |")
+
+
+if __name__ == "__main__":
+    app.run(main)
