@@ -239,7 +239,7 @@ def together(*losses: Loss) -> Loss:
 
 def token_fraction(x_BT: Tensor, mask_BT: Tensor) -> Fraction:
     """The mean of x over the tokens of the mask, as a fraction; what lies outside the mask may be NaN."""
-    return Fraction(where_masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
+    return Fraction(where_masked(x_BT, mask_BT).sum(), mask_BT.count_nonzero().to(x_BT.dtype))
 
 
 def row_fraction(x_B: Tensor) -> Fraction:
@@ -254,7 +254,7 @@ TOKEN_FIELDS += ("label", "margin", "kl_baseline", "reward_logp")
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """x on the mask and exactly 0 elsewhere; no gradient flows elsewhere either."""
-    return torch.where(mask_BT, x_BT, torch.zeros_like(x_BT))
+    return torch.where(mask_BT, x_BT, x_BT.new_zeros(()))
 
 
 def clean(batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Advantage, Fraction, Loss, Signal, clean, needs, sequence_sums, stateless, where_masked
-from funrl.algos.groups import Groups, group_min, group_sum, groups_of
+from funrl.algos.groups import Groups, group_sum, groups_of
 from funrl.batch import Batch
 
 
@@ -37,16 +37,11 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
         norm_BT = where_masked(1 - 2 * pi_BT + batch.sum_pi_squared, mask_BT).to(dtype)
         if signal.weight is not None:
             norm_BT = norm_BT * where_masked(signal.weight, mask_BT).square()
-        groups, slot_BT = groups_of(batch.group), token_slots(mask_BT, turns)
-        return_BS, weight_BS, there_BS = (
-            to_slots(z, mask_BT, slot_BT) for z in (signal.x, norm_BT.cumsum(1), torch.ones_like(signal.x))
-        )
-        baseline_BS, rows_BS = slot_baseline(return_BS, weight_BS, there_BS, groups)
-        baseline_BT, rows_BT = baseline_BS.gather(1, slot_BT), rows_BS.gather(1, slot_BT)
-        lonely_BT = torch.zeros_like(signal.x) if not raw_tail else signal.x
+        groups = groups_of(batch.group)
+        baseline_BT, rows_BT = slot_baseline(signal.x, norm_BT.cumsum(1), mask_BT, token_slots(mask_BT, turns), groups)
+        lonely_BT = signal.x if raw_tail else torch.zeros_like(signal.x)
         compared_BT = torch.where(rows_BT > 1, signal.x - baseline_BT, lonely_BT)
-        compared_BT = torch.where((groups.size > 1)[:, None], compared_BT, torch.zeros_like(compared_BT))
-        return signal._replace(x=where_masked(compared_BT, mask_BT)), state
+        return signal._replace(x=where_masked(compared_BT, mask_BT & (groups.size > 1)[:, None])), state
 
     fields = frozenset({"score", "group", "old_logp", "sum_pi_squared"})
     return Advantage(lambda: (), update, fields)
@@ -61,22 +56,25 @@ def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
     return where_masked(position - first_B1, mask_BT)
 
 
-def to_slots(x_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Tensor:
-    """Moves every masked token to its slot; 0 where a row has none."""
-    return torch.zeros_like(x_BT).scatter_add_(1, slot_BT, where_masked(x_BT, mask_BT))
-
-
-def slot_baseline(return_BS: Tensor, weight_BS: Tensor, there_BS: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """The weighted mean of the returns at each slot over the rows of a group, and how many rows have that slot.
+def slot_baseline(
+    return_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """The weighted mean of the returns of all tokens in one slot of one group, and how many those are, [B, T].
 
     Equal returns have exactly their own number as the mean: the smallest one is taken off before the sum.
     """
-    there = there_BS > 0
-    least_BS = group_min(torch.where(there, return_BS, torch.inf), groups)
-    shifted_BS = where_masked(return_BS - least_BS, there)
-    total_BS = group_sum(weight_BS, groups)
-    mean_BS = group_sum(shifted_BS * weight_BS, groups) / torch.where(total_BS > 0, total_BS, 1)
-    return where_masked(least_BS, there) + mean_BS, group_sum(there_BS, groups)
+    T = mask_BT.shape[1]
+    flat = (groups.index[:, None] * T + slot_BT).flatten()
+
+    def total(x_BT: Tensor) -> Tensor:
+        return x_BT.new_zeros(groups.count * T).scatter_add_(0, flat, where_masked(x_BT, mask_BT).flatten())
+
+    held_BT = torch.where(mask_BT, return_BT, torch.inf)
+    least = held_BT.new_full((groups.count * T,), torch.inf).scatter_reduce_(0, flat, held_BT.flatten(), "amin")
+    weight = total(weight_BT)
+    above = total((return_BT - least[flat].view_as(return_BT)) * weight_BT) / torch.where(weight > 0, weight, 1)
+    rows = total(torch.ones_like(return_BT))
+    return (least + above)[flat].view_as(return_BT), rows[flat].view_as(return_BT)
 
 
 def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
