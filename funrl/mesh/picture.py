@@ -44,7 +44,6 @@ def draw(plan: Plan, leaves: list[int], names: list[str]) -> str:
 def _square(plan: Plan, leaf: int, rank: int, x: float, y: float) -> list[str]:
     route, has = plan.route(leaf), held(plan, rank)[leaf]
     dims = _dims(route.src, route.dst)
-    kept = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(has.old, has.new, strict=True))
 
     def part(box: Box, fill: str) -> str:
         (top, bottom), (left, right) = (_span(box, dim, route.src.shape) for dim in dims)
@@ -54,8 +53,8 @@ def _square(plan: Plan, leaf: int, rank: int, x: float, y: float) -> list[str]:
         )
 
     shapes = [part(has.old, "#d4d8de")] if volume(has.old) else []
-    if has.put is not None:
-        shapes.append(part(kept, "#5b6573"))
+    if has.stays is not None:
+        shapes.append(part(has.stays, "#5b6573"))
     for step in program(plan, rank, 1 << 60):
         for message in step.receives:
             for _, box in (part for part in message.parts if part.leaf == leaf):

@@ -98,14 +98,20 @@ class Plan:
 
 
 class Held(NamedTuple):
-    """What one rank holds of one leaf before and after, and the slices of both that stay; None if nothing does."""
+    """What one rank holds of one leaf.
+
+    Attributes:
+      old, new: its boxes before and after, and their shapes.
+      stays: what is in both, None if nothing is; `taken` and `put` are its slices of the old and the new tensor.
+    """
 
     old: Box
     new: Box
     old_shape: tuple[int, ...]
     new_shape: tuple[int, ...]
-    taken: tuple[slice, ...] | None
-    put: tuple[slice, ...] | None
+    stays: Box | None
+    taken: tuple[slice, ...]
+    put: tuple[slice, ...]
 
 
 @functools.lru_cache(maxsize=64)
@@ -115,9 +121,8 @@ def held(plan: Plan, rank: int) -> tuple[Held, ...]:
     for route in plan.routes:
         old, new = route.src.box(rank), route.dst.box(rank)
         both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
-        stays = all(high > low for low, high in both)
-        taken, put = (slices(both, old), slices(both, new)) if stays else (None, None)
-        of.append(Held(old, new, shape(old), shape(new), taken, put))
+        stays = both if all(high > low for low, high in both) else None
+        of.append(Held(old, new, shape(old), shape(new), stays, slices(both, old), slices(both, new)))
     return tuple(of[take] for take in plan.takes)
 
 

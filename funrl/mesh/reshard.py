@@ -6,11 +6,13 @@ bucket is packed, so two buckets are staged at a time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -154,24 +156,28 @@ def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
     """Checks the tree against the plan and does what needs no communication."""
     if mesh.world != plan.world:
         raise MeshError(f"the plan is for {plan.world} devices, the mesh {mesh} has {mesh.world}")
-    named = trees.named(tree)
-    if tuple(name for name, _ in named) != plan.names:
-        given = {name for name, _ in named}
-        lacks, extra = sorted(set(plan.names) - given), sorted(given - set(plan.names))
+    names, given = _names(optree.tree_structure(tree)), trees.leaves(tree)
+    if names != plan.names:
+        lacks, extra = sorted(set(plan.names) - set(names)), sorted(set(names) - set(plan.names))
         raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
     held = plans.held(plan, mesh.rank)
-    for (name, x), has in zip(named, held, strict=True):
+    for name, x, has in zip(names, given, held, strict=True):
         if x.shape != has.old_shape:
             raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {has.old_shape}")
     stays = [
         x if x.dtype == dtype and has.old == has.new else None
-        for (_, x), dtype, has in zip(named, plan.dtypes, held, strict=True)
+        for x, dtype, has in zip(given, plan.dtypes, held, strict=True)
     ]
-    leaves: list[Leaf | None] = [Leaf(x, x.detach()) for _, x in named]
+    leaves: list[Leaf | None] = [Leaf(x, x.detach()) for x in given]
     kept = frozenset(id(x) for x in stays if x is not None)
     work = Work(plan, held, leaves, stays, donate, kept, mesh.device)
     settle(work, (i for i in range(len(leaves)) if plan.route(i).way in ("alias", "local")))
     return work
+
+
+@functools.lru_cache(maxsize=64)
+def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
+    return tuple(name for name, _ in trees.named(optree.tree_unflatten(structure, [0] * structure.num_leaves)))
 
 
 def settle(work: Work, finished: Iterable[int]) -> None:
@@ -179,9 +185,13 @@ def settle(work: Work, finished: Iterable[int]) -> None:
     for i in finished:
         leaf = work.leaves[i]
         assert leaf is not None
-        if work.results[i] is not leaf.original:
-            result, has = _result(work, i), work.held[i]
-            if has.put is not None:
+        has = work.held[i]
+        if has.stays == has.new and work.results[i] is None:
+            stays = leaf.source[has.taken]
+            work.results[i] = stays.to(work.plan.dtypes[i], copy=True, memory_format=torch.contiguous_format)
+        elif work.results[i] is not leaf.original:
+            result = _result(work, i)
+            if has.stays is not None:
                 result[has.put].copy_(leaf.source[has.taken])
         work.leaves[i] = None
         if work.donated and id(leaf.original) not in work.kept:
