@@ -107,7 +107,7 @@ def best_of_group(eps: float | None = 1e-6) -> Advantage:
     Args:
       eps: in the unit of x; None: no division.
     Needs: score, group [B].
-    References: https://arxiv.org/abs/2503.19595
+    References: Tang et al., 2025, https://arxiv.org/abs/2503.19595
 
     Warning: a group of one row gets 0; verl's grpo_passk raises. Of two rows that are equally best neither gets any.
     """

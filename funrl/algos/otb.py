@@ -1,6 +1,6 @@
 """OTB: the reward to go less the baseline of least variance at each token position of the group.
 
-References: https://arxiv.org/abs/2602.07078.
+References: Li et al., 2026, https://arxiv.org/abs/2602.07078.
 verl: optimal_token_baseline and, with turns=True, tir_optimal_token_baseline; its default trainer does not carry
   sum_pi_squared, and its tail keeps the raw return. TRL has none.
 """

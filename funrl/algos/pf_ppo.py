@@ -1,6 +1,6 @@
 """PF-PPO: PPO on rows that are drawn again by how far their reward can be trusted.
 
-References: Shen and Zhang, 2024, https://arxiv.org/abs/2409.06957.
+References: Zhang et al., 2024, https://arxiv.org/abs/2409.06957.
 verl: use_pf_ppo draws by the global random state; its default trainer writes the advantages back to the rows as they
   stood before. TRL has none.
 """

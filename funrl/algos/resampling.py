@@ -24,7 +24,7 @@ def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advan
     Needs: score [B], as it came, before shaping.
     Raises:
       ValueError: the kind is unknown.
-    References: PF-PPO, Shen and Zhang, 2024, https://arxiv.org/abs/2409.06957
+    References: PF-PPO, Zhang et al., 2024, https://arxiv.org/abs/2409.06957
     """
     if kind not in ("pow", "max_min", "max_random"):
         raise ValueError(f"resample_rows({kind!r}): there are pow, max_min and max_random")

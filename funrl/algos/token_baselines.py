@@ -24,7 +24,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
         (True), or the tokens equally far from the row's first sampled one (False). The same where no tool spoke.
       raw_tail: a token whose position no other row of the group reaches keeps G (True) or gets 0 (False).
     Needs: score, group [B], old_logp [B, T] (nats), sum_pi_squared [B, T].
-    References: https://arxiv.org/abs/2602.07078
+    References: OTB, Li et al., 2026, https://arxiv.org/abs/2602.07078
 
     Warning: raw_tail=True is verl's handle_zero_tail, except that verl finds the tail by counting tokens and cuts it by
     position. A group of one row gets 0 in any case; verl gives its raw return.
