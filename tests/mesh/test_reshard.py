@@ -125,6 +125,18 @@ def test_bytes_are_the_elements_that_a_rank_lacks_counted_one_by_one(seed):
     assert arriving == counted
 
 
+@pytest.mark.parametrize("before", [[("tensor", "data"), ()], [("data", "tensor"), ()], [("tensor",), ("data",)]])
+@pytest.mark.parametrize("after", [[(), ()], [("tensor",), ()]])
+def test_native_gathers_put_blocks_where_they_belong(before, after):
+    src, dst = (Layout((16, 8), tuple(spec), sizes_of("dp4,tp2")) for spec in (before, after))
+    whole = torch.arange(128.0).view(16, 8)
+    made = plan({"w": src}, {"w": dst}, torch.float32)
+    expected = "pieces" if before[0] == ("data", "tensor") and after[0] else "gather"
+    assert made.route(0).way == expected
+    results, _ = execute([{"w": part(whole, src, rank)} for rank in range(8)], made, 300, native=True)
+    assert all(torch.equal(result["w"], part(whole, dst, rank)) for rank, result in enumerate(results))
+
+
 def llama(layers=2, vocab=64, embed=32, heads=8, kv_heads=8, head=4, mlp=48):
     """Shapes (tensors on the meta device) and logical axes of a small decoder."""
 
