@@ -9,8 +9,8 @@ With d[t] = old_logp[t] - rollout_logp[t], the log of trainer over engine, clamp
 | geometric | exp(mean_t d[t]) | its row's |
 
 The weights go to `signal.weight`, for terms under `weighted`. What is rejected leaves `signal.mask`: it is in no
-numerator, and in no denominator either. They read and change nothing else, so they may stand anywhere in the chain;
-before the pieces that compare tokens is best, since those then see only the tokens that are left.
+numerator, and in no denominator either. Pieces later in the chain see only the tokens that are left; `corrected` in
+`compose` puts corrections first.
 
 References: truncated, Yao et al., 2025, https://fengyao.notion.site/off-policy-rl; masked (IcePop), Ling Team, 2025,
   https://arxiv.org/abs/2510.18855
