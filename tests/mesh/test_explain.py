@@ -7,10 +7,14 @@ import time
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from funrl.mesh import rules
 from funrl.mesh.explain import report, size
-from funrl.mesh.mesh import MeshError
-from funrl.models.config import ModelError
+from funrl.mesh.mesh import MeshError, parse
+from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
+from funrl.models import decoder
+from funrl.models.config import ModelError, config_from_hf
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,6 +88,24 @@ def test_70b_on_512_devices_takes_seconds(config):
     assert time.perf_counter() - start < 5
     assert "70,553.7 M parameters in bfloat16, 512 devices" in text
     assert "moved 5.79 TB; the least possible is 5.79 TB" in text
+
+
+@pytest.mark.parametrize(
+    "mesh,generate_mesh", [("dp64,tp8", "dp32,tp16"), ("dp512", "dp64,tp8"), ("dp64,tp8", "dp512")]
+)
+def test_planning_for_512_devices_is_quick_and_quicker_from_the_cache(mesh, generate_mesh):
+    config = config_from_hf(LARGE)
+    shapes, axes = decoder.shapes(config), decoder.axes(config)
+    src = rules.layouts(shapes, axes, rules.fully_sharded(rules.TRAIN), parse(mesh))
+    dst = rules.layouts(shapes, axes, rules.GENERATE, parse(generate_mesh))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        made = plan(src, dst, torch.float16)
+        seconds.append(time.perf_counter() - start)
+    assert seconds[0] < 5
+    assert min(seconds[1:]) < 0.05
+    assert received_bytes(made) == lower_bound_bytes(made)
 
 
 def test_the_command_and_its_picture(config, tmp_path):
