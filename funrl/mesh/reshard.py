@@ -302,7 +302,7 @@ def _wait(handle: Any, rank: int, peer: int) -> None:
     try:
         handle.wait()
     except RuntimeError as error:
-        raise MeshError(f"rank {rank} was exchanging weights with rank {peer}, which is gone: {error}") from error
+        raise MeshError(f"rank {rank} was exchanging weights with rank {peer}, which has failed: {error}") from error
 
 
 def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
@@ -312,20 +312,23 @@ def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
     """
     if mesh.device.type == "cpu":
         return False
-    return all(_group_axes(mesh, ranks) for route in plan.routes for ranks in route.groups)
+    groups = _axes_of_groups(tuple(mesh.sizes[axis] for axis in AXES))
+    return all(ranks in groups for route in plan.routes for ranks in route.groups)
 
 
-def _group_axes(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
-    """The axes of the mesh along which just these ranks lie; () if there are none."""
-    found = (axes for axes in combinations(mesh.sizes) if list(ranks) in members(mesh.sizes, axes))
-    return next(found, ())
+@functools.lru_cache(maxsize=16)
+def _axes_of_groups(sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[str, ...]]:
+    """The ranks of every process group of a mesh, with the axes that it goes over."""
+    named = dict(zip(AXES, sizes, strict=True))
+    return {tuple(ranks): axes for axes in combinations(named) for ranks in members(named, axes)}
 
 
 def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
     """Starts one all-gather of all parts of a step."""
     own = pack(work, step, Message(mesh.rank, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
-    handle = mesh.group(_group_axes(mesh, step.ranks))._allgather_base(whole.view(-1), own.view(-1))
+    axes = _axes_of_groups(tuple(mesh.sizes[axis] for axis in AXES))[step.ranks]
+    handle = mesh.group(axes)._allgather_base(whole.view(-1), own.view(-1))
     return Flight(step, [handle], [whole], [], [own])
 
 

@@ -250,6 +250,14 @@ def test_large_parts_go_without_staging(monkeypatch):
     program.cache_clear()
 
 
+def test_gathers_are_native_where_the_backend_is_quick_and_the_mesh_has_the_groups():
+    made = plan(layouts_of("dp4,tp2", FULLY), layouts_of("dp4,tp2"), torch.float32)
+    gpu = torch.device("cuda")
+    assert reshard._gathers_natively(made, Mesh(parse("dp4,tp2"), 0, gpu))
+    assert not reshard._gathers_natively(made, Mesh(parse("dp4,tp2"), 0))
+    assert not reshard._gathers_natively(made, Mesh(parse("dp2,tp4"), 0, gpu)), "it has no group of ranks 0, 2, 4, 6"
+
+
 def test_errors_name_the_tensor_and_the_sizes():
     with pytest.raises(MeshError, match=r"embed: the meshes dp4,tp2 \(8 devices\) and dp2 \(2 devices\)"):
         plan(layouts_of("dp4,tp2"), layouts_of("dp2"), torch.float32)
