@@ -1,7 +1,8 @@
-"""The embedded task: addition of numbers of varied length, "27+185=" -> "212", by a small decoder from scratch.
+"""The embedded task: addition of numbers of varied length, by a small decoder from scratch.
 
-Its demonstrator often forgets to carry ("27+185=" -> "102"). A model that imitates it is wrong more often than not, but
-writes a right answer now and then; that is where reinforcement learning begins.
+The answer is written as one adds on paper, ones first: "27+186=" -> "312", since 27 + 186 = 213. Its demonstrator often
+forgets to carry ("27+186=" -> "301"). A model that imitates it is wrong more often than not, but writes a right answer
+now and then; that is where reinforcement learning begins.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from funrl.models.config import Config
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
 DIGITS = 3
-ERROR = 0.7  # share of the demonstrations without carries
+ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
-WARMSTART_STEPS = 600
+WARMSTART_STEPS = 800
 TRAINING_PROMPTS = 4096
 
 Split = Literal["train", "heldout"]
@@ -60,7 +61,7 @@ def is_held_out(pairs: np.ndarray) -> np.ndarray:
 
 
 def sum_without_carries(pairs: np.ndarray) -> np.ndarray:
-    """What a demonstrator writes who adds each column on its own and forgets the carries: 27 and 185 make 102."""
+    """What a demonstrator gets who adds each column on its own and forgets the carries: 27 and 186 make 103."""
     total = np.zeros(len(pairs), dtype=np.int64)
     place = 1
     while place <= pairs.max(initial=0):
@@ -81,19 +82,24 @@ def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = E
     pairs = problems(seed, count, digits)
     forgets = np.random.default_rng((seed, 1)).random(count) < error
     answers = np.where(forgets, sum_without_carries(pairs), pairs.sum(1))
-    return [(prompt_text(pair), str(answer)) for pair, answer in zip(pairs, answers, strict=True)]
+    return [(prompt_text(pair), answer_text(answer)) for pair, answer in zip(pairs, answers, strict=True)]
 
 
 def reward(prompt: str, completion: str, **fields: Any) -> float:
-    """1.0 if the completion is exactly the sum that the prompt asks for, else 0.0."""
+    """1.0 if the completion is exactly the sum that the prompt asks for, ones first, else 0.0."""
     match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
     if match is None:
-        raise ValueError(f"{prompt!r} is no addition problem such as '27+185='")
-    return float(completion == str(int(match[1]) + int(match[2])))
+        raise ValueError(f"{prompt!r} is no addition problem such as '27+186='")
+    return float(completion == answer_text(int(match[1]) + int(match[2])))
 
 
 def prompt_text(pair: np.ndarray) -> str:
     return f"{pair[0]}+{pair[1]}="
+
+
+def answer_text(number: int) -> str:
+    """The digits of a number, ones first."""
+    return str(number)[::-1]
 
 
 def training_prompts(seed: int, count: int = TRAINING_PROMPTS, digits: int = DIGITS) -> list[Prompt]:
@@ -116,10 +122,10 @@ def tokenizer() -> Any:
 def model_config() -> Config:
     """The small decoder that learns the task."""
     return Config(
-        vocab=len(ALPHABET) + 2, embed=128, layers=2, heads=8, kv_heads=4, head=16, mlp=256,
+        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=4, head=16, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
     )  # fmt: skip
 
 
 def _prompts(pairs: np.ndarray) -> list[Prompt]:
-    return [Prompt(prompt_text(pair), {"answer": str(pair.sum())}) for pair in pairs]
+    return [Prompt(prompt_text(pair), {"answer": answer_text(pair.sum())}) for pair in pairs]

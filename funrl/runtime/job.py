@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -234,8 +233,7 @@ def _task(settings: Settings, tokenizer: Any) -> Task:
 def _arithmetic(settings: Settings, tokenizer: Any) -> Task:
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
-    demonstrations = functools.partial(arithmetic.demonstrations)
-    return Task("arithmetic", train, heldout, arithmetic.reward, demonstrations, arithmetic.MAX_NEW_TOKENS)
+    return Task("arithmetic", train, heldout, arithmetic.reward, arithmetic.demonstrations, arithmetic.MAX_NEW_TOKENS)
 
 
 def to_example(prompt: Prompt, tokenizer: Any) -> Example:

@@ -25,14 +25,14 @@ class Settings:
     task: str = _flag("arithmetic", "job", "the embedded task; --prompts and --reward replace it")
     prompts: str | None = _flag(None, "job", 'JSON lines, each {"prompt": text or chat messages, ...fields}')
     reward: str | None = _flag(None, "job", "FILE.py:function, function(prompt, completion, **fields) -> float")
-    steps: int = _flag(40, "job", "RL steps, each one batch of rollouts")
+    steps: int = _flag(30, "job", "RL steps, each one batch of rollouts")
     warmstart_steps: int | None = _flag(
         None, "job", "supervised steps before RL; default: what the task needs, 0 with --model"
     )
     seed: int = _flag(0, "job", "seed of everything random")
     run_dir: str | None = _flag(None, "job", "where results go; default: runs/<experiment>-<time>")
 
-    batch_prompts: int = _flag(32, "rollout", "prompts a step")
+    batch_prompts: int = _flag(128, "rollout", "prompts a step")
     samples_per_prompt: int = _flag(8, "rollout", "completions of each prompt")
     max_new_tokens: int | None = _flag(None, "rollout", "tokens a completion may have; default: the task's, else 64")
     temperature: float = _flag(1.0, "rollout", "of sampling; the trainer's log-probabilities use it too")

@@ -138,7 +138,7 @@ def _own_micro_batches(batch: Batch, mesh: Mesh, token_budget: int) -> list[tupl
     assert batch.length is not None
     lengths = batch.length.tolist()
     shares = balance(lengths, mesh.size("data"))
-    plans = [micro_batches([lengths[i] for i in share], token_budget) for share in shares]
+    plans = [micro_batches([lengths[i] for i in share], token_budget, 8) for share in shares]
     mine, plan = shares[mesh.index("data")], plans[mesh.index("data")]
     device = batch.tokens.device
     pieces = []

@@ -32,7 +32,7 @@ from funrl.optim import chain, clip_by_global_norm, fused_adamw, global_norm, wa
 from funrl.runtime.job import Job
 from funrl.runtime.step import Learner, gradient, policy_objective, update
 
-BATCH = 64  # demonstrations a step
+BATCH = 128  # demonstrations a step
 LR = 3e-3
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 

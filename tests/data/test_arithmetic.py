@@ -55,7 +55,7 @@ def test_the_demonstrator_forgets_carries():
     assert all(a.reward(p, c) == 1 for p, c in a.demonstrations(0, 200, error=0.0))
     for prompt, completion in a.demonstrations(0, 200, error=1.0):
         x, y = map(int, prompt[:-1].split("+"))
-        assert int(completion) == forgetful(x, y)
+        assert int(completion[::-1]) == forgetful(x, y)
 
 
 def test_an_imitator_of_the_demonstrator_is_wrong_more_often_than_not():
@@ -71,10 +71,10 @@ def test_an_imitator_of_the_demonstrator_is_wrong_more_often_than_not():
 
 @pytest.mark.parametrize(
     "completion,reward",
-    [("212", 1.0), ("213", 0.0), ("0212", 0.0), ("212 ", 0.0), (" 212", 0.0), ("", 0.0), ("+212", 0.0), ("2122", 0.0)],
+    [("312", 1.0), ("213", 0.0), ("0312", 0.0), ("312 ", 0.0), (" 312", 0.0), ("", 0.0), ("+312", 0.0), ("3122", 0.0)],
 )
 def test_only_the_exact_sum_is_rewarded(completion, reward):
-    assert a.reward("27+185=", completion, answer="212") == reward
+    assert a.reward("27+186=", completion, answer="312") == reward
 
 
 def test_a_prompt_of_another_kind_is_an_error():
@@ -93,7 +93,7 @@ def test_the_text_fits_the_tokenizer_and_the_model():
         assert len(tokenizer.encode(completion)) + 1 <= a.MAX_NEW_TOKENS
         longest = max(longest, len(ids))
     assert longest + a.MAX_NEW_TOKENS <= config.max_positions
-    assert all(p.fields["answer"] == str(sum(map(int, p.prompt[:-1].split("+")))) for p in a.heldout_prompts(50))
+    assert all(p.fields["answer"] == str(sum(map(int, p.prompt[:-1].split("+"))))[::-1] for p in a.heldout_prompts(50))
 
 
 def test_the_global_random_states_are_left_alone():
