@@ -108,7 +108,7 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Comm
     rest = table(list(argv))[1:]
     if rest:
         raise SettingsError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
-    values = {field.name: table[field.name].value for field in fields}
+    values: dict[str, Any] = {field.name: table[field.name].value for field in fields}
     return Command(Settings(**values), source, tuple((name, table[name].value) for name in own))
 
 

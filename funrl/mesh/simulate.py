@@ -35,7 +35,10 @@ def simulate(text: str) -> Iterator[Mesh]:
     dist.init_process_group("fake", rank=0, world_size=world)
     try:
         with LocalTensorMode(world):
-            groups = {c: dist.new_group(meshes.members(sizes, c)[0]).group_name for c in meshes.combinations(sizes)}
+            groups: dict[tuple[str, ...], str] = {}
+            for axes in meshes.combinations(sizes):
+                group: Any = dist.new_group(meshes.members(sizes, axes)[0])
+                groups[axes] = group.group_name
             indices = {a: _per_rank(world, lambda r, a=a: torch.tensor(meshes.coordinates(sizes, r)[a])) for a in AXES}
             yield Mesh(sizes, groups=groups, indices=indices)
     finally:

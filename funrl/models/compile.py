@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch._dynamo
@@ -18,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def compile_layer(
-    config: Config, mode: Literal["auto", "on", "off"] = "auto", device: str = "cpu", fullgraph: bool = True
+    config: Config, mode: str = "auto", device: str = "cpu", note: Callable[[str], None] = log.info, fullgraph: bool = True
 ) -> Callable | None:
     """A replacement of `decoder.decoder_layer` to pass as `layer`; None is the plain one.
 
@@ -28,8 +27,9 @@ def compile_layer(
 
     Args:
       config: the model.
-      mode: "auto" compiles on CUDA and ROCm; on CPU a cold compile costs more than a short run gains.
+      mode: "on", "off" or "auto", which compiles on CUDA and ROCm; on CPU a cold compile costs more than a short run gains.
       device: type of the device, such as "cuda".
+      note: told what was compiled and how long it took.
       fullgraph: a part that cannot be compiled is an error.
     """
     if mode == "off" or (mode == "auto" and device != "cuda"):
@@ -46,7 +46,7 @@ def compile_layer(
             kind = "decode" if args[6] is not None else "train" if torch.is_grad_enabled() else "score"
             shape = "x".join(str(n) for n in args[3].shape)
             took = time.perf_counter() - start
-            log.info("compiled one of %d layers to %s %s in %.1f s", config.layers, kind, shape, took)
+            note(f"compiled one of {config.layers} layers to {kind} {shape} in {took:.1f} s")
         return out
 
     return layer

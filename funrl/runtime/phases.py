@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -76,14 +77,14 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
     critic_layouts = layouts(value.shapes(job.config), value.axes(job.config), TRAIN, job.sizes)
     dtypes = trees.map(lambda _: job.dtype, shapes)
     updates = job.settings.steps * job.settings.epochs * job.settings.minibatches
-    layer = compile_layer(job.config, job.settings.compile, mesh, note)
+    layer = compile_layer(job.config, job.settings.compile, mesh.device.type, note)
     return Models(
         mesh=mesh,
         generate_mesh=generate_mesh,
         policy_layouts=policy_layouts,
         critic_layouts=critic_layouts,
         to_generate=plan(policy_layouts, generate_layouts, dtypes),
-        engine=native_engine(job.config, generate_mesh, job.dtype),
+        engine=native_engine(job.config, generate_mesh, job.dtype, layer=layer),
         policy_optimizer=make_optimizer(job.settings, job.lr, updates, policy_layouts, mesh),
         critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),
         layer=layer,
@@ -107,8 +108,7 @@ def start(job: Job, models: Models, weights: trees.Tree) -> State:
 def sync(job: Job, models: Models, state: State, clock: Clock) -> None:
     """Gives the engine the policy's weights in the layout to generate in."""
     with clock.phase("reshard"):
-        weights = trees.cast(state.policy.params, job.dtype)
-        models.engine.load(trees.named(reshard(weights, models.to_generate, models.mesh)))
+        models.engine.load(trees.named(reshard(state.policy.params, models.to_generate, models.mesh)))
 
 
 def evaluate(job: Job, models: Models, step: int, clock: Clock, show: Samples) -> dict[str, float]:
@@ -147,7 +147,7 @@ def collect(
     batch = to_batch(examples, whole, job.sampling, job.pad, position)
     if "greedy_score" in needs_of(job.algorithm):
         with clock.phase("generate"):
-            greedy = _roll(job, models, examples, job.sampling._replace(greedy=True, samples=1), 0)
+            greedy = _roll(job, models, examples, dataclasses.replace(job.sampling, greedy=True, samples=1), 0)
         batch = batch._replace(greedy_score=greedy.score.to(batch.score).repeat_interleave(job.sampling.samples))
     metrics = {"filter_groups/kept_share": len(examples) / sampled, "filter_groups/sampled_prompts": sampled}
     return batch, state._replace(position=position), metrics if keep is not None else {}

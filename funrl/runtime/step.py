@@ -103,6 +103,7 @@ def policy_objective(
             config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
             rows.mask, layer,
         )  # fmt: skip
+        assert scores.logp is not None
         return _divide(loss(scores.logp, rows._replace(entropy=scores.entropy)), dens)
 
     return objective
@@ -156,4 +157,5 @@ def _trim(rows: Batch) -> Batch:
     assert rows.length is not None
     full = rows.tokens.shape[1]
     width = min(-(-int(rows.length.max()) // 8) * 8, full)
-    return Batch(*(x[:, :width] if x is not None and x.ndim == 2 and x.shape[1] == full else x for x in rows))
+    cut = {k: x[:, :width] for k, x in rows._asdict().items() if x is not None and x.ndim >= 2 and x.shape[1] == full}
+    return rows._replace(**cut)
