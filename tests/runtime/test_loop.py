@@ -1,0 +1,88 @@
+"""The whole program on one process and on meshes of real ranks: the same samples, losses, gradients and parameters."""
+
+import functools
+
+import pytest
+import torch
+from small_runs import GRPO, PPO, SIZES, gap, relative, run_steps
+
+pytestmark = pytest.mark.gloo
+MESHES = ("dp2", "tp2", "dp4,tp2")
+METRICS = ("reward/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean", "critic/advantages/max")
+
+
+@functools.cache
+def run(mesh, **settings):
+    return run_steps(mesh=mesh, **settings)
+
+
+def assert_same(one, other, tolerance):
+    """Every step's samples, log-probabilities, advantages, losses and gradients, and the parameters at the end."""
+    for a, b in zip(one["batches"], other["batches"], strict=True):
+        for name in ("tokens", "mask", "length", "group", "truncated"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        for name in ("rollout_logp", "old_logp", "ref_logp", "value", "advantage", "returns", "score"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None) == (y is None)
+            assert x is None or (x - y).abs().max() < tolerance, name
+    for a, b in zip(one["grads"], other["grads"], strict=True):
+        assert gap(a.policy, b.policy) < tolerance
+        assert abs(a.policy_loss - b.policy_loss) < tolerance
+        if b.critic is not None:
+            assert gap(a.critic, b.critic) < tolerance
+            assert abs(a.critic_loss - b.critic_loss) < tolerance
+    for a, b in zip(one["metrics"], other["metrics"], strict=True):
+        assert a.keys() == b.keys()
+        assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
+    assert gap(one["policy"], other["policy"]) < tolerance
+    if other["critic"] is not None:
+        assert gap(one["critic"], other["critic"]) < tolerance
+
+
+def test_the_run_that_is_compared_learns_something():
+    run_ = run("dp1")
+    assert any(batch.advantage.abs().max() > 0.1 for batch in run_["batches"])
+    assert all(grads.metrics["actor/pg_clipfrac"] == 0 for grads in run_["grads"])  # the first pass: the ratio is 1
+    assert min(m["actor/grad_norm"] for m in run_["metrics"]) > 1e-3
+    assert run_["metrics"][-1]["critic/grad_norm"] > 1e-3
+    assert len({tuple(b.tokens[b.mask].tolist()) for b in run_["batches"]}) == 3
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ppo_in_float64(mesh):
+    assert_same(run(mesh), run("dp1"), 1e-9)
+
+
+@pytest.mark.parametrize("generate_mesh", ["dp2,tp2", "tp4"])
+def test_the_mesh_to_generate_on_changes_nothing(generate_mesh):
+    assert_same(run("dp2,tp2", generate_mesh=generate_mesh), run("dp1"), 1e-9)
+
+
+def test_grpo_in_float64():
+    settings = {"compose": GRPO, "samples_per_prompt": 3, "minibatches": 3, "epochs": 2}
+    assert_same(run("dp2,tp2", **settings), run("dp1", **settings), 1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2,tp2"])
+def test_fewer_key_value_heads_than_tensor_ranks(mesh):
+    one = run_steps(2, sizes=SIZES | {"kv_heads": 1}, generate_mesh=mesh, mesh=mesh)
+    assert_same(one, run_steps(2, sizes=SIZES | {"kv_heads": 1}), 1e-9)
+
+
+def test_every_family_trains_on_tensor_ranks():
+    sizes = SIZES | {"family": "qwen3", "qk_norm": True, "attention_bias": True, "tied": True}
+    assert_same(run_steps(2, sizes=sizes, mesh="dp2,tp2"), run_steps(2, sizes=sizes), 1e-9)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_loss_and_gradients_in_float32(mesh):
+    """Of the first batch: parameters after Adam are compared in float64 only, it turns 1e-7 into 3e-5."""
+    entropy = functools.partial(PPO, entropy_coef=0.1)  # the loss is then not near 0 while the ratio is 1
+    settings = {"dtype": "float32"}
+    one, other = (run_steps(1, mesh=m, compose=entropy, **settings) for m in (mesh, "dp1"))
+    assert torch.equal(one["batches"][0].tokens, other["batches"][0].tokens)
+    a, b = one["grads"][0], other["grads"][0]
+    assert relative(a.policy, b.policy) < 1e-5
+    assert relative(a.critic, b.critic) < 1e-5
+    assert float(a.policy_loss) == pytest.approx(float(b.policy_loss), rel=1e-5)
+    assert float(a.critic_loss) == pytest.approx(float(b.critic_loss), rel=1e-5)
