@@ -48,13 +48,13 @@ def gather_rows(columns: Sequence[Tensor], count: int, mesh: Mesh, axes: Axes) -
     if parts == 1:
         return list(columns)
     rows = len(columns[0])
-    flat = torch.cat([c.reshape(rows, -1).to(torch.float64) for c in columns], 1)
+    widths = [c.shape[1:].numel() for c in columns]
+    flat = torch.cat([c.reshape(rows, n).to(torch.float64) for c, n in zip(columns, widths, strict=True)], 1)
     most = -(-count // parts)
     padded = torch.cat([flat, flat.new_zeros(most - rows, flat.shape[1])])
-    whole = collectives.all_gather(padded, mesh, axes).view(parts, most, -1)
+    whole = collectives.all_gather(padded, mesh, axes).view(parts, most, sum(widths))
     counts = [count * (i + 1) // parts - count * i // parts for i in range(parts)]
     joined = torch.cat([whole[i, :n] for i, n in enumerate(counts)])
-    widths = [c.shape[1:].numel() for c in columns]
     return [
         part.reshape(count, *c.shape[1:]).to(c.dtype) for part, c in zip(joined.split(widths, 1), columns, strict=True)
     ]
