@@ -9,7 +9,7 @@ The same job as `ppo.py`: compare the two functions to see what the algorithms d
 import sys
 
 from funrl.algos.advantages import group_center, group_scale
-from funrl.algos.core import Algorithm, add, chain, reduce, scale
+from funrl.algos.core import Algorithm, add, chain, reduce, scale, weighted
 from funrl.algos.kl import kl_to_reference
 from funrl.algos.reductions import sequence_mean
 from funrl.algos.shaping import to_tokens
@@ -34,7 +34,7 @@ def algorithm(
       kl_kind: estimator of that KL: k1, k2, k3, abs, or one of them with + for the gradient of k2
       entropy_coef: loss taken off per nat of entropy
     """
-    terms = [clipped_surrogate(clip_low, clip_high, dual_clip)]
+    terms = [weighted(clipped_surrogate(clip_low, clip_high, dual_clip))]
     if kl_coef:
         terms.append(scale(kl_coef, kl_to_reference(kl_kind)))
     if entropy_coef:

@@ -12,7 +12,7 @@ Left out on purpose: a learned reward model, early stopping on the KL, and share
 import sys
 
 from funrl.algos.advantages import gae, whiten
-from funrl.algos.core import Algorithm, add, chain, reduce
+from funrl.algos.core import Algorithm, add, chain, reduce, weighted
 from funrl.algos.reductions import token_mean
 from funrl.algos.shaping import adaptive_kl, fixed_kl, kl_in_reward, to_last_token
 from funrl.algos.terms import clipped_surrogate, entropy_bonus
@@ -39,12 +39,12 @@ def algorithm(
       value_clip: how far a value may move in one step, in units of reward
       gamma, gae_lambda: discount, and trust in sampled rewards over the critic, per token
       kl_coef: reward taken off per nat of KL to the reference; 0: no reference is kept
-      kl_target: nats a sequence; the coefficient then adapts to hold this KL
+      kl_target: nats a token; the coefficient then adapts to hold this KL
       entropy_coef: loss taken off per nat of entropy
     """
     controller = fixed_kl(kl_coef) if kl_target is None else adaptive_kl(kl_coef, kl_target)
     rewards = [to_last_token(), kl_in_reward(controller)] if kl_coef else [to_last_token()]
-    terms = [clipped_surrogate(clip_low, clip_high, dual_clip)]
+    terms = [weighted(clipped_surrogate(clip_low, clip_high, dual_clip))]
     if entropy_coef:
         terms.append(entropy_bonus(entropy_coef))
     return Algorithm(
