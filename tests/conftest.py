@@ -3,5 +3,6 @@
 import os
 import tempfile
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="funrl-test-cache-")
+_CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
