@@ -71,6 +71,21 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Te
     return x if mesh.size(axes) == 1 else _AllToAll.apply(x, mesh.size(axes), mesh.group_name(axes), split, concat)
 
 
+def start_all_gather(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Begins to concatenate the shards of `axes` along dim 0 and returns at once; `wait` for it before use.
+
+    `x` must stay as it is until then. No gradient.
+    """
+    if mesh.size(axes) == 1:
+        return x.detach()
+    return _c10d.all_gather_into_tensor(x.detach().contiguous(), mesh.size(axes), mesh.group_name(axes))
+
+
+def wait(x: Tensor) -> Tensor:
+    """What a started collective results in."""
+    return _c10d.wait_tensor(x)
+
+
 def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
     """Any picklable value of every rank, by rank. For the rare and the small: errors, names."""
     if mesh.world == 1:

@@ -36,13 +36,16 @@ TRAIN: Rules = {
     "value": None,
 }
 GENERATE: Rules = dict(TRAIN)
+ROWS = ("data", "expert")  # the mesh axes that the rows of a batch are split over
 
 
 def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
     """The table with `embed` split over `over` too: all weights are then split over it, norms and biases are not.
 
+    Every matrix has exactly one dim `embed`, so this is the choice of one dim for each of them.
+
     Args:
-      over: mesh axes. Leaving out one that holds replicas shards inside a group and replicates across groups.
+      over: some of `ROWS`. Leaving out one of them shards inside a group and replicates across groups.
     """
     return {**rules, "embed": over}
 

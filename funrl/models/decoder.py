@@ -22,6 +22,7 @@ from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import Mesh, single
 from funrl.models.config import Config, ModelError
+from funrl.models.fsdp import regathering
 
 SINGLE = single()
 
@@ -151,7 +152,7 @@ def apply(
 
     Args:
       config: sizes and switches.
-      params: this rank's shards of the weights.
+      params: this rank's shards of the weights, or what `fsdp.gathered` makes of them.
       tokens_BT: token ids, int64.
       positions: [B, T] or [T] int64; None: 0, 1, 2, ...
       segments: [B, T] int64, which sequence of a packed row; tokens see their own sequence only. 0 is padding.
@@ -176,9 +177,13 @@ def apply(
     length = T if cache is None or slots is None else cache.keys[0].shape[1]
     views = {w: _view(T, length, slots, segments, w, tokens_BT.device) for w in set(config.windows or (None,))}
     layer = layer or decoder_layer
-    for i, weights in enumerate(params["layers"]):
-        kept = None if cache is None else (cache.keys[i], cache.values[i])
-        x_BTD = layer(config, mesh, weights, x_BTD, turn, views[config.window(i)], kept, slots)
+    layers = params["layers"]
+    with regathering(layers):
+        weights = iter(layers)
+        for i in range(config.layers):
+            kept = None if cache is None else (cache.keys[i], cache.values[i])
+            # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
+            x_BTD = layer(config, mesh, next(weights), x_BTD, turn, views[config.window(i)], kept, slots)
     return rms_norm(x_BTD, params["norm"], config.norm_eps), cache
 
 

@@ -22,7 +22,7 @@ def shapes(config: Config) -> trees.Tree:
 
 def axes(config: Config) -> trees.Tree:
     """The logical axes of every weight."""
-    return _with_head(decoder.axes(config), ("value", "embed"))
+    return _with_head(decoder.axes(config), ("value", "norm"))  # one row: whole on every rank, as norms are
 
 
 def init(config: Config, decoder_params: trees.Tree) -> trees.Tree:
