@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from funrl import trees
@@ -60,7 +61,8 @@ def small_job(compose=ppo.algorithm, sizes=SIZES, reward=digits_reward, **settin
     job = prepare(Settings(**SMALL | settings), compose)
     config = dataclasses.replace(job.config, **sizes)
     layouts(decoder.shapes(config), decoder.axes(config), TRAIN, job.sizes)
-    return job._replace(config=config, task=job.task._replace(reward=reward or job.task.reward))
+    rewards = job.task.rewards if reward is None else (reward,)
+    return job._replace(config=config, task=job.task._replace(rewards=rewards))
 
 
 def begin(job, mesh, show=None):
@@ -134,6 +136,29 @@ def relative(a, b):
     """The norm of the difference of two trees over the norm of the second."""
     flat = [torch.cat([x.reshape(-1).double() for x in trees.leaves(t)]) for t in (a, b)]
     return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
+
+
+def assert_same(one, other, tolerance):
+    """Every step's samples, log-probabilities, advantages, losses and gradients, and the parameters at the end."""
+    for a, b in zip(one["batches"], other["batches"], strict=True):
+        for name in ("tokens", "mask", "length", "group", "truncated"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+        for name in ("rollout_logp", "old_logp", "ref_logp", "value", "advantage", "returns", "score"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None) == (y is None)
+            assert x is None or (x - y).abs().max() < tolerance, name
+    for a, b in zip(one["grads"], other["grads"], strict=True):
+        assert gap(a.policy, b.policy) < tolerance
+        assert abs(a.policy_loss - b.policy_loss) < tolerance
+        if b.critic is not None:
+            assert gap(a.critic, b.critic) < tolerance
+            assert abs(a.critic_loss - b.critic_loss) < tolerance
+    for a, b in zip(one["metrics"], other["metrics"], strict=True):
+        assert a.keys() == b.keys()
+        assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
+    assert gap(one["policy"], other["policy"]) < tolerance
+    if other["critic"] is not None:
+        assert gap(one["critic"], other["critic"]) < tolerance
 
 
 GRPO, PPO = grpo.algorithm, ppo.algorithm

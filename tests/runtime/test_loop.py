@@ -4,39 +4,15 @@ import functools
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, SIZES, gap, relative, run_steps
+from small_runs import GRPO, PPO, SIZES, assert_same, relative, run_steps
 
 pytestmark = pytest.mark.gloo
 MESHES = ("dp2", "tp2", "dp4,tp2")
-METRICS = ("reward/mean", "actor/pg_loss", "actor/grad_norm", "response_length/mean", "critic/advantages/max")
 
 
 @functools.cache
 def run(mesh, **settings):
     return run_steps(mesh=mesh, **settings)
-
-
-def assert_same(one, other, tolerance):
-    """Every step's samples, log-probabilities, advantages, losses and gradients, and the parameters at the end."""
-    for a, b in zip(one["batches"], other["batches"], strict=True):
-        for name in ("tokens", "mask", "length", "group", "truncated"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
-        for name in ("rollout_logp", "old_logp", "ref_logp", "value", "advantage", "returns", "score"):
-            x, y = getattr(a, name), getattr(b, name)
-            assert (x is None) == (y is None)
-            assert x is None or (x - y).abs().max() < tolerance, name
-    for a, b in zip(one["grads"], other["grads"], strict=True):
-        assert gap(a.policy, b.policy) < tolerance
-        assert abs(a.policy_loss - b.policy_loss) < tolerance
-        if b.critic is not None:
-            assert gap(a.critic, b.critic) < tolerance
-            assert abs(a.critic_loss - b.critic_loss) < tolerance
-    for a, b in zip(one["metrics"], other["metrics"], strict=True):
-        assert a.keys() == b.keys()
-        assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
-    assert gap(one["policy"], other["policy"]) < tolerance
-    if other["critic"] is not None:
-        assert gap(one["critic"], other["critic"]) < tolerance
 
 
 def test_the_run_that_is_compared_learns_something():
