@@ -1,14 +1,17 @@
 """What all experiments share: flags in, checks, ranks started, the result said.
 
 An experiment is a module with a function `algorithm(...) -> Algorithm`. The arguments of that function, with their
-defaults and the lines of its docstring, are flags beside the common ones of `Settings`.
+defaults and the lines of its docstring, are flags beside the common ones of `Settings`. An argument that has the name
+of a common flag is given that flag's value.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
+import math
 import os
 import re
 import sys
@@ -20,11 +23,14 @@ from absl import flags
 
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
-from funrl.runtime.job import Job, SettingsError, load_function, prepare
+from funrl.models.config import ModelError
+from funrl.runtime.job import Job, SettingsError, load_function, prepare, resolved
 from funrl.runtime.loop import Outcome, train
-from funrl.runtime.run_directory import open_run
+from funrl.runtime.report import ReportError, write_report
+from funrl.runtime.run_directory import RunDirectoryError, open_run
 from funrl.runtime.settings import Settings
 
+PLAIN = (RunDirectoryError, ModelError)  # their messages say all that a user needs
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 
 
@@ -52,31 +58,37 @@ def main(module: str, argv: Sequence[str] | None = None, **defaults: Any) -> int
     """
     argv = list(sys.argv if argv is None else argv)
     speaks = os.environ.get("RANK", "0") == "0"  # under torchrun every rank comes through here
+    run_dir = None
     try:
         command = parse(module, argv, defaults)
         if command is None:
             return 0
         job = _job(command)
-        config = dataclasses.asdict(command.settings) | dict(command.arguments) | {"algorithm": command.source}
-        name = module.rsplit(".", 1)[-1]
-        run_dir = str(open_run(command.settings.run_dir, name, config).path) if speaks else None
-    except (ValueError, OSError, flags.Error) as error:
         if speaks:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        outcome = launch(functools.partial(_rank, command, run_dir), job.sizes, job.device)
-    except WorkerError as error:
-        print(f"error: {error}\nwhat was written until then is in {run_dir}", file=sys.stderr)
-        return 1
+            config = dataclasses.asdict(command.settings) | dict(command.arguments) | {"algorithm": command.source}
+            run_dir = str(open_run(command.settings.run_dir, module.rsplit(".", 1)[-1], config).path)
+    except (ValueError, OSError, ImportError, flags.Error) as error:
+        return _say(2, f"error: {error}", speaks)
     except KeyboardInterrupt:
-        print(f"interrupted; what was written until then is in {run_dir}", file=sys.stderr)
-        return 130
-    if speaks:
-        print(_conclusion(outcome, run_dir))
-    if outcome.error and speaks:
-        print(f"error: {outcome.error}", file=sys.stderr)
-    return 1 if outcome.error else 0
+        return _say(130, "interrupted; nothing was started", speaks)
+    status, outcome, problem = 0, None, ""
+    try:
+        outcome = launch(functools.partial(_rank, command, run_dir), job.sizes, job.device, PLAIN)
+        if outcome.error:
+            status, problem = 1, f"error: {outcome.error}"
+    except (WorkerError, *PLAIN) as error:
+        status, problem = 1, f"error: {error}"
+    except KeyboardInterrupt:
+        status, problem = 130, "interrupted"
+    if speaks and run_dir is not None:
+        print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
+    return _say(status, problem, speaks)
+
+
+def _say(status: int, problem: str, speaks: bool) -> int:
+    if problem and speaks:
+        print(problem.rstrip(), file=sys.stderr)
+    return status
 
 
 def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Command | None:
@@ -97,7 +109,7 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Comm
     types = typing.get_type_hints(compose)
     for name, parameter in own.items():
         if name in table:
-            raise SettingsError(f"{source}: its argument {name!r} has the name of a common flag; rename it")
+            continue
         if parameter.default is inspect.Parameter.empty:
             raise SettingsError(f"{source}: its argument {name!r} needs a default, which becomes the flag's")
         _define(table, name, types.get(name, float), parameter.default, texts.get(name, ""))
@@ -105,11 +117,12 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Comm
     if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):
         print(_help(module, table, list(own)))
         return None
-    rest = table(list(argv))[1:]
+    rest = _read(table, argv)
     if rest:
         raise SettingsError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
-    values: dict[str, Any] = {field.name: table[field.name].value for field in fields}
-    return Command(Settings(**values), source, tuple((name, table[name].value) for name in own))
+    settings = Settings(**{field.name: table[field.name].value for field in fields})
+    values = {name: table[name].value for name in own} | dataclasses.asdict(resolved(settings))
+    return Command(settings, source, tuple((name, values[name]) for name in own))
 
 
 @functools.lru_cache(maxsize=1)
@@ -121,6 +134,30 @@ def _job(command: Command) -> Job:
 
 def _rank(command: Command, run_dir: str | None, mesh: Mesh) -> Outcome:
     return train(_job(command), mesh, run_dir)
+
+
+def _read(table: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+    """Gives the flags their values and returns what is no flag."""
+    try:
+        rest = table(list(argv))[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, list(table), 1)
+        hint = f"did you mean --{near[0]}? " if near else ""
+        raise SettingsError(f"--{error.flagname} is not a flag; {hint}--help lists all flags") from None
+    except flags.IllegalFlagValueError as error:
+        given = re.match(r"flag (--(\w+)=.*?): ", str(error), re.DOTALL)
+        if given is None:
+            raise
+        kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+        wanted = kind.get(table[given[2]].flag_type(), table[given[2]].flag_type())
+        raise SettingsError(f"{given[1]}: {wanted} is needed") from None
+    for name in table:
+        value = table[name].value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingsError(f"--{name}={value}: a finite number is needed")
+        if value == "" and table[name].default is None:
+            table[name].value = None
+    return rest
 
 
 def _define(table: flags.FlagValues, name: str, kind: Any, default: Any, text: str) -> None:
@@ -161,7 +198,8 @@ def _help(module: str, table: flags.FlagValues, own: Sequence[str]) -> str:
         for key, title in GROUPS.items()
     }
     groups["What to do"].append("algorithm")
-    groups["The algorithm"] = list(own)
+    common = {f.name for f in dataclasses.fields(Settings)}
+    groups["The algorithm"] = [name for name in own if name not in common]
     for title, names in groups.items():
         lines += ["", f"{title}:"]
         for name in names:
@@ -171,10 +209,20 @@ def _help(module: str, table: flags.FlagValues, own: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _conclusion(outcome: Outcome, run_dir: str | None) -> str:
+def _report(run_dir: str) -> str:
+    """Writes the report of whatever was written, and says what there is to open."""
+    try:
+        return f"open {write_report(run_dir)}"
+    except ReportError:  # it stopped before its first step, or the disk is full
+        return f"what was written is in {run_dir}"
+    except KeyboardInterrupt:
+        return f"what was written is in {run_dir}; no report"
+
+
+def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
     changes = [
         f"{name} {outcome.first[name]:.3f} -> {outcome.last[name]:.3f}"
-        for name in outcome.first
-        if name in outcome.last
+        for name in (outcome.first if outcome else {})
+        if outcome and name in outcome.last
     ]
-    return f"held out: {', '.join(changes)}\nresults in {run_dir} (open report.html)"
+    return "\n".join(([f"held out: {', '.join(changes)}"] if changes else []) + [f"results in {run_dir}; {report}"])

@@ -48,6 +48,11 @@ def load_reward(text: str) -> Reward:
     return cast(Reward, found)
 
 
+def load_rewards(text: str) -> tuple[Reward, ...]:
+    """The functions that "FILE.py:f,FILE.py:g" names, at least one. Raises: RewardError, as `load_reward`."""
+    return tuple(load_reward(part.strip()) for part in text.split(","))
+
+
 def score(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], fields: Sequence[Mapping[str, Any]]
 ) -> list[float]:

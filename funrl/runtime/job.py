@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +25,11 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rules import GENERATE, TRAIN, layouts
 from funrl.models import decoder, hf
 from funrl.models.config import Config
-from funrl.rewards.load import load_reward
+from funrl.rewards.load import load_rewards
 from funrl.runtime.rollout import Example
 from funrl.runtime.settings import Settings
 
+NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -41,7 +44,8 @@ class Task(NamedTuple):
       name: of the task, for the report.
       prompts: to train on.
       heldout: to evaluate on.
-      reward: function(prompt, completion, **fields) -> float.
+      rewards: functions(prompt, completion, **fields) -> float, at least one.
+      weights: of each of them in a completion's score.
       demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
       max_new_tokens: what a completion needs.
     """
@@ -49,7 +53,8 @@ class Task(NamedTuple):
     name: str
     prompts: Sequence[Example]
     heldout: Sequence[Example]
-    reward: Callable[..., float]
+    rewards: tuple[Callable[..., float], ...]
+    weights: tuple[float, ...]
     demonstrations: Callable[[int, int], list[tuple[str, str]]] | None
     max_new_tokens: int
 
@@ -72,12 +77,14 @@ class Job(NamedTuple):
     warmstart_steps: int
     lr: float
     critic_lr: float
+    reward_lr: float
+    teacher: Config | None = None
 
 
-AVAILABLE = frozenset(
-    {"tokens", "mask", "length", "group", "score", "truncated", "rollout_logp", "old_logp", "entropy"}
-)
-COMPUTED = frozenset({"ref_logp", "value", "sum_pi_squared", "greedy_score"})
+ROLLOUT = frozenset(
+    {"tokens", "mask", "length", "group", "score", "scores", "truncated", "rollout_logp"}
+)  # what is known of a completion before the trainer sees it; a filter may read these
+AVAILABLE = ROLLOUT | {"old_logp", "old_entropy", "entropy", "sum_pi_squared", "ref_logp", "greedy_score"}
 
 
 def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
@@ -103,7 +110,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     _check_layouts(config, sizes, generate_sizes)
     task = _task(settings, tokenizer)
     algorithm = compose()
-    check_needs(algorithm)
+    check_needs(algorithm, settings)
+    teacher = _teacher(settings, tokenizer, sizes)
     new_tokens = settings.max_new_tokens or task.max_new_tokens
     stop = tuple(sorted({*config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling = Sampling(
@@ -111,7 +119,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     )
     greedy = settings.eval_temperature == 0
     eval_sampling = Sampling(settings.eval_temperature or 1.0, 0, 1.0, new_tokens, stop, 1, greedy)
-    _check_lengths(task, new_tokens, config)
+    for one in filter(None, (config, teacher)):
+        _check_lengths(task, new_tokens, one)
     scratch = settings.model is None
     lr = settings.lr if settings.lr is not None else (1e-3 if scratch else 1e-5)
     warmstart = (
@@ -123,16 +132,45 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     return Job(
         settings, sizes, generate_sizes, device, DTYPES[settings.dtype], config, tokenizer, task, algorithm,
         sampling, eval_sampling, pad, warmstart, lr, settings.critic_lr if settings.critic_lr is not None else 2 * lr,
+        settings.reward_lr if settings.reward_lr is not None else lr, teacher,
     )  # fmt: skip
 
 
-def check_needs(algorithm: Algorithm) -> None:
-    """Raises SettingsError naming the fields of `Batch` that an algorithm reads and no run provides."""
-    missing = sorted(needs_of(algorithm) - AVAILABLE - COMPUTED)
-    if "value" in needs_of(algorithm) and algorithm.value_loss is None:
-        missing.append("value (the algorithm has no value_loss, so there is no critic)")
+def check_needs(algorithm: Algorithm, settings: Settings) -> None:
+    """Compares what an algorithm reads with what a run of these settings provides.
+
+    Raises:
+      SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
+    """
+    needed = needs_of(algorithm)
+    models = {
+        "value": (algorithm.value_loss, "the algorithm has no value_loss, so there is no critic"),
+        "reward_logp": (algorithm.reward_loss, "the algorithm has no reward_loss, so there is no such model"),
+        "teacher_logp": (settings.teacher, "give --teacher=DIR"),
+    }
+    missing = []
+    for name in sorted(needed - AVAILABLE):
+        model, why = models.get(name, (None, ""))
+        if model is None:
+            missing.append(f"{name} ({why})" if why else name)
     if missing:
         raise SettingsError(f"the algorithm reads {', '.join(missing)}, which this run does not provide")
+    late = sorted(needs_of(algorithm.keep) - ROLLOUT)
+    if late:
+        raise SettingsError(f"the algorithm's filter reads {', '.join(late)}, which is computed after filtering")
+    if settings.teacher is not None and "teacher_logp" not in needed:
+        raise SettingsError(f"--teacher={settings.teacher}: the algorithm reads no teacher_logp")
+    if settings.critic_warmup_steps and algorithm.value_loss is None:
+        raise SettingsError(f"--critic_warmup_steps={settings.critic_warmup_steps}: the algorithm has no critic")
+    if settings.reward_lr is not None and algorithm.reward_loss is None:
+        raise SettingsError(f"--reward_lr={settings.reward_lr}: the algorithm trains no reward model")
+
+
+def resolved(settings: Settings) -> Settings:
+    """The settings with the number of new tokens said that they imply."""
+    embedded = settings.prompts is None and settings.reward is None
+    default = arithmetic.MAX_NEW_TOKENS if embedded else NEW_TOKENS
+    return dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens or default)
 
 
 def _check_choices(settings: Settings, device: str) -> None:
@@ -147,12 +185,12 @@ def _check_choices(settings: Settings, device: str) -> None:
     least = {
         "steps": 1, "batch_prompts": 1, "samples_per_prompt": 1, "epochs": 1, "minibatches": 1, "token_budget": 1,
         "eval_every": 1, "eval_prompts": 1, "sample_every": 1, "top_k": 0, "lr_warmup_steps": 0, "weight_decay": 0,
-        "eval_temperature": 0, "max_refills": 1,
+        "eval_temperature": 0, "max_refills": 1, "critic_warmup_steps": 0,
     }  # fmt: skip
     for name, low in least.items():
         if getattr(settings, name) < low:
             raise SettingsError(f"--{name}={getattr(settings, name)}: it must be at least {low}")
-    for name in ("temperature", "max_grad_norm", "lr", "critic_lr", "max_new_tokens"):
+    for name in ("temperature", "max_grad_norm", "lr", "critic_lr", "reward_lr", "max_new_tokens"):
         if getattr(settings, name) is not None and getattr(settings, name) <= 0:
             raise SettingsError(f"--{name}={getattr(settings, name)}: it must be above 0")
     if not 0 < settings.top_p <= 1:
@@ -164,6 +202,11 @@ def _check_choices(settings: Settings, device: str) -> None:
             f"--temperature={settings.temperature} with --top_k={settings.top_k} --top_p={settings.top_p}: the engine "
             "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
             "compute; use either a temperature, or top_k and top_p at temperature 1"
+        )
+    if settings.critic_warmup_steps >= settings.steps:
+        raise SettingsError(
+            f"--critic_warmup_steps={settings.critic_warmup_steps}: the policy would never learn; use fewer than "
+            f"--steps={settings.steps}"
         )
     rows = settings.batch_prompts * settings.samples_per_prompt
     if settings.minibatches > rows:
@@ -222,18 +265,49 @@ def _task(settings: Settings, tokenizer: Any) -> Task:
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function")
     if settings.prompts is None:
         raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
-    reward = load_reward(settings.reward)
+    rewards = load_rewards(settings.reward)
     examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
     held = min(settings.eval_prompts, len(examples) // 10)
     # With fewer than ten prompts there is none to spare: evaluation uses the training prompts.
     train, heldout = (examples[:-held], examples[-held:]) if held else (examples, examples)
-    return Task(Path(settings.prompts).stem, train, heldout, reward, None, 64)
+    weights = _weights(settings, len(rewards))
+    return Task(Path(settings.prompts).stem, train, heldout, rewards, weights, None, NEW_TOKENS)
+
+
+def _weights(settings: Settings, rewards: int) -> tuple[float, ...]:
+    """One number a reward function."""
+    if settings.reward_weights is None:
+        return (1.0,) * rewards
+    try:
+        weights = tuple(float(part) for part in settings.reward_weights.split(","))
+    except ValueError:
+        weights = ()
+    if len(weights) != rewards or not all(map(math.isfinite, weights)):
+        raise SettingsError(
+            f"--reward_weights={settings.reward_weights}: there are {rewards} reward functions; give as many numbers, "
+            "with commas between"
+        )
+    return weights
+
+
+def _teacher(settings: Settings, tokenizer: Any, sizes: Mapping[str, int]) -> Config | None:
+    """The teacher's record, checked: the same tokens must mean the same texts."""
+    if settings.teacher is None:
+        return None
+    config = hf.check(settings.teacher)
+    if load_tokenizer(settings.teacher).get_vocab() != tokenizer.get_vocab():
+        raise SettingsError(f"--teacher={settings.teacher}: its tokenizer is not the policy's; tokens would not match")
+    layouts(decoder.shapes(config), decoder.axes(config), TRAIN, sizes)
+    return config
 
 
 def _arithmetic(settings: Settings, tokenizer: Any) -> Task:
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
-    return Task("arithmetic", train, heldout, arithmetic.reward, arithmetic.demonstrations, arithmetic.MAX_NEW_TOKENS)
+    return Task(
+        "arithmetic", train, heldout, (arithmetic.reward,), _weights(settings, 1), arithmetic.demonstrations,
+        arithmetic.MAX_NEW_TOKENS,
+    )  # fmt: skip
 
 
 def to_example(prompt: Prompt, tokenizer: Any) -> Example:

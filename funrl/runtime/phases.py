@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Signal, needs_of
+from funrl.algos.core import Loss, Signal, needs_of
 from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
 from funrl.generate.native import native_engine
@@ -20,8 +20,9 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import GENERATE, TRAIN, layouts
-from funrl.models import decoder, value
+from funrl.models import decoder, hf, value
 from funrl.models.compile import compile_layer
+from funrl.models.config import Config
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, global_norm
 from funrl.rewards.load import score as call_reward
@@ -29,9 +30,10 @@ from funrl.runtime.job import Job
 from funrl.runtime.optimizer import make_optimizer
 from funrl.runtime.rollout import Example, Rollout, completion_texts, rollout, to_batch
 from funrl.runtime.spmd import Clock
-from funrl.runtime.step import Learner, gradient, policy_objective, score, update, value_objective
+from funrl.runtime.step import Learner, Objective, gradient, policy_objective, score, update, value_objective
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
+OF_OLD_POLICY = {"entropy": "old_entropy", "sum_pi_squared": "sum_pi_squared"}  # of `token_scores`: field of the batch
 
 
 class Models(NamedTuple):
@@ -41,21 +43,25 @@ class Models(NamedTuple):
     generate_mesh: Mesh
     policy_layouts: trees.Tree
     critic_layouts: trees.Tree
+    teacher_layouts: trees.Tree
     to_generate: Plan
     engine: Engine
     policy_optimizer: Transformation
     critic_optimizer: Transformation
+    reward_optimizer: Transformation
     layer: Callable | None
 
 
 class State(NamedTuple):
-    """What changes from step to step."""
+    """What changes from step to step; and the reference and the teacher, which never do."""
 
     policy: Learner
     critic: Learner | None
     reference: trees.Tree
     advantage: Any
     position: int  # prompts taken so far
+    reward_model: Learner | None = None  # an implicit process reward model, of the policy's shapes
+    teacher: trees.Tree = None
 
 
 class Samples(Protocol):
@@ -76,17 +82,23 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
     generate_layouts = layouts(shapes, axes, GENERATE, job.generate_sizes)
     critic_layouts = layouts(value.shapes(job.config), value.axes(job.config), TRAIN, job.sizes)
     dtypes = trees.map(lambda _: job.dtype, shapes)
+    teacher_layouts = None
+    if job.teacher is not None:
+        teacher_layouts = layouts(decoder.shapes(job.teacher), decoder.axes(job.teacher), TRAIN, job.sizes)
     updates = job.settings.steps * job.settings.epochs * job.settings.minibatches
+    idle = job.settings.critic_warmup_steps * job.settings.epochs * job.settings.minibatches
     layer = compile_layer(job.config, job.settings.compile, mesh.device.type, note)
     return Models(
         mesh=mesh,
         generate_mesh=generate_mesh,
         policy_layouts=policy_layouts,
         critic_layouts=critic_layouts,
+        teacher_layouts=teacher_layouts,
         to_generate=plan(policy_layouts, generate_layouts, dtypes),
         engine=native_engine(job.config, generate_mesh, job.dtype, layer=layer),
-        policy_optimizer=make_optimizer(job.settings, job.lr, updates, policy_layouts, mesh),
+        policy_optimizer=make_optimizer(job.settings, job.lr, updates - idle, policy_layouts, mesh),
         critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),
+        reward_optimizer=make_optimizer(job.settings, job.reward_lr, updates, policy_layouts, mesh),
         layer=layer,
     )
 
@@ -98,9 +110,16 @@ def start(job: Job, models: Models, weights: trees.Tree) -> State:
     if job.algorithm.value_loss is not None:
         params = value.init(job.config, weights)
         critic = Learner(params, models.critic_optimizer.init(params))
+    reward_model = None
+    if job.algorithm.reward_loss is not None:
+        params = trees.clone(weights)
+        reward_model = Learner(params, models.reward_optimizer.init(params))
     reference = trees.clone(weights) if "ref_logp" in needed else None
+    teacher = None
+    if job.settings.teacher is not None:
+        teacher = hf.load(job.settings.teacher, job.dtype, models.mesh, models.teacher_layouts)[1]
     policy = Learner(weights, models.policy_optimizer.init(weights))
-    state = State(policy, critic, reference, job.algorithm.advantage.init(), 0)
+    state = State(policy, critic, reference, job.algorithm.advantage.init(), 0, reward_model, teacher)
     sync(job, models, state, Clock())
     return state
 
@@ -117,7 +136,8 @@ def evaluate(job: Job, models: Models, step: int, clock: Clock, show: Samples) -
     with clock.phase("eval"):
         done = _roll(job, models, examples, job.eval_sampling, EVAL_SEED)
     _show(job, examples[:8], done, 1, step, show)
-    return {"eval/reward": done.score.mean().item(), "eval/accuracy": (done.score >= 1).double().mean().item()}
+    full = sum(max(weight, 0.0) for weight in job.task.weights) - 1e-9
+    return {"eval/reward": done.score.mean().item(), "eval/accuracy": (done.score >= full).double().mean().item()}
 
 
 def collect(
@@ -127,6 +147,7 @@ def collect(
     settings, keep = job.settings, job.algorithm.keep
     examples: list[Example] = []
     parts: list[Rollout] = []
+    kept: list[Tensor] = []
     position, sampled = state.position, 0
     for refill in range(settings.max_refills if keep is not None else 1):
         drawn = prompt_batch(job.task.prompts, settings.batch_prompts, settings.seed, position)
@@ -135,11 +156,14 @@ def collect(
         position, sampled = position + len(drawn), sampled + len(drawn)
         if refill == 0 and (step == 1 or step % settings.sample_every == 0 or step == settings.steps):
             _show(job, drawn[:8], done, job.sampling.samples, step, show)
-        wanted = _wanted(job, drawn, done)[: settings.batch_prompts - len(examples)]
+        kept_PS = _kept(job, drawn, done)
+        wanted = kept_PS.any(1).nonzero().squeeze(1).tolist()[: settings.batch_prompts - len(examples)]
         examples += [drawn[i] for i in wanted]
+        kept.append(kept_PS[wanted].flatten())
         parts.append(_prompts_of(done, wanted, job.sampling.samples))
         if len(examples) == settings.batch_prompts:
             break
+    metrics = {"filter_groups/kept_share": len(examples) / sampled, "filter_groups/sampled_prompts": sampled}
     if not examples:
         show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
         examples, parts = list(drawn), [done]
@@ -149,7 +173,8 @@ def collect(
         with clock.phase("generate"):
             greedy = _roll(job, models, examples, dataclasses.replace(job.sampling, greedy=True, samples=1), 0)
         batch = batch._replace(greedy_score=greedy.score.to(batch.score).repeat_interleave(job.sampling.samples))
-    metrics = {"filter_groups/kept_share": len(examples) / sampled, "filter_groups/sampled_prompts": sampled}
+    if keep is not None and any(map(len, kept)):  # a filter may also drop single rows of a prompt
+        batch = select(batch, torch.cat(kept))
     return batch, state._replace(position=position), metrics if keep is not None else {}
 
 
@@ -158,24 +183,29 @@ def score_batch(
 ) -> tuple[Batch, State, dict[str, float]]:
     """Log-probabilities and values by the trainer, then advantages; and what there is to say of the batch."""
     settings, needed = job.settings, needs_of(job.algorithm)
-    extra = ("sum_pi_squared",) if "sum_pi_squared" in needed else ()
 
-    def logp_of(params: trees.Tree, rows: Batch, want: tuple[str, ...] = ("logp",)) -> list[Tensor]:
-        scores = token_scores(
-            job.config, trees.cast(params, job.dtype), rows.tokens, rows.positions, rows.segments, models.mesh,
-            settings.temperature, want, rows.mask, models.layer,
-        )  # fmt: skip
-        return [getattr(scores, name) for name in want]
+    def judge(phase: str, params: trees.Tree, fields: dict[str, str], config: Config = job.config) -> Batch:
+        """The batch with what a model says of its tokens: fields are {what `token_scores` calls it: field}."""
 
-    with clock.phase("old_logp"):
-        old, *more = score(
-            lambda p, r: logp_of(p, r, ("logp", *extra)), state.policy.params, batch, models.mesh, settings.token_budget
-        )
-        batch = batch._replace(old_logp=old, **dict(zip(extra, more, strict=True)))
+        def forward(params: trees.Tree, rows: Batch) -> list[Tensor]:
+            scores = token_scores(
+                config, trees.cast(params, job.dtype), rows.tokens, rows.positions, rows.segments, models.mesh,
+                settings.temperature, tuple(fields), rows.mask, models.layer,
+            )  # fmt: skip
+            return [getattr(scores, name) for name in fields]
+
+        with clock.phase(phase):
+            found = score(forward, params, batch, models.mesh, settings.token_budget)
+        return batch._replace(**dict(zip(fields.values(), found, strict=True)))
+
+    asked = {want: field for want, field in OF_OLD_POLICY.items() if field in needed}
+    batch = judge("old_logp", state.policy.params, {"logp": "old_logp"} | asked)
     if state.reference is not None:
-        with clock.phase("ref"):
-            (ref,) = score(logp_of, state.reference, batch, models.mesh, settings.token_budget)
-            batch = batch._replace(ref_logp=ref)
+        batch = judge("ref", state.reference, {"logp": "ref_logp"})
+    if state.teacher is not None and job.teacher is not None:
+        batch = judge("teacher", state.teacher, {"logp": "teacher_logp"}, job.teacher)
+    if state.reward_model is not None:
+        batch = judge("reward_model", state.reward_model.params, {"logp": "reward_logp"})
     if state.critic is not None:
         with clock.phase("value"):
             (values,) = score(
@@ -201,46 +231,70 @@ def score_batch(
 def learn(
     job: Job, models: Models, state: State, batch: Batch, step: int, clock: Clock
 ) -> tuple[State, dict[str, float]]:
-    """Several passes over the batch in mini-batches, critic first; the same rows in each whatever the mesh."""
-    settings, algorithm = job.settings, job.algorithm
-    policy_objective_ = policy_objective(
-        job.config, algorithm.policy_loss, models.mesh, settings.temperature, models.layer, job.dtype
-    )
+    """Several passes over the batch in mini-batches, the policy last; the same rows in each whatever the mesh."""
+    settings, parts = job.settings, _parts(job, models, step)
+    learners: dict[str, Learner] = {part.field: getattr(state, part.field) for part in parts}
     totals: dict[str, list[float]] = {}
-
-    def one_step(kind, objective, loss, learner, optimizer, layouts_, rows, old) -> Learner:
-        grads, metrics, value_ = gradient(
-            objective, loss, learner.params, rows, old, models.mesh, settings.token_budget
-        )
-        name = "pg_loss" if kind == "actor" else "vf_loss"
-        metrics |= {f"{kind}/{name}": value_, f"{kind}/grad_norm": global_norm(grads, layouts_, models.mesh)}
-        for key, x in metrics.items():
-            totals.setdefault(key, []).append(float(x))
-        return update(optimizer, learner, grads)
-
-    policy, critic = state.policy, state.critic
     for epoch in range(settings.epochs):
         for rows in _mini_batches(job, batch, step, epoch):
-            if critic is not None and algorithm.value_loss is not None:
-                with clock.phase("update_critic"):
-                    objective = value_objective(job.config, algorithm.value_loss, models.mesh, models.layer, job.dtype)
-                    critic = one_step(
-                        "critic", objective, algorithm.value_loss, critic, models.critic_optimizer,
-                        models.critic_layouts, rows, rows.value,
+            for part in parts:
+                with clock.phase(part.phase):
+                    learner = learners[part.field]
+                    grads, metrics, loss = gradient(
+                        part.objective, part.loss, learner.params, rows, getattr(rows, part.old), models.mesh,
+                        settings.token_budget,
                     )  # fmt: skip
-            with clock.phase("update_actor"):
-                policy = one_step(
-                    "actor", policy_objective_, algorithm.policy_loss, policy, models.policy_optimizer,
-                    models.policy_layouts, rows, rows.old_logp,
-                )  # fmt: skip
-    return state._replace(policy=policy, critic=critic), {k: sum(v) / len(v) for k, v in totals.items()}
+                    norm = global_norm(grads, part.layouts, models.mesh)
+                    learners[part.field] = update(part.optimizer, learner, grads)
+                for key, x in (metrics | {part.name: loss, f"{part.name.split('/')[0]}/grad_norm": norm}).items():
+                    totals.setdefault(key, []).append(float(x))
+    return state._replace(**learners), {k: sum(v) / len(v) for k, v in totals.items()}
+
+
+class Part(NamedTuple):
+    """One model's share of an update: which field of the state it is, and how it learns."""
+
+    field: str
+    phase: str
+    name: str  # of the loss among the metrics
+    old: str  # field of the batch that may stand for what the model says
+    loss: Loss
+    objective: Objective
+    optimizer: Transformation
+    layouts: trees.Tree
+
+
+def _parts(job: Job, models: Models, step: int) -> list[Part]:
+    """What learns in this step, in order."""
+    algorithm, mesh = job.algorithm, models.mesh
+
+    def of_policy(loss: Loss) -> Objective:
+        return policy_objective(job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype)
+
+    parts = []
+    if (loss := algorithm.value_loss) is not None:
+        objective = value_objective(job.config, loss, mesh, models.layer, job.dtype)
+        names = ("critic", "update_critic", "critic/vf_loss", "value")
+        parts.append(Part(*names, loss, objective, models.critic_optimizer, models.critic_layouts))
+    if (loss := algorithm.reward_loss) is not None:
+        names = ("reward_model", "update_reward", "reward_model/loss", "reward_logp")
+        parts.append(Part(*names, loss, of_policy(loss), models.reward_optimizer, models.policy_layouts))
+    if step > job.settings.critic_warmup_steps:
+        names, loss = ("policy", "update_actor", "actor/pg_loss", "old_logp"), algorithm.policy_loss
+        parts.append(Part(*names, loss, of_policy(loss), models.policy_optimizer, models.policy_layouts))
+    return parts
 
 
 def _roll(job: Job, models: Models, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
-    def rewards(rows: Sequence[Example], texts: Sequence[str]) -> list[float]:
-        return call_reward(job.task.reward, [r.text for r in rows], texts, [r.fields for r in rows])
+    def rewards(rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
+        prompts, fields = [r.text for r in rows], [r.fields for r in rows]
+        columns = [call_reward(reward, prompts, texts, fields) for reward in job.task.rewards]
+        return [list(row) for row in zip(*columns, strict=True)]
 
-    return rollout(models.engine, examples, sampling, seed, rewards, decoder_of(job.tokenizer), models.generate_mesh)
+    return rollout(
+        models.engine, examples, sampling, seed, rewards, decoder_of(job.tokenizer), models.generate_mesh,
+        job.task.weights,
+    )  # fmt: skip
 
 
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
@@ -253,12 +307,11 @@ def _values(job: Job, models: Models, params: trees.Tree, rows: Batch) -> Tensor
     )
 
 
-def _wanted(job: Job, examples: Sequence[Example], done: Rollout) -> list[int]:
-    """The prompts of which the algorithm's filter keeps at least one row."""
+def _kept(job: Job, examples: Sequence[Example], done: Rollout) -> Tensor:
+    """[prompts, samples] bool, the rows that the algorithm's filter keeps."""
     if job.algorithm.keep is None:
-        return list(range(len(examples)))
-    kept_R = job.algorithm.keep(to_batch(examples, done, job.sampling, job.pad, 0))
-    return kept_R.view(len(examples), -1).any(1).nonzero().squeeze(1).tolist()
+        return torch.ones(len(examples), job.sampling.samples, dtype=torch.bool, device=done.score.device)
+    return job.algorithm.keep(to_batch(examples, done, job.sampling, job.pad, 0)).view(len(examples), -1)
 
 
 def _prompts_of(done: Rollout, prompts: list[int], samples: int) -> Rollout:
@@ -291,6 +344,8 @@ def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
         "rollout/logp_mean": batch.rollout_logp[mask].mean(),
         "perf/total_num_tokens": batch.length.sum(),
     }  # fmt: skip
+    if batch.scores is not None and batch.scores.shape[1] > 1:
+        out |= {f"reward/{i}/mean": mean for i, mean in enumerate(batch.scores.mean(0), 1)}
     if batch.value is not None and signal.returns is not None:
         returns, values = signal.returns[signal.mask], batch.value[signal.mask]
         unexplained = (returns - values).var() / returns.var().clamp_min(1e-12)

@@ -18,6 +18,7 @@ from funrl.batch import Batch
 from funrl.generate.types import Completions, Engine, Sampling
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import ROWS
 from funrl.rewards.load import RewardError
 from funrl.runtime.spmd import gather_rows, own_range
 
@@ -41,14 +42,16 @@ class Rollout(NamedTuple):
 
     Attributes:
       completions: of all rows, the same on every rank.
-      score: [R] rewards.
+      score: [R] rewards, the weighted sums of the next.
+      scores: [R, K] what each reward function gave.
     """
 
     completions: Completions
     score: Tensor
+    scores: Tensor
 
 
-Score = Callable[[Sequence[Example], Sequence[str]], list[float]]
+Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]
 
 
 def rollout(
@@ -59,42 +62,45 @@ def rollout(
     score: Score,
     decode: Callable[[list[int]], str],
     mesh: Mesh,
+    weights: Sequence[float] = (1.0,),
 ) -> Rollout:
     """Completes and rewards all prompts.
 
     Args:
       engine: holds the weights; on `mesh`.
       examples: the same on every rank.
-      score: rewards of (example, completion text) pairs.
+      score: rewards of (example, completion text) pairs, K numbers each.
       decode: token ids without the stop token -> text.
       mesh: the generate mesh.
+      weights: of the K numbers in a row's score.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    mine = own_range(len(examples), mesh, "data")
+    mine = own_range(len(examples), mesh, ROWS)
     done = engine.generate([examples[i].tokens for i in mine], sampling, seed, first_prompt=mine.start)
     rows = [examples[i] for i in mine for _ in range(sampling.samples)]
     texts = completion_texts(done, decode)
     # Every tensor rank holds the same rows; one of them asks the reward function, which may be costly or random.
-    problem, rewards = None, [0.0] * len(rows)
+    problem, rewards = None, [[0.0] * len(weights)] * len(rows)
     if mesh.index("tensor") == 0:
         try:
             rewards = score(rows, texts)
         except RewardError as error:
             problem = str(error)
     _raise_everywhere(problem, mesh)
-    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device)
+    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(rows), len(weights))
     own = collectives.psum(own, mesh, "tensor")
     count = len(examples) * sampling.samples
     columns = [_widen(done.tokens, sampling), _widen(done.logp, sampling), _widen(done.model_logp, sampling)]
     columns += [done.lengths, done.finished, own]
     # Shares are of prompts, and every prompt has as many rows: gather by prompt.
     by_prompt = [c.reshape(len(mine), sampling.samples, *c.shape[1:]) for c in columns]
-    whole = [c.flatten(0, 1) for c in gather_rows(by_prompt, len(examples), mesh, "data")]
-    tokens, logp, model_logp, lengths, finished, rewards_R = whole
+    whole = [c.flatten(0, 1) for c in gather_rows(by_prompt, len(examples), mesh, ROWS)]
+    tokens, logp, model_logp, lengths, finished, rewards_RK = whole
     assert len(tokens) == count
-    return Rollout(Completions(tokens, lengths, logp, model_logp, finished), rewards_R)
+    score_R = rewards_RK @ torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
+    return Rollout(Completions(tokens, lengths, logp, model_logp, finished), score_R, rewards_RK)
 
 
 def completion_texts(done: Completions, decode: Callable[[list[int]], str]) -> list[str]:
@@ -128,6 +134,7 @@ def to_batch(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad
         length=length_R,
         group=first_group + torch.arange(len(prompt_R), device=device) // samples,
         score=done.score.to(engine_logp.dtype),
+        scores=done.scores.to(engine_logp.dtype),
         truncated=~completions.finished,
         rollout_logp=rollout_logp,
     )

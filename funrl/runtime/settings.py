@@ -24,7 +24,13 @@ class Settings:
     model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")
     task: str = _flag("arithmetic", "job", "the embedded task; --prompts and --reward replace it")
     prompts: str | None = _flag(None, "job", 'JSON lines, each {"prompt": text or chat messages, ...fields}')
-    reward: str | None = _flag(None, "job", "FILE.py:function, function(prompt, completion, **fields) -> float")
+    reward: str | None = _flag(
+        None, "job", "FILE.py:function, function(prompt, completion, **fields) -> float; several with commas between"
+    )
+    reward_weights: str | None = _flag(None, "job", "one number a reward function, such as 1,0.5; default: 1 each")
+    teacher: str | None = _flag(
+        None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"
+    )
     steps: int = _flag(30, "job", "RL steps, each one batch of rollouts")
     warmstart_steps: int | None = _flag(
         None, "job", "supervised steps before RL; default: what the task needs, 0 with --model"
@@ -44,6 +50,10 @@ class Settings:
         None, "update", "policy's peak learning rate; default: 1e-3 from scratch, 1e-5 with --model"
     )
     critic_lr: float | None = _flag(None, "update", "critic's peak learning rate; default: twice the policy's")
+    reward_lr: float | None = _flag(
+        None, "update", "implicit process reward model's peak learning rate; default: the policy's"
+    )
+    critic_warmup_steps: int = _flag(0, "update", "first steps in which only the critic learns")
     lr_schedule: str = _flag("constant", "update", "constant, linear or cosine, after the warm-up")
     lr_warmup_steps: int = _flag(0, "update", "optimizer steps of linear warm-up")
     weight_decay: float = _flag(0.0, "update", "decoupled, of matrices only")

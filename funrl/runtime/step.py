@@ -18,8 +18,10 @@ from funrl.algos.core import Fraction, Loss, needs_of
 from funrl.batch import Batch, select
 from funrl.data.packing import balance, micro_batches
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import ROWS
 from funrl.models import value
 from funrl.models.config import Config
+from funrl.models.fsdp import gathered
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, apply_updates_
 from funrl.runtime.spmd import psum_tree
@@ -55,11 +57,18 @@ def score(forward: Forward, params: trees.Tree, batch: Batch, mesh: Mesh, token_
             for all_rows, out in zip(whole, outs, strict=True):
                 all_rows[rows, : out.shape[1]] = out[: len(rows)]
     # Every row was computed by one data rank and is zero on the others: the sum is the union.
-    return psum_tree(whole, mesh, "data")
+    return psum_tree(whole, mesh, ROWS)
 
 
 def gradient(
-    objective: Objective, loss: Loss, params: trees.Tree, batch: Batch, old: Tensor, mesh: Mesh, token_budget: int
+    objective: Objective,
+    loss: Loss,
+    params: trees.Tree,
+    batch: Batch,
+    old: Tensor,
+    mesh: Mesh,
+    token_budget: int,
+    layouts: trees.Tree = None,
 ) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
     """The gradient of a loss over the rows of a mini-batch, summed over micro-batches and data ranks.
 
@@ -68,6 +77,7 @@ def gradient(
       loss: what the objective computes; asked once, on `old`, for the denominators of the whole mini-batch.
       batch: the mini-batch's rows; the same on every rank.
       old: [B, T] any finite argument for `loss`.
+      layouts: of `params`, which `objective` gathers; None: the data ranks hold copies of all of them.
 
     Returns: the gradient tree, the metrics' means, and the loss.
     """
@@ -80,7 +90,7 @@ def gradient(
         grads = grad if grads is None else _accumulate(grads, grad)
         mine = (tuple(p.num for p in parts), {k: tuple(v) for k, v in metrics.items()})
         total = mine if total is None else trees.map(torch.add, total, mine)
-    grads, (nums, metrics) = psum_tree((grads, total), mesh, "data")
+    grads, (nums, metrics) = _sum_over_rows(grads, total, layouts, mesh)
     value = sum((Fraction(n, d).value for n, d in zip(nums, dens, strict=True)), torch.zeros_like(nums[0]))
     return grads, {k: Fraction(*v).value for k, v in metrics.items()}, value
 
@@ -93,14 +103,18 @@ def update(optimizer: Transformation, learner: Learner, grads: trees.Tree) -> Le
 
 
 def policy_objective(
-    config: Config, loss: Loss, mesh: Mesh, temperature: float, layer: Any, dtype: torch.dtype
+    config: Config, loss: Loss, mesh: Mesh, temperature: float, layer: Any, dtype: torch.dtype,
+    layouts: trees.Tree = None,
 ) -> Objective:
-    """The algorithm's loss of a policy. Weights are cast to `dtype` to compute, gradients come back in their own."""
+    """The algorithm's loss of a policy. Weights are cast to `dtype` to compute, gradients come back in their own.
+
+    `layouts` are the weights'; those that are split over data ranks are gathered as they are needed. None: none are.
+    """
     want = ("logp", "entropy") if "entropy" in needs_of(loss) else ("logp",)
 
     def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
         scores = token_scores(
-            config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
+            config, gathered(params, layouts, mesh, dtype), rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
             rows.mask, layer,
         )  # fmt: skip
         assert scores.logp is not None
@@ -109,11 +123,13 @@ def policy_objective(
     return objective
 
 
-def value_objective(config: Config, loss: Loss, mesh: Mesh, layer: Any, dtype: torch.dtype) -> Objective:
-    """The algorithm's loss of a critic."""
+def value_objective(
+    config: Config, loss: Loss, mesh: Mesh, layer: Any, dtype: torch.dtype, layouts: trees.Tree = None
+) -> Objective:
+    """The algorithm's loss of a critic; the arguments are those of `policy_objective`."""
 
     def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
-        values = value.apply(config, trees.cast(params, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer)
+        values = value.apply(config, gathered(params, layouts, mesh, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer)
         return _divide(loss(values, rows), dens)
 
     return objective
@@ -123,6 +139,23 @@ def _divide(out: Aux, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
     fractions, _ = out
     scalar = sum((f.over(d) for f, d in zip(fractions, dens, strict=True)), torch.zeros_like(dens[0]))
     return scalar, out
+
+
+def _sum_over_rows(grads: trees.Tree, total: trees.Tree, layouts: trees.Tree, mesh: Mesh) -> tuple[trees.Tree, Any]:
+    """Sums over all ranks that had rows of their own. A gradient whose leaf is split over some of these ranks arrives
+    as a shard and summed over them already."""
+    leaves = trees.leaves(grads)
+    split = [()] * len(leaves) if layouts is None else [layout.axes for layout in trees.leaves(layouts)]
+    rest = [tuple(axis for axis in ROWS if axis not in axes) for axes in split]
+    for over in sorted(set(rest) - {ROWS}):
+        which = [i for i, axes in enumerate(rest) if axes == over]
+        for i, x in zip(which, psum_tree([leaves[i] for i in which], mesh, over), strict=True):
+            leaves[i] = x
+    which = [i for i, axes in enumerate(rest) if axes == ROWS]
+    summed, total = psum_tree(([leaves[i] for i in which], total), mesh, ROWS)  # one bucket with the metrics
+    for i, x in zip(which, summed, strict=True):
+        leaves[i] = x
+    return trees.fill(grads, leaves), total
 
 
 def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
@@ -138,9 +171,9 @@ def _own_micro_batches(batch: Batch, mesh: Mesh, token_budget: int) -> list[tupl
     """
     assert batch.length is not None
     lengths = batch.length.tolist()
-    shares = balance(lengths, mesh.size("data"))
+    shares = balance(lengths, mesh.size(ROWS))
     plans = [micro_batches([lengths[i] for i in share], token_budget, 8) for share in shares]
-    mine, plan = shares[mesh.index("data")], plans[mesh.index("data")]
+    mine, plan = shares[mesh.index(ROWS)], plans[mesh.index(ROWS)]
     device = batch.tokens.device
     pieces = []
     for piece in plan:
@@ -157,5 +190,5 @@ def _trim(rows: Batch) -> Batch:
     assert rows.length is not None
     full = rows.tokens.shape[1]
     width = min(-(-int(rows.length.max()) // 8) * 8, full)
-    cut = {k: x[:, :width] for k, x in rows._asdict().items() if x is not None and x.ndim >= 2 and x.shape[1] == full}
-    return rows._replace(**cut)
+    known = {k: x for k, x in rows._asdict().items() if x is not None and k != "scores"}  # its columns are no tokens
+    return rows._replace(**{k: x[:, :width] for k, x in known.items() if x.ndim >= 2 and x.shape[1] == full})
