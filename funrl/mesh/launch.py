@@ -49,17 +49,24 @@ def check_devices(sizes: Mapping[str, int], device: str) -> None:
         raise MeshError(f"the mesh {shape} needs {world} GPUs, this machine has {torch.cuda.device_count()}")
 
 
-def launch(program: Callable[[Mesh], Any], sizes: Mapping[str, int], device: str | None = None) -> Any:
+def launch(
+    program: Callable[[Mesh], Any],
+    sizes: Mapping[str, int],
+    device: str | None = None,
+    plain: tuple[type[Exception], ...] = (),
+) -> Any:
     """Runs `program(mesh)` on every rank and returns what rank 0 returned.
 
     Args:
       program: the same on every rank; picklable where ranks are spawned (GPUs).
       sizes: size of each mesh axis.
       device: "cpu" or "cuda"; the default is `device_type()`.
+      plain: exceptions whose message says all that a user needs; no traceback is shown of them.
 
     Raises:
       MeshError: the mesh does not fit the devices.
       WorkerError: a rank raised or died. All other ranks are ended first; the message shows that rank's traceback.
+      KeyboardInterrupt: the user interrupted; all ranks have ended.
     """
     device = device or device_type()
     sizes = dict(sizes)
@@ -73,7 +80,7 @@ def launch(program: Callable[[Mesh], Any], sizes: Mapping[str, int], device: str
         if device == "cuda":
             torch.cuda.set_device(0)
         return program(meshes.single(f"{device}:0" if device == "cuda" else "cpu"))
-    return _supervise(program, sizes, device, world)
+    return _supervise(program, sizes, device, plain)
 
 
 @contextlib.contextmanager
@@ -121,7 +128,7 @@ def _groups(sizes: dict[str, int], rank: int) -> dict[tuple[str, ...], str]:
     return groups
 
 
-def _supervise(program: Callable, sizes: dict[str, int], device: str, world: int) -> Any:
+def _supervise(program: Callable, sizes: dict[str, int], device: str, plain: tuple[type[Exception], ...]) -> Any:
     """Starts the ranks, waits for them, and ends all of them when one fails or the user interrupts."""
     with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
         pids: dict[int, int] = {}
@@ -129,8 +136,8 @@ def _supervise(program: Callable, sizes: dict[str, int], device: str, world: int
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            for rank in range(world):
-                pids[start(program, sizes, rank, device, folder)] = rank
+            for rank in range(Mesh(sizes).world):
+                pids[start(program, sizes, rank, device, folder, plain)] = rank
             failed = _wait(pids)
         except KeyboardInterrupt:
             # The terminal has sent the interrupt to every rank too: give them time to leave their files readable.
@@ -193,37 +200,37 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
             with open(path) as file:
                 reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
     if reports:
-        _, rank, text = min(reports)
-        return f"rank {rank} failed:\n{text}"
+        return min(reports)[2]
     rank, status = next(iter(failed.items()))
     return f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)} and left no traceback"
 
 
-def _fork(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> int:
+def _fork(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
     _die_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // Mesh(sizes).world))
-    _rank_main(program, sizes, rank, device, folder)
+    _rank_main(program, sizes, rank, *rest)
     raise AssertionError("a rank does not return")
 
 
-def _spawn(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> int:
+def _spawn(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> int:
     import multiprocessing
 
-    process = multiprocessing.get_context("spawn").Process(
-        target=_rank_main, args=(program, sizes, rank, device, folder)
-    )
+    process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=(program, sizes, rank, *rest))
     process.start()
     assert process.pid is not None
     return process.pid
 
 
-def _rank_main(program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str) -> None:
+def _rank_main(
+    program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str, plain: tuple[type[Exception], ...]
+) -> None:
     """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
     # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    signal.signal(signal.SIGINT, _interrupted if rank == 0 else lambda *_: os._exit(130))
     status = 1
     try:
         with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous") as mesh:
@@ -234,13 +241,24 @@ def _rank_main(program: Callable, sizes: dict[str, int], rank: int, device: str,
         status = 0
     except KeyboardInterrupt:
         status = 130
-    except BaseException:
-        with open(os.path.join(folder, f"error-{rank}"), "w") as file:
-            file.write(traceback.format_exc())
+    except BaseException as error:
+        said = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{traceback.format_exc()}"
+        try:
+            with open(os.path.join(folder, f"error-{rank}"), "w") as file:
+                file.write(said)
+        except OSError:  # the disk is full, which may be the very error
+            print(said, file=sys.stderr)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a reader of the output that has gone
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
+
+
+def _interrupted(*_: Any) -> None:
+    """Rank 0 writes files: it gets to close them, undisturbed by further interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _die_with_parent() -> None:

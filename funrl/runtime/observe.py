@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from funrl import trees
 from funrl.models import hf
 from funrl.runtime.job import Job
 from funrl.runtime.progress import open_progress
-from funrl.runtime.report import write_report
 from funrl.runtime.rollout import Example
-from funrl.runtime.run_directory import RunDirectory
+from funrl.runtime.run_directory import RunDirectory, RunDirectoryError
 from funrl.runtime.samples import Sample, open_samples
 from funrl.runtime.trackers import jsonl, tensorboard, together
 
-SHOWN = 3  # samples printed at a time; all that are given are written
-
 
 class Observer:
-    """Progress on the terminal, lines and events in the run directory, model and report at the end."""
+    """Progress on the terminal, lines and events in the run directory, model and report at the end.
+
+    Raises:
+      RunDirectoryError: by every method that writes, when the system refuses it, as on a full disk.
+    """
 
     def __init__(self, job: Job, run_dir: str | None) -> None:
         self.job, self.run, self.stack = job, RunDirectory(Path(run_dir)) if run_dir else None, contextlib.ExitStack()
-
         self.warmstart: contextlib.AbstractContextManager[None] | None = None
+        self.times_shown = 0
 
     def __enter__(self) -> Observer:
         if self.run is None:
             return self
         title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
-        self.track = together(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
-        self.stack.callback(self.track.close)
-        self.write_sample = open_samples(self.run.samples)
-        self.stack.callback(self.write_sample.close)
+        with _writing(self.run):
+            self.track = together(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
+            self.stack.callback(self.track.close)
+            self.write_sample = open_samples(self.run.samples)
+            self.stack.callback(self.write_sample.close)
         self.progress = self.stack.enter_context(open_progress(self.job.settings.steps, title))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.stack.close()
+        # Where an exception is under way already, one of closing files would hide it.
+        with contextlib.suppress(OSError) if exception[0] else _writing(self.run):
+            self.stack.close()
 
     def note(self, text: str) -> None:
         if self.run is not None:
@@ -60,10 +66,14 @@ class Observer:
     def samples(self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> None:
         if self.run is None:
             return
-        for i, (example, text, score) in enumerate(zip(examples, texts, scores, strict=True)):
-            self.write_sample.write(Sample(step, example.text, text, score))
-            if i < SHOWN:
-                self.progress.sample(example.text, text, score)
+        given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]
+        with _writing(self.run):
+            for sample in given:
+                self.write_sample.write(sample)
+        # Evaluations come with the same prompts: another one is printed each time.
+        turn = self.times_shown % len(given)
+        self.times_shown += 1
+        self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn])
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One line of metrics, with the time of each phase."""
@@ -72,15 +82,26 @@ class Observer:
         times = {f"time_s/{phase}": value for phase, value in seconds.items()} | {"time_s/step": total}
         metrics = metrics | times | {"perf/tokens_per_s": tokens / max(total, 1e-9)}
         if self.run is not None:
-            self.track(step, metrics)
+            with _writing(self.run):
+                self.track(step, metrics)
             self.progress.update(step, metrics)
 
     def finish(self, weights: trees.Tree, error: str | None) -> None:
-        """Writes the model (whole weights) and the report."""
+        """Writes the model (whole weights). `report.py` makes the report of the files once they are closed."""
         if self.run is None:
             return
-        hf.save(self.run.model, self.job.config, weights, self.job.tokenizer)
-        with contextlib.suppress(FileNotFoundError):  # a run that stopped before its first step has no metrics
-            write_report(self.run.path)
+        with _writing(self.run):
+            hf.save(self.run.model, self.job.config, weights, self.job.tokenizer)
         if error:
             self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
+
+
+@contextlib.contextmanager
+def _writing(run: RunDirectory | None) -> Iterator[None]:
+    """Says of an error of the file system which run directory it struck."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        where = getattr(error, "filename", None) or (run.path if run else "")
+        raise RunDirectoryError(f"{where}: cannot be written: {reason}") from error
