@@ -86,11 +86,11 @@ def gathered(params: trees.Tree, layouts: trees.Tree, mesh: Mesh, dtype: torch.d
 
     Args:
       params: this rank's shards; gradients reach them summed over the axes that split them.
-      layouts: of the same structure.
+      layouts: of the same structure; None: all weights are whole.
       mesh: the train mesh.
       dtype: floating point, of the results and of what is sent; gradients are reduced in the dtype of `params`.
     """
-    if not any(_over(layout) for layout in trees.leaves(layouts)):
+    if layouts is None or not any(_over(layout) for layout in trees.leaves(layouts)):
         return trees.cast(params, dtype)
     return _view(params, layouts, mesh, dtype)
 
@@ -146,9 +146,10 @@ class Layers:
         return len(self.groups)
 
     def __iter__(self) -> Iterator[trees.Tree]:
-        following = start(self.groups[0])
+        following: Tensor | None = start(self.groups[0])
         for i, group in enumerate(self.groups):
             self.now = None  # the last layer's weights go before this one's come
+            assert following is not None
             pending = _Pending(following)
             following = start(self.groups[i + 1]) if i + 1 < len(self.groups) else None
             weights = _assemble(group, pending)

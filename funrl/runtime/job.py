@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ from funrl.generate.types import Sampling
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh, MeshError
-from funrl.mesh.rules import GENERATE, TRAIN, layouts
-from funrl.models import decoder, hf
+from funrl.mesh.rules import GENERATE, ROWS, TRAIN, Rules, fully_sharded, layouts
+from funrl.models import decoder, hf, remat
 from funrl.models.config import Config
-from funrl.rewards.load import load_rewards
+from funrl.rewards.load import check_fields, load_rewards
 from funrl.runtime.rollout import Example
 from funrl.runtime.settings import Settings
 
@@ -104,10 +105,12 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     if settings.model is None:
         config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
     else:
-        config = hf.check(settings.model)
-        tokenizer = load_tokenizer(settings.model)
+        with _blaming("model"):
+            config = hf.check(settings.model)
+            tokenizer = load_tokenizer(settings.model)
     generate_sizes = _generate_sizes(settings, sizes, config, device)
-    _check_layouts(config, sizes, generate_sizes)
+    with _blaming(f"mesh={settings.mesh}"):
+        _check_layouts(config, settings, sizes, generate_sizes)
     task = _task(settings, tokenizer)
     algorithm = compose()
     check_needs(algorithm, settings)
@@ -173,10 +176,19 @@ def resolved(settings: Settings) -> Settings:
     return dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens or default)
 
 
+@contextlib.contextmanager
+def _blaming(flag: str) -> Iterator[None]:
+    """Puts the flag that led to an error before its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
+
+
 def _check_choices(settings: Settings, device: str) -> None:
     choices = {
         "dtype": tuple(DTYPES), "compile": ("auto", "on", "off"), "device": ("cpu", "cuda", None),
-        "lr_schedule": ("constant", "linear", "cosine"), "task": ("arithmetic",),
+        "remat": remat.MODES, "lr_schedule": ("constant", "linear", "cosine"), "task": ("arithmetic",),
     }  # fmt: skip
     for name, allowed in choices.items():
         if getattr(settings, name) not in allowed:
@@ -185,7 +197,7 @@ def _check_choices(settings: Settings, device: str) -> None:
     least = {
         "steps": 1, "batch_prompts": 1, "samples_per_prompt": 1, "epochs": 1, "minibatches": 1, "token_budget": 1,
         "eval_every": 1, "eval_prompts": 1, "sample_every": 1, "top_k": 0, "lr_warmup_steps": 0, "weight_decay": 0,
-        "eval_temperature": 0, "max_refills": 1, "critic_warmup_steps": 0,
+        "eval_temperature": 0, "max_refills": 1, "critic_warmup_steps": 0, "seed": 0,
     }  # fmt: skip
     for name, low in least.items():
         if getattr(settings, name) < low:
@@ -203,11 +215,20 @@ def _check_choices(settings: Settings, device: str) -> None:
             "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
             "compute; use either a temperature, or top_k and top_p at temperature 1"
         )
+    # The policy's schedule, the shorter one, decays over the updates that the critic's warm-up leaves it.
+    updates = (settings.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
+    if settings.lr_schedule != "constant" and settings.lr_warmup_steps >= max(updates, 1):
+        raise SettingsError(
+            f"--lr_warmup_steps={settings.lr_warmup_steps}: the run makes {updates} updates (steps x epochs x "
+            f"minibatches) and --lr_schedule={settings.lr_schedule} needs some after the warm-up; use fewer"
+        )
     if settings.critic_warmup_steps >= settings.steps:
         raise SettingsError(
             f"--critic_warmup_steps={settings.critic_warmup_steps}: the policy would never learn; use fewer than "
             f"--steps={settings.steps}"
         )
+    if settings.remat == "selective" and settings.compile == "on":
+        raise SettingsError("--remat=selective chooses among the operations that --compile=on makes into one; use one")
     rows = settings.batch_prompts * settings.samples_per_prompt
     if settings.minibatches > rows:
         raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
@@ -231,7 +252,7 @@ def _generate_sizes(settings: Settings, sizes: dict[str, int], config: Config, d
                 f"--generate_mesh={settings.generate_mesh} has {Mesh(chosen).world} devices and --mesh={settings.mesh} "
                 f"has {world}; they are two views of the same devices"
             )
-    ranks = max(sizes["data"], chosen["data"])
+    ranks = max(Mesh(sizes).size(ROWS), Mesh(chosen).size(ROWS))
     if settings.batch_prompts < ranks:
         raise MeshError(
             f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
@@ -247,9 +268,33 @@ def _device_memory(device: str, world: int) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / world
 
 
-def _check_layouts(config: Config, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]) -> None:
-    for mesh, rules in ((sizes, TRAIN), (generate_sizes, GENERATE)):
-        for axis in ("sequence", "expert"):
+def train_rules(settings: Settings) -> Rules:
+    """The rule table to train with.
+
+    Raises:
+      SettingsError: the flags name axes to shard over that are none, or that have one device.
+    """
+    if not settings.fsdp:
+        if settings.fsdp_axes is not None:
+            raise SettingsError(f"--fsdp_axes={settings.fsdp_axes} says what --fsdp shards over; give --fsdp too")
+        return TRAIN
+    sizes, known = meshes.parse(settings.mesh), {short: axis for short, axis in meshes.SHORT.items() if axis in ROWS}
+    named = list(known) if settings.fsdp_axes is None else settings.fsdp_axes.split(",")
+    if unknown := [short for short in named if short not in known]:
+        raise SettingsError(f"--fsdp_axes={settings.fsdp_axes}: {unknown[0]!r} is none of {', '.join(known)}")
+    over = tuple(axis for short, axis in known.items() if short in named)
+    if Mesh(sizes).size(over) == 1:
+        raise SettingsError(
+            f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
+        )
+    return fully_sharded(TRAIN, over)
+
+
+def _check_layouts(
+    config: Config, settings: Settings, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]
+) -> None:
+    for mesh, rules in ((sizes, train_rules(settings)), (generate_sizes, GENERATE)):
+        for axis in ("sequence",) if settings.fsdp else ("sequence", "expert"):
             if mesh[axis] > 1:
                 shape = meshes.text(dict(mesh))
                 raise MeshError(f"{shape}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
@@ -266,7 +311,10 @@ def _task(settings: Settings, tokenizer: Any) -> Task:
     if settings.prompts is None:
         raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
     rewards = load_rewards(settings.reward)
-    examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
+    with _blaming("prompts"):
+        examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
+    for reward in rewards:
+        check_fields(settings.reward, reward, [e.fields for e in examples])
     held = min(settings.eval_prompts, len(examples) // 10)
     # With fewer than ten prompts there is none to spare: evaluation uses the training prompts.
     train, heldout = (examples[:-held], examples[-held:]) if held else (examples, examples)
@@ -297,7 +345,7 @@ def _teacher(settings: Settings, tokenizer: Any, sizes: Mapping[str, int]) -> Co
     config = hf.check(settings.teacher)
     if load_tokenizer(settings.teacher).get_vocab() != tokenizer.get_vocab():
         raise SettingsError(f"--teacher={settings.teacher}: its tokenizer is not the policy's; tokens would not match")
-    layouts(decoder.shapes(config), decoder.axes(config), TRAIN, sizes)
+    layouts(decoder.shapes(config), decoder.axes(config), train_rules(settings), sizes)
     return config
 
 
@@ -340,8 +388,8 @@ def load_function(text: str) -> Callable:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        raise SettingsError(f"--algorithm={text}: {name} does not import: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise SettingsError(f"--algorithm={text}: {name} does not import: {error!r}") from error
     found = getattr(module, function, None)
     if not callable(found):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]

@@ -19,14 +19,16 @@ from funrl.mesh.launch import view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
-from funrl.mesh.rules import GENERATE, TRAIN, layouts
+from funrl.mesh.rules import GENERATE, layouts
 from funrl.models import decoder, hf, value
 from funrl.models.compile import compile_layer
 from funrl.models.config import Config
+from funrl.models.fsdp import gathered
+from funrl.models.remat import rematerialized
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, global_norm
 from funrl.rewards.load import score as call_reward
-from funrl.runtime.job import Job
+from funrl.runtime.job import Job, train_rules
 from funrl.runtime.optimizer import make_optimizer
 from funrl.runtime.rollout import Example, Rollout, completion_texts, rollout, to_batch
 from funrl.runtime.spmd import Clock
@@ -78,16 +80,18 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
     """Meshes, layouts and functions. Called by every rank."""
     generate_mesh = view(mesh, job.generate_sizes)
     shapes, axes = decoder.shapes(job.config), decoder.axes(job.config)
-    policy_layouts = layouts(shapes, axes, TRAIN, job.sizes)
+    rules = train_rules(job.settings)
+    policy_layouts = layouts(shapes, axes, rules, job.sizes)
     generate_layouts = layouts(shapes, axes, GENERATE, job.generate_sizes)
-    critic_layouts = layouts(value.shapes(job.config), value.axes(job.config), TRAIN, job.sizes)
+    critic_layouts = layouts(value.shapes(job.config), value.axes(job.config), rules, job.sizes)
     dtypes = trees.map(lambda _: job.dtype, shapes)
     teacher_layouts = None
     if job.teacher is not None:
-        teacher_layouts = layouts(decoder.shapes(job.teacher), decoder.axes(job.teacher), TRAIN, job.sizes)
+        teacher_layouts = layouts(decoder.shapes(job.teacher), decoder.axes(job.teacher), rules, job.sizes)
     updates = job.settings.steps * job.settings.epochs * job.settings.minibatches
     idle = job.settings.critic_warmup_steps * job.settings.epochs * job.settings.minibatches
-    layer = compile_layer(job.config, job.settings.compile, mesh.device.type, note)
+    compiles = "off" if job.settings.remat == "selective" else job.settings.compile
+    layer = compile_layer(job.config, compiles, mesh.device.type, note)
     return Models(
         mesh=mesh,
         generate_mesh=generate_mesh,
@@ -99,7 +103,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
         policy_optimizer=make_optimizer(job.settings, job.lr, updates - idle, policy_layouts, mesh),
         critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),
         reward_optimizer=make_optimizer(job.settings, job.reward_lr, updates, policy_layouts, mesh),
-        layer=layer,
+        layer=rematerialized(layer, job.settings.remat),
     )
 
 
@@ -184,12 +188,16 @@ def score_batch(
     """Log-probabilities and values by the trainer, then advantages; and what there is to say of the batch."""
     settings, needed = job.settings, needs_of(job.algorithm)
 
-    def judge(phase: str, params: trees.Tree, fields: dict[str, str], config: Config = job.config) -> Batch:
+    def judge(
+        phase: str, params: trees.Tree, fields: dict[str, str], config: Config = job.config,
+        lies: trees.Tree = models.policy_layouts,
+    ) -> Batch:  # fmt: skip
         """The batch with what a model says of its tokens: fields are {what `token_scores` calls it: field}."""
 
         def forward(params: trees.Tree, rows: Batch) -> list[Tensor]:
+            weights = gathered(params, lies, models.mesh, job.dtype)
             scores = token_scores(
-                config, trees.cast(params, job.dtype), rows.tokens, rows.positions, rows.segments, models.mesh,
+                config, weights, rows.tokens, rows.positions, rows.segments, models.mesh,
                 settings.temperature, tuple(fields), rows.mask, models.layer,
             )  # fmt: skip
             return [getattr(scores, name) for name in fields]
@@ -203,7 +211,7 @@ def score_batch(
     if state.reference is not None:
         batch = judge("ref", state.reference, {"logp": "ref_logp"})
     if state.teacher is not None and job.teacher is not None:
-        batch = judge("teacher", state.teacher, {"logp": "teacher_logp"}, job.teacher)
+        batch = judge("teacher", state.teacher, {"logp": "teacher_logp"}, job.teacher, models.teacher_layouts)
     if state.reward_model is not None:
         batch = judge("reward_model", state.reward_model.params, {"logp": "reward_logp"})
     if state.critic is not None:
@@ -242,7 +250,7 @@ def learn(
                     learner = learners[part.field]
                     grads, metrics, loss = gradient(
                         part.objective, part.loss, learner.params, rows, getattr(rows, part.old), models.mesh,
-                        settings.token_budget,
+                        settings.token_budget, part.layouts,
                     )  # fmt: skip
                     norm = global_norm(grads, part.layouts, models.mesh)
                     learners[part.field] = update(part.optimizer, learner, grads)
@@ -269,11 +277,13 @@ def _parts(job: Job, models: Models, step: int) -> list[Part]:
     algorithm, mesh = job.algorithm, models.mesh
 
     def of_policy(loss: Loss) -> Objective:
-        return policy_objective(job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype)
+        return policy_objective(
+            job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype, models.policy_layouts
+        )
 
     parts = []
     if (loss := algorithm.value_loss) is not None:
-        objective = value_objective(job.config, loss, mesh, models.layer, job.dtype)
+        objective = value_objective(job.config, loss, mesh, models.layer, job.dtype, models.critic_layouts)
         names = ("critic", "update_critic", "critic/vf_loss", "value")
         parts.append(Part(*names, loss, objective, models.critic_optimizer, models.critic_layouts))
     if (loss := algorithm.reward_loss) is not None:
@@ -302,9 +312,8 @@ def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def _values(job: Job, models: Models, params: trees.Tree, rows: Batch) -> Tensor:
-    return value.apply(
-        job.config, trees.cast(params, job.dtype), rows.tokens, rows.positions, rows.segments, models.mesh, models.layer
-    )
+    weights = gathered(params, models.critic_layouts, models.mesh, job.dtype)
+    return value.apply(job.config, weights, rows.tokens, rows.positions, rows.segments, models.mesh, models.layer)
 
 
 def _kept(job: Job, examples: Sequence[Example], done: Rollout) -> Tensor:

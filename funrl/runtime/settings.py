@@ -19,6 +19,13 @@ class Settings:
     generate_mesh: str | None = _flag(None, "devices", "the same devices while generating; default: all of them dp")
     device: str | None = _flag(None, "devices", "cpu or cuda; default: cuda where there is one")
     dtype: str = _flag("float32", "devices", "float32, float64 or bfloat16 (bfloat16 keeps float32 master weights)")
+    fsdp: bool = _flag(False, "devices", "shard weights, gradients and optimizer states over data too")
+    fsdp_axes: str | None = _flag(
+        None,
+        "devices",
+        "what --fsdp shards over: dp, ep or dp,ep; on dp2,ep4 ep makes shards of 4, twice; default: all",
+    )
+    remat: str = _flag("none", "devices", "none, full (backward computes a layer again) or selective (all but matmuls)")
     compile: str = _flag("auto", "devices", "on, off or auto: compile one decoder layer where it pays (on CUDA)")
 
     model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")

@@ -103,7 +103,12 @@ def update(optimizer: Transformation, learner: Learner, grads: trees.Tree) -> Le
 
 
 def policy_objective(
-    config: Config, loss: Loss, mesh: Mesh, temperature: float, layer: Any, dtype: torch.dtype,
+    config: Config,
+    loss: Loss,
+    mesh: Mesh,
+    temperature: float,
+    layer: Any,
+    dtype: torch.dtype,
     layouts: trees.Tree = None,
 ) -> Objective:
     """The algorithm's loss of a policy. Weights are cast to `dtype` to compute, gradients come back in their own.
@@ -113,8 +118,9 @@ def policy_objective(
     want = ("logp", "entropy") if "entropy" in needs_of(loss) else ("logp",)
 
     def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
+        weights = gathered(params, layouts, mesh, dtype)
         scores = token_scores(
-            config, gathered(params, layouts, mesh, dtype), rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
+            config, weights, rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
             rows.mask, layer,
         )  # fmt: skip
         assert scores.logp is not None
@@ -129,7 +135,9 @@ def value_objective(
     """The algorithm's loss of a critic; the arguments are those of `policy_objective`."""
 
     def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
-        values = value.apply(config, gathered(params, layouts, mesh, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer)
+        values = value.apply(
+            config, gathered(params, layouts, mesh, dtype), rows.tokens, rows.positions, rows.segments, mesh, layer
+        )
         return _divide(loss(values, rows), dens)
 
     return objective

@@ -75,12 +75,12 @@ def supervise(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, weights: tr
         clip_by_global_norm(1.0, lambda g: global_norm(g, layouts, mesh)),
         fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99),
     )
-    objective = policy_objective(job.config, loss, mesh, 1.0, layer, job.dtype)
+    objective = policy_objective(job.config, loss, mesh, 1.0, layer, job.dtype, layouts)
     learner = Learner(weights, optimizer.init(weights))
     for step in range(1, steps + 1):
         rows = demonstration_batch(job, step, mesh.device)
         old = torch.zeros(rows.tokens.shape, dtype=trees.leaves(weights)[0].dtype, device=mesh.device)
-        grads, _, value = gradient(objective, loss, learner.params, rows, old, mesh, job.settings.token_budget)
+        grads, _, value = gradient(objective, loss, learner.params, rows, old, mesh, job.settings.token_budget, layouts)
         learner = update(optimizer, learner, grads)
         if step % 10 == 0 or step == steps:
             stage.supervised(step, steps, {"train/loss": value.item()})

@@ -84,15 +84,33 @@ def gradients(job, models, state, batch, token_budget=None):
     """Whole gradients of policy and critic over all rows of a batch."""
     budget, mesh = token_budget or job.settings.token_budget, models.mesh
     algorithm, temperature = job.algorithm, job.settings.temperature
-    objective = policy_objective(job.config, algorithm.policy_loss, mesh, temperature, models.layer, job.dtype)
+    objective = policy_objective(
+        job.config, algorithm.policy_loss, mesh, temperature, models.layer, job.dtype, models.policy_layouts
+    )
     grads, metrics, loss = gradient(
-        objective, algorithm.policy_loss, state.policy.params, batch, batch.old_logp, mesh, budget
+        objective,
+        algorithm.policy_loss,
+        state.policy.params,
+        batch,
+        batch.old_logp,
+        mesh,
+        budget,
+        models.policy_layouts,
     )
     policy, critic, critic_loss = unshard(grads, models.policy_layouts, mesh), None, None
     if state.critic is not None:
-        objective = value_objective(job.config, algorithm.value_loss, mesh, models.layer, job.dtype)
+        objective = value_objective(
+            job.config, algorithm.value_loss, mesh, models.layer, job.dtype, models.critic_layouts
+        )
         grads, more, critic_loss = gradient(
-            objective, algorithm.value_loss, state.critic.params, batch, batch.value, mesh, budget
+            objective,
+            algorithm.value_loss,
+            state.critic.params,
+            batch,
+            batch.value,
+            mesh,
+            budget,
+            models.critic_layouts,
         )
         critic, metrics = unshard(grads, models.critic_layouts, mesh), metrics | more
     return Gradients(policy, loss, critic, critic_loss, {k: float(v) for k, v in metrics.items()})
