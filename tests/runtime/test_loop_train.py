@@ -1,4 +1,4 @@
-"""`train` itself, with a run directory: the same lines on every mesh, a model that loads, an end by a failing reward."""
+"""`train` with a run directory: the same lines on every mesh, a model that loads, an end by a failing reward."""
 
 import json
 from pathlib import Path
