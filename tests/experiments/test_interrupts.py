@@ -1,0 +1,104 @@
+"""However a run ends, it ends soon, says why in a few lines, and leaves a directory that can be read."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.gloo
+SMALL = ["--steps=100000", "--warmstart_steps=0", "--batch_prompts=4", "--samples_per_prompt=2", "--eval_prompts=4"]
+
+
+def start(run_dir, *flags):
+    command = [sys.executable, "-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL, *flags]
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(lines(run_dir)) < 2 and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(lines(run_dir)) >= 2, run.communicate()
+    return run
+
+
+def lines(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def processes(group):
+    """Ids of the living processes of a group."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    fields = file.read().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(entry))
+    return found
+
+
+def check_readable(run_dir):
+    steps = [json.loads(line)["step"] for line in lines(run_dir)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert json.loads((run_dir / "config.json").read_text())["flags"]["batch_prompts"] == 4
+    assert "reward" in (run_dir / "report.html").read_text()
+
+
+linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+
+
+@linux
+@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+def test_ctrl_c_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh):
+    run_dir = tmp_path / "run"
+    run = start(run_dir, f"--mesh={mesh}")
+    assert len(processes(run.pid)) == {"dp1": 1, "dp2": 3}[mesh]
+    began = time.monotonic()
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    out, err = run.communicate(timeout=20)
+    assert time.monotonic() - began < 8
+    assert run.returncode == 130
+    assert "Traceback" not in out + err
+    assert err.strip() == "interrupted"
+    assert str(run_dir / "report.html") in out
+    assert processes(run.pid) == []
+    check_readable(run_dir)
+
+
+@linux
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    run_dir = tmp_path / "run"
+    run = start(run_dir, "--mesh=dp2")
+    ranks = sorted(set(processes(run.pid)) - {run.pid})
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    out, err = run.communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    assert run.returncode == 1
+    assert "Traceback" not in out + err
+    assert err.startswith("error: rank 1 was killed by SIGKILL")
+    assert processes(run.pid) == []
+    check_readable(run_dir)
+
+
+@linux
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
+    run = start(tmp_path / "run", "--mesh=dp2")
+    ranks = set(processes(run.pid)) - {run.pid}
+    run.kill()
+    run.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while processes(run.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(ranks) == 2
+    assert processes(run.pid) == []
