@@ -121,6 +121,7 @@ def layout(
             over, parts = (), 1
         if length % parts:
             shorts = {v: k for k, v in meshes.SHORT.items()}
+            over = tuple(a for a in over if sizes[a] > 1)
             mesh = ",".join(f"{shorts[a]}{sizes[a]}" for a in over)
             raise MeshError(
                 f"{name}: {axis} has size {length}, which does not divide over {mesh} ({parts} parts); "

@@ -120,6 +120,9 @@ class Weights(Mapping):
     def __getitem__(self, name: str) -> Any:
         return _view(self.params[name], self.layouts[name], self.mesh, self.dtype)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.params
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.params)
 

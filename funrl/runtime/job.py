@@ -88,17 +88,22 @@ ROLLOUT = frozenset(
 AVAILABLE = ROLLOUT | {"old_logp", "old_entropy", "entropy", "sum_pi_squared", "ref_logp", "greedy_score"}
 
 
-def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
+def prepare(
+    settings: Settings, compose: Callable[[], Algorithm], make_task: Callable[[Settings, Any], Task] | None = None
+) -> Job:
     """Checks every flag and file and reads the small ones.
 
     Args:
       settings: the flags.
       compose: makes the algorithm.
+      make_task: makes the task of the settings and the tokenizer; None: what the flags say of prompts and rewards.
 
     Raises:
       ValueError: the first thing that cannot work, named, with its value and the way out.
     """
     torch.set_num_threads(1)  # a pool of threads does not survive the fork of the ranks
+    if settings.remat != "none":
+        importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
     _check_choices(settings, device)
     check_devices(sizes, device)
@@ -111,7 +116,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     generate_sizes = _generate_sizes(settings, sizes, config, device)
     with _blaming(f"mesh={settings.mesh}"):
         _check_layouts(config, settings, sizes, generate_sizes)
-    task = _task(settings, tokenizer)
+    task = (make_task or _task)(settings, tokenizer)
     algorithm = compose()
     check_needs(algorithm, settings)
     teacher = _teacher(settings, tokenizer, sizes)
