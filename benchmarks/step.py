@@ -121,7 +121,7 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
     settings = Settings(
         device="cpu", compile="off", model=str(files.model), prompts=str(files.prompts),
         reward=f"{files.reward}:reward", batch_prompts=PROMPTS.value, samples_per_prompt=SAMPLES.value,
-        max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR, sample_every=10**9, eval_every=10**9,
+        max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR,
     )  # fmt: skip
     job, mesh = prepare(settings, compose), single()
     models = phases.build(job, mesh, lambda text: None)
@@ -151,9 +151,9 @@ def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) ->
     exec(REWARD, space)
     args = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_strategy="no", per_device_train_batch_size=PROMPTS.value * SAMPLES.value,
-        num_generations=SAMPLES.value, max_completion_length=NEW.value, max_steps=TURNS.value + 1, learning_rate=LR,
-        lr_scheduler_type="constant", beta=KL.value, loss_type="grpo", temperature=1.0,
+        save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        per_device_train_batch_size=PROMPTS.value * SAMPLES.value, num_generations=SAMPLES.value,
+        max_completion_length=NEW.value, max_steps=TURNS.value + 1, learning_rate=LR, lr_scheduler_type="constant", beta=KL.value, loss_type="grpo", temperature=1.0,
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Loss, Signal, needs_of
+from funrl.algos.core import Fraction, Loss, Signal, needs_of
 from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
 from funrl.generate.native import native_engine
@@ -32,7 +32,16 @@ from funrl.runtime.job import Job, train_rules
 from funrl.runtime.optimizer import make_optimizer
 from funrl.runtime.rollout import Example, Rollout, completion_texts, rollout, to_batch
 from funrl.runtime.spmd import Clock
-from funrl.runtime.step import Learner, Objective, gradient, policy_objective, score, update, value_objective
+from funrl.runtime.step import (
+    Learner,
+    Objective,
+    engine_gap,
+    gradient,
+    policy_objective,
+    score,
+    update,
+    value_objective,
+)
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 OF_OLD_POLICY = {"entropy": "old_entropy", "sum_pi_squared": "sum_pi_squared"}  # of `token_scores`: field of the batch
@@ -52,6 +61,7 @@ class Models(NamedTuple):
     critic_optimizer: Transformation
     reward_optimizer: Transformation
     layer: Callable | None
+    score_old: bool  # old log-probabilities take a pass of their own
 
 
 class State(NamedTuple):
@@ -104,6 +114,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
         critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),
         reward_optimizer=make_optimizer(job.settings, job.reward_lr, updates, policy_layouts, mesh),
         layer=rematerialized(layer, job.settings.remat),
+        score_old=needs_old_scores(job),
     )
 
 
@@ -207,7 +218,8 @@ def score_batch(
         return batch._replace(**dict(zip(fields.values(), found, strict=True)))
 
     asked = {want: field for want, field in OF_OLD_POLICY.items() if field in needed}
-    batch = judge("old_logp", state.policy.params, {"logp": "old_logp"} | asked)
+    if models.score_old:
+        batch = judge("old_logp", state.policy.params, {"logp": "old_logp"} | asked)
     if state.reference is not None:
         batch = judge("ref", state.reference, {"logp": "ref_logp"})
     if state.teacher is not None and job.teacher is not None:
@@ -247,10 +259,10 @@ def learn(
         for rows in _mini_batches(job, batch, step, epoch):
             for part in parts:
                 with clock.phase(part.phase):
-                    learner = learners[part.field]
+                    learner, old = learners[part.field], getattr(rows, part.old)
                     grads, metrics, loss = gradient(
-                        part.objective, part.loss, learner.params, rows, getattr(rows, part.old), models.mesh,
-                        settings.token_budget, part.layouts,
+                        part.objective, part.loss, learner.params, rows, rows.rollout_logp if old is None else old,
+                        models.mesh, settings.token_budget, part.layouts,
                     )  # fmt: skip
                     norm = global_norm(grads, part.layouts, models.mesh)
                     learners[part.field] = update(part.optimizer, learner, grads)
@@ -311,6 +323,16 @@ def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def needs_old_scores(job: Job) -> bool:
+    """Whether the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
+    of its forward pass, unless something before or beside the policy's loss reads them."""
+    algorithm, settings = job.algorithm, job.settings
+    before = needs_of(algorithm.advantage, algorithm.value_loss, algorithm.reward_loss, algorithm.keep)
+    single = settings.epochs * settings.minibatches == 1 and settings.critic_warmup_steps == 0
+    asked = {"old_logp"} & before or set(OF_OLD_POLICY.values()) & needs_of(algorithm)
+    return bool(asked) or not single or algorithm.reward_loss is not None
+
+
 def _values(job: Job, models: Models, params: trees.Tree, rows: Batch) -> Tensor:
     weights = gathered(params, models.critic_layouts, models.mesh, job.dtype)
     return value.apply(job.config, weights, rows.tokens, rows.positions, rows.segments, models.mesh, models.layer)
@@ -338,9 +360,8 @@ def _mini_batches(job: Job, batch: Batch, step: int, epoch: int) -> list[Batch]:
 def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
     """Metrics of a scored batch."""
     mask, score_B = batch.mask, batch.score
-    assert batch.old_logp is not None and batch.rollout_logp is not None and batch.length is not None
+    assert batch.rollout_logp is not None and batch.length is not None
     assert score_B is not None and batch.truncated is not None
-    gap = (batch.old_logp - batch.rollout_logp).abs()[mask]
     response = mask.sum(1).double()
     advantages = signal.x[signal.mask]
     out = {
@@ -349,10 +370,11 @@ def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
         "critic/advantages/min": advantages.min(),
         "response_length/mean": response.mean(), "response_length/max": response.max(),
         "response_length/min": response.min(), "response_length/clip_ratio": batch.truncated.double().mean(),
-        "rollout/logprob_gap_max": gap.max(), "rollout/logprob_gap_mean": gap.mean(),
         "rollout/logp_mean": batch.rollout_logp[mask].mean(),
         "perf/total_num_tokens": batch.length.sum(),
     }  # fmt: skip
+    if batch.old_logp is not None:
+        out |= {k: x.value if isinstance(x, Fraction) else x for k, x in engine_gap(batch).items()}
     if batch.scores is not None and batch.scores.shape[1] > 1:
         out |= {f"reward/{i}/mean": mean for i, mean in enumerate(batch.scores.mean(0), 1)}
     if batch.value is not None and signal.returns is not None:

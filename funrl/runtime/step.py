@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Fraction, Loss, needs_of
+from funrl.algos.core import Fraction, Loss, needs_of, token_fraction, where_masked
 from funrl.batch import Batch, select
 from funrl.data.packing import balance, micro_batches
+from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import ROWS
 from funrl.models import value
@@ -26,7 +27,7 @@ from funrl.models.scores import token_scores
 from funrl.optim import Transformation, apply_updates_
 from funrl.runtime.spmd import psum_tree
 
-Aux = tuple[tuple[Fraction, ...], dict[str, Fraction]]
+Aux = tuple[tuple[Fraction, ...], dict[str, Any]]  # metrics are fractions, or tensors of which the largest counts
 Objective = Callable[[trees.Tree, Batch, Sequence[Tensor]], tuple[Tensor, Aux]]
 Forward = Callable[[trees.Tree, Batch], Sequence[Tensor]]
 
@@ -76,23 +77,28 @@ def gradient(
       objective: (params, rows, denominators) -> (scalar, fractions and metrics).
       loss: what the objective computes; asked once, on `old`, for the denominators of the whole mini-batch.
       batch: the mini-batch's rows; the same on every rank.
-      old: [B, T] any finite argument for `loss`.
+      old: [B, T] any finite argument for `loss`; it stands for the old log-probabilities where the batch has none.
       layouts: of `params`, which `objective` gathers; None: the data ranks hold copies of all of them.
 
     Returns: the gradient tree, the metrics' means, and the loss.
     """
-    fractions, _ = loss(old, batch._replace(entropy=torch.zeros_like(old)))
+    said = old if batch.old_logp is None else batch.old_logp
+    fractions, _ = loss(old, batch._replace(entropy=torch.zeros_like(old), old_logp=said))
     dens = [f.den for f in fractions]
     grads: trees.Tree = None
     total: Any = None
+    peaks: dict[str, Tensor] = {}
     for _, piece in _own_micro_batches(batch, mesh, token_budget):
         (_, (parts, metrics)), grad = trees.value_and_grad(objective)(params, piece, dens)
         grads = grad if grads is None else _accumulate(grads, grad)
-        mine = (tuple(p.num for p in parts), {k: tuple(v) for k, v in metrics.items()})
+        mine = (tuple(p.num for p in parts), {k: tuple(v) for k, v in metrics.items() if isinstance(v, Fraction)})
         total = mine if total is None else trees.map(torch.add, total, mine)
+        most = {k: v for k, v in metrics.items() if not isinstance(v, Fraction)}
+        peaks = trees.map(torch.maximum, peaks, most) if peaks else most
     grads, (nums, metrics) = _sum_over_rows(grads, total, layouts, mesh)
+    peaks = {k: pmax(v, mesh, ROWS) for k, v in peaks.items()}
     value = sum((Fraction(n, d).value for n, d in zip(nums, dens, strict=True)), torch.zeros_like(nums[0]))
-    return grads, {k: Fraction(*v).value for k, v in metrics.items()}, value
+    return grads, {k: Fraction(*v).value for k, v in metrics.items()} | peaks, value
 
 
 def update(optimizer: Transformation, learner: Learner, grads: trees.Tree) -> Learner:
@@ -110,12 +116,15 @@ def policy_objective(
     layer: Any,
     dtype: torch.dtype,
     layouts: trees.Tree = None,
+    watch_entropy: bool = False,
 ) -> Objective:
     """The algorithm's loss of a policy. Weights are cast to `dtype` to compute, gradients come back in their own.
 
     `layouts` are the weights'; those that are split over data ranks are gathered as they are needed. None: none are.
+    Where sampled rows have no old log-probabilities, this is the only update on them: what the policy says now is what
+    it said. `watch_entropy` adds the policy's mean entropy to the metrics, whether or not the loss reads it.
     """
-    want = ("logp", "entropy") if "entropy" in needs_of(loss) else ("logp",)
+    want = ("logp", "entropy") if watch_entropy or "entropy" in needs_of(loss) else ("logp",)
 
     def objective(params: trees.Tree, rows: Batch, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
         weights = gathered(params, layouts, mesh, dtype)
@@ -124,7 +133,14 @@ def policy_objective(
             rows.mask, layer,
         )  # fmt: skip
         assert scores.logp is not None
-        return _divide(loss(scores.logp, rows._replace(entropy=scores.entropy)), dens)
+        seen = {}
+        if watch_entropy and scores.entropy is not None:
+            seen["actor/entropy"] = token_fraction(scores.entropy.detach(), rows.mask)
+        if rows.old_logp is None and rows.rollout_logp is not None:
+            rows = rows._replace(old_logp=scores.logp.detach())
+            seen |= engine_gap(rows)
+        fractions, metrics = loss(scores.logp, rows._replace(entropy=scores.entropy))
+        return _divide((fractions, metrics | seen), dens)
 
     return objective
 
@@ -141,6 +157,13 @@ def value_objective(
         return _divide(loss(values, rows), dens)
 
     return objective
+
+
+def engine_gap(batch: Batch) -> dict[str, Any]:
+    """How far the trainer's log-probabilities are from those of the engine that sampled, in nats: mean and largest."""
+    assert batch.old_logp is not None and batch.rollout_logp is not None
+    gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), batch.mask)
+    return {"rollout/logprob_gap_mean": token_fraction(gap_BT, batch.mask), "rollout/logprob_gap_max": gap_BT.max()}
 
 
 def _divide(out: Aux, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:

@@ -92,7 +92,7 @@ def gradients(job, models, state, batch, token_budget=None):
         algorithm.policy_loss,
         state.policy.params,
         batch,
-        batch.old_logp,
+        batch.rollout_logp if batch.old_logp is None else batch.old_logp,
         mesh,
         budget,
         models.policy_layouts,
