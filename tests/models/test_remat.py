@@ -1,0 +1,81 @@
+"""Computing layers again: the same gradients for less memory, and what is computed again is what should be."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.models import decoder
+from funrl.models.config import Config
+from funrl.models.remat import MODES, rematerialized
+from funrl.models.scores import token_scores
+
+CONFIG = Config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=32, family="qwen3", qk_norm=True)
+TOKENS = torch.randint(0, 24, (4, 40), generator=torch.Generator().manual_seed(2))
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.products, self.attentions, self.other = 0, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        self.products += name.startswith(("aten::mm", "aten::addmm"))
+        self.attentions += name.startswith("aten::_scaled_dot_product") and "backward" not in name
+        self.other += name == "aten::silu"
+        return func(*args, **(kwargs or {}))
+
+
+def _run(mode, segments=None):
+    """Gradients; bytes that autograd keeps; matmuls, attentions and silus of forward and backward together."""
+    params = decoder.init(CONFIG, torch.Generator().manual_seed(0), torch.float64)
+    layer = rematerialized(None, mode)
+    kept = {}
+
+    def note(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def loss(params):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            return token_scores(CONFIG, params, TOKENS, segments=segments, layer=layer).logp.sum(), None
+
+    with _Counted() as counted:
+        _, grads = trees.value_and_grad(loss)(params)
+    return grads, sum(kept.values()), counted
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_gradients_stay_the_same(mode, packed):
+    segments = 1 + torch.arange(40).div(13, rounding_mode="floor").expand(4, 40) if packed else None
+    plain, again = _run("none", segments)[0], _run(mode, segments)[0]
+    for (name, x), y in zip(trees.named(again), trees.leaves(plain), strict=True):
+        assert (x - y).abs().max() < 1e-12, name
+        assert y.abs().max() > 0, name
+
+
+def test_what_is_kept_and_what_is_computed_again():
+    (_, plain, a), (_, full, b), (_, _, c) = (_run(mode) for mode in MODES)
+    assert full < plain / 2
+    layers = CONFIG.layers
+    assert (a.attentions, b.attentions, c.attentions) == (layers, 2 * layers, layers)
+    assert (a.other, b.other, c.other) == (layers, 2 * layers, 2 * layers)
+    # Of the 7 products of a layer's forward pass the last need not be made again: nothing of its result is saved.
+    assert b.products == a.products + 6 * layers
+    assert c.products == a.products
+
+
+def test_without_a_gradient_or_without_a_mode_it_is_the_plain_layer():
+    calls = []
+
+    def layer(*args):
+        calls.append(torch.is_grad_enabled())
+        return decoder.decoder_layer(*args)
+
+    assert rematerialized(layer, "none") is layer
+    params = decoder.init(CONFIG, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        decoder.apply(CONFIG, params, TOKENS, layer=rematerialized(layer, "full"))
+    assert calls == [False] * CONFIG.layers
