@@ -234,7 +234,12 @@ def _rank_main(
     status = 1
     try:
         with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous") as mesh:
-            result = program(mesh)
+            try:
+                result = program(mesh)
+            except Exception as error:
+                # Before the group is left: the peers, which then fail too, must not be the first to report.
+                _report(folder, rank, error, plain)
+                raise
             if rank == 0:
                 with open(os.path.join(folder, "result"), "wb") as file:
                     pickle.dump(result, file)
@@ -242,17 +247,25 @@ def _rank_main(
     except KeyboardInterrupt:
         status = 130
     except BaseException as error:
-        said = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{traceback.format_exc()}"
-        try:
-            with open(os.path.join(folder, f"error-{rank}"), "w") as file:
-                file.write(said)
-        except OSError:  # the disk is full, which may be the very error
-            print(said, file=sys.stderr)
+        _report(folder, rank, error, plain)
     finally:
         with contextlib.suppress(OSError):  # a reader of the output that has gone
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
+    """Leaves what a rank has to say of its failure for the supervisor; the first word stands."""
+    trace = "".join(traceback.format_exception(error))
+    said = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    try:
+        with open(os.path.join(folder, f"error-{rank}"), "x") as file:
+            file.write(said)
+    except FileExistsError:
+        return
+    except OSError:  # the disk is full, which may be the very error
+        print(said, file=sys.stderr)
 
 
 def _interrupted(*_: Any) -> None:

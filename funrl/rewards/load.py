@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 import traceback
@@ -53,6 +54,22 @@ def load_rewards(text: str) -> tuple[Reward, ...]:
     return tuple(load_reward(part.strip()) for part in text.split(","))
 
 
+def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RewardError where a function has no place for a field that a prompt brings, or wants one that it lacks."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # one written in C has none
+        return
+    for names in dict.fromkeys(tuple(sorted(f)) for f in fields):
+        try:
+            signature.bind("", "", **dict.fromkeys(names))
+        except TypeError as error:
+            call = ", ".join(("prompt", "completion", *(f"{n}=..." for n in names)))
+            raise RewardError(
+                f"--reward={text}: the prompts' fields make the call ({call}), but it has {error}"
+            ) from error
+
+
 def score(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], fields: Sequence[Mapping[str, Any]]
 ) -> list[float]:
@@ -73,7 +90,7 @@ def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]
     where = f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
     try:
         value = reward(prompt, completion, **fields)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
         trace = "".join(traceback.format_exception(type(error), error, own))
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
@@ -121,5 +138,11 @@ def _from_package(text: str, name: str) -> ModuleType:
 
 
 def _no_import(text: str, name: str, error: BaseException) -> RewardError:
-    last = "".join(traceback.format_exception(error, limit=-1))
-    return RewardError(f"--reward={text}: {name} does not import: {error!r}\n{last}")
+    if isinstance(error, SyntaxError):
+        said, file, line = error.msg, error.filename, error.lineno
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        said, file, line = str(error), last.filename, last.lineno
+    return RewardError(
+        f'--reward={text}: {name} does not import: {type(error).__name__}: {said} ("{file}", line {line})'
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class Observer:
         # Evaluations come with the same prompts: another one is printed each time.
         turn = self.times_shown % len(given)
         self.times_shown += 1
-        self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn])
+        self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One line of metrics, with the time of each phase."""
@@ -86,12 +86,12 @@ class Observer:
                 self.track(step, metrics)
             self.progress.update(step, metrics)
 
-    def finish(self, weights: trees.Tree, error: str | None) -> None:
-        """Writes the model (whole weights). `report.py` makes the report of the files once they are closed."""
+    def finish(self, weights: trees.Tree, error: str | None, save: Callable[..., None] = hf.save) -> None:
+        """Writes the model (whole weights) by `save`. The report is made of the files once they are closed."""
         if self.run is None:
             return
         with _writing(self.run):
-            hf.save(self.run.model, self.job.config, weights, self.job.tokenizer)
+            save(self.run.model, self.job.config, weights, self.job.tokenizer)
         if error:
             self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
 
@@ -102,6 +102,6 @@ def _writing(run: RunDirectory | None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        reason = (getattr(error, "strerror", None) or str(error).rsplit("I/O error: ")[-1]).lower()
         where = getattr(error, "filename", None) or (run.path if run else "")
         raise RunDirectoryError(f"{where}: cannot be written: {reason}") from error

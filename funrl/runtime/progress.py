@@ -46,6 +46,7 @@ COLUMNS = (  # the order on screen
     Column("eval/accuracy", "accuracy", 8, ".3f"),
     Column("actor/ppo_kl", "KL", 8, ".1e"),
     Column("actor/kl_loss", "KL ref", 8, ".1e"),
+    Column("actor/reward_kl_penalty", "KL ref", 8, ".1e"),
     Column("actor/entropy", "entropy", 7, ".3f"),
     Column("actor/pg_clipfrac", "clip", 6, ".3f"),
     Column("response_length/mean", "length", 6, ".1f"),
@@ -53,7 +54,14 @@ COLUMNS = (  # the order on screen
     Column("perf/tokens_per_s", "tok/s", 6, ".0f"),
     Column("time_s/step", "s/step", 6, ".2f"),
 )
-DROPPED_FIRST = ("actor/kl_loss", "time_s/step", "actor/pg_clipfrac", "rollout/logprob_gap_max", "actor/entropy")
+DROPPED_FIRST = (
+    "actor/kl_loss",
+    "actor/reward_kl_penalty",
+    "time_s/step",
+    "actor/pg_clipfrac",
+    "rollout/logprob_gap_max",
+    "actor/entropy",
+)
 
 
 @dataclass
@@ -130,13 +138,13 @@ class Progress:
         elif step in (1, stage.total) or step * 10 // max(stage.total, 1) > (step - 1) * 10 // max(stage.total, 1):
             self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(values)}  {_remaining(stage)}"))
 
-    def sample(self, prompt: str, completion: str, reward: float) -> None:
-        """Prints a sample above the table, unless one was printed a moment ago."""
+    def sample(self, prompt: str, completion: str, reward: float, step: int | None = None) -> None:
+        """Prints a sample above the table, unless one was printed a moment ago. It is of the latest step or `step`."""
         if time.monotonic() < self._next_sample:
             return
         self._next_sample = time.monotonic() + self._sample_seconds
         text = Text("sample ", style="dim")
-        text.append(f"step {self._now.step}  ", style="dim")
+        text.append(f"step {self._now.step if step is None else step}  ", style="dim")
         text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
         encoding = self._console.encoding
         text.append("  " + _one_line(prompt, encoding, keep_end=True), style="dim")

@@ -58,7 +58,11 @@ HEADLINE_CHARTS = (
 )
 CHARTS = (
     Chart("KL", "nats a token, from the policy that sampled", (("actor/ppo_kl", "KL"),)),
-    Chart("KL to the reference", "nats a token", (("actor/kl_loss", "KL"),)),
+    Chart(
+        "KL to the reference",
+        "nats a token",
+        (("actor/kl_loss", "in the loss"), ("actor/reward_kl_penalty", "in the reward")),
+    ),
     Chart("Entropy", "nats a token", (("actor/entropy", "entropy"),)),
     Chart("Clip fraction", "share of tokens", (("actor/pg_clipfrac", "clipped"),)),
     Chart("Policy loss", "what the gradient step minimises", (("actor/pg_loss", "loss"),)),

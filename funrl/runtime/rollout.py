@@ -80,7 +80,7 @@ def rollout(
     mine = own_range(len(examples), mesh, ROWS)
     done = engine.generate([examples[i].tokens for i in mine], sampling, seed, first_prompt=mine.start)
     rows = [examples[i] for i in mine for _ in range(sampling.samples)]
-    texts = completion_texts(done, decode)
+    texts = completion_texts(done, decode, [row.tokens[-1] for row in rows])
     # Every tensor rank holds the same rows; one of them asks the reward function, which may be costly or random.
     problem, rewards = None, [[0.0] * len(weights)] * len(rows)
     if mesh.index("tensor") == 0:
@@ -103,10 +103,27 @@ def rollout(
     return Rollout(Completions(tokens, lengths, logp, model_logp, finished), score_R, rewards_RK)
 
 
-def completion_texts(done: Completions, decode: Callable[[list[int]], str]) -> list[str]:
-    """The text of every row, without the stop token that ended it."""
+def completion_texts(
+    done: Completions, decode: Callable[[list[int]], str], before: Sequence[int] | None = None
+) -> list[str]:
+    """The text of every row, without the stop token that ended it.
+
+    Args:
+      decode: token ids -> text.
+      before: the token before each row's completion. Many tokenizers drop the space that opens a text; behind another
+        token it stays, so that prompt and completion join to what the model wrote.
+    """
     lengths = (done.lengths - done.finished.long()).tolist()
-    return [decode(row[:n]) for row, n in zip(done.tokens.tolist(), lengths, strict=True)]
+    rows = [row[:n] for row, n in zip(done.tokens.tolist(), lengths, strict=True)]
+    if before is None:
+        return [decode(row) for row in rows]
+    opening = {token: decode([token]) for token in set(before)}
+    texts = []
+    for token, row in zip(before, rows, strict=True):
+        joined = decode([token, *row])
+        kept = joined.startswith(opening[token])
+        texts.append(joined[len(opening[token]) :] if kept else decode(row))
+    return texts
 
 
 def to_batch(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int) -> Batch:

@@ -15,6 +15,7 @@ short, which `read_lines` leaves out).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -76,9 +77,16 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
       RunDirectoryError: it cannot be created or written, or it holds a former run or a foreign config.json.
     """
     run = RunDirectory(_new_default(experiment) if not run_dir else _given(Path(run_dir)))
-    _refuse_used(run)
-    _check_writable(run.path)
-    write_text(run.config, json.dumps(valid(describe(experiment, config)), indent=2) + "\n")
+    try:
+        _refuse_used(run)
+        _check_writable(run.path)
+        write_text(run.config, json.dumps(valid(describe(experiment, config)), indent=2) + "\n")
+    except (OSError, RunDirectoryError) as error:
+        with contextlib.suppress(OSError):
+            run.path.rmdir()  # only one that holds nothing
+        if isinstance(error, RunDirectoryError):
+            raise
+        raise RunDirectoryError(f"--run_dir={run.path}: cannot be written: {_reason(error)}") from None
     return run
 
 
@@ -215,9 +223,11 @@ def _check_writable(path: Path) -> None:
     probe = path / f".probe.{os.getpid()}"
     try:
         probe.write_bytes(b"\n")
-        probe.unlink()
     except OSError as error:
         raise RunDirectoryError(f"--run_dir={path}: cannot be written: {_reason(error)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _reason(error: OSError) -> str:

@@ -5,6 +5,7 @@ The warm start is cached by everything that its result depends on, so that a sec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from funrl import trees
 from funrl.algos.core import reduce
@@ -119,13 +121,15 @@ def _key(job: Job) -> str:
 
 def _store(cached: Path, job: Job, whole: trees.Tree, stage: Any) -> None:
     """Writes beside and renames, so that a reader sees a whole directory or none."""
+    beside = None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.mkdtemp(dir=cached.parent)
         hf.save(beside, job.config, whole, job.tokenizer)
-        try:
+        with contextlib.suppress(OSError):  # another run was quicker
             os.rename(beside, cached)
-        except OSError:  # another run was quicker
-            shutil.rmtree(beside, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         stage.note(f"the warm start could not be cached in {cached}: {error}")
+    finally:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
