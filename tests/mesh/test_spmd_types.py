@@ -107,8 +107,8 @@ def forward(text, config):
     """All outputs are the same on every tensor rank, and so are their gradients; those of data ranks differ."""
     with checked(text) as mesh:
         params, (tokens, *where) = inputs(mesh, config)
-        scores = token_scores(config, params["policy"], tokens, *where, mesh, want=linear_logprob.WANTS)
-        for x in (*scores, value.apply(config, params["critic"], tokens, *where, mesh)):
+        scores = token_scores(config, params["policy"], tokens, *where, mesh=mesh, want=linear_logprob.WANTS)
+        for x in (*scores, value.apply(config, params["critic"], tokens, *where, mesh=mesh)):
             typed(x, mesh, V)
 
 
