@@ -85,6 +85,20 @@ def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = E
     return [(prompt_text(pair), answer_text(answer)) for pair, answer in zip(pairs, answers, strict=True)]
 
 
+def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, str]]:
+    """Problems with a carry in them as (prompt, chosen, rejected): the sum, and what it is without the carries.
+
+    Args: as in `problems`.
+    """
+    pairs = problems(seed, 8 * count, digits, split)
+    differ = pairs[pairs.sum(1) != sum_without_carries(pairs)][:count]
+    wrong = sum_without_carries(differ)
+    return [
+        (prompt_text(pair), answer_text(pair.sum()), answer_text(answer))
+        for pair, answer in zip(differ, wrong, strict=True)
+    ]
+
+
 def reward(prompt: str, completion: str, **fields: Any) -> float:
     """1.0 if the completion is exactly the sum that the prompt asks for, ones first, else 0.0."""
     match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)

@@ -24,7 +24,7 @@ from absl import flags
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import ModelError
-from funrl.runtime.job import Job, SettingsError, load_function, prepare, resolved
+from funrl.runtime.job import SettingsError, load_function, prepare, resolved
 from funrl.runtime.loop import Outcome, train
 from funrl.runtime.report import ReportError, write_report
 from funrl.runtime.run_directory import RunDirectoryError, open_run
@@ -34,6 +34,29 @@ PLAIN = (RunDirectoryError, ModelError)  # their messages say all that a user ne
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 
 
+class Kind(NamedTuple):
+    """A kind of experiment.
+
+    Attributes:
+      settings: the class of the common flags.
+      hidden: those of its fields that have no meaning here, and are no flags.
+      prepare: (settings, compose) -> a job with `sizes` and `device`, checked.
+      run: (job, mesh, run_dir) -> how it ended.
+    """
+
+    settings: type[Settings]
+    hidden: tuple[str, ...]
+    prepare: Callable[[Any, Callable[[], Any]], Any]
+    run: Callable[[Any, Mesh, str | None], Outcome]
+
+    @property
+    def fields(self) -> list[dataclasses.Field]:
+        return [field for field in dataclasses.fields(self.settings) if field.name not in self.hidden]
+
+
+REINFORCEMENT = Kind(Settings, (), prepare, train)
+
+
 class Command(NamedTuple):
     """A parsed command line; small, hashable and picklable, so that a spawned rank can read it again.
 
@@ -41,26 +64,29 @@ class Command(NamedTuple):
       settings: the common flags.
       source: "module:function" of the algorithm.
       arguments: (name, value) of the algorithm's own flags.
+      kind: what is done with them.
     """
 
     settings: Settings
     source: str
     arguments: tuple[tuple[str, Any], ...]
+    kind: Kind = REINFORCEMENT
 
 
-def main(module: str, argv: Sequence[str] | None = None, **defaults: Any) -> int:
+def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEMENT, **defaults: Any) -> int:
     """Runs the experiment of a module from the command line and returns the exit status.
 
     Args:
       module: such as "funrl.experiments.ppo".
       argv: the command line; the default is the program's.
+      kind: what the experiment does; the default is reinforcement learning.
       defaults: values of common flags that suit this experiment better than those of `Settings`.
     """
     argv = list(sys.argv if argv is None else argv)
     speaks = os.environ.get("RANK", "0") == "0"  # under torchrun every rank comes through here
     run_dir = None
     try:
-        command = parse(module, argv, defaults)
+        command = parse(module, argv, defaults, kind)
         if command is None:
             return 0
         job = _job(command)
@@ -91,7 +117,7 @@ def _say(status: int, problem: str, speaks: bool) -> int:
     return status
 
 
-def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Command | None:
+def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any], kind: Kind = REINFORCEMENT) -> Command | None:
     """The command line as a `Command`; None where help was asked for and printed.
 
     Raises:
@@ -101,8 +127,7 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Comm
     source = given[-1] if given else f"{module}:algorithm"
     compose = load_function(source)
     table = flags.FlagValues()
-    fields = dataclasses.fields(Settings)
-    for field in fields:
+    for field in kind.fields:
         _define(table, field.name, field.type, defaults.get(field.name, field.default), field.metadata["help"])
     own = inspect.signature(compose).parameters
     texts = _argument_texts(compose)
@@ -115,25 +140,25 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any]) -> Comm
         _define(table, name, types.get(name, float), parameter.default, texts.get(name, ""))
     flags.DEFINE_string("algorithm", source, "module:function or FILE.py:function that makes the algorithm", table)
     if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):
-        print(_help(module, table, list(own)))
+        print(_help(module, table, list(own), kind))
         return None
     rest = _read(table, argv)
     if rest:
         raise SettingsError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
-    settings = Settings(**{field.name: table[field.name].value for field in fields})
+    settings = kind.settings(**{field.name: table[field.name].value for field in kind.fields})
     values = {name: table[name].value for name in own} | dataclasses.asdict(resolved(settings))
-    return Command(settings, source, tuple((name, values[name]) for name in own))
+    return Command(settings, source, tuple((name, values[name]) for name in own), kind)
 
 
 @functools.lru_cache(maxsize=1)
-def _job(command: Command) -> Job:
+def _job(command: Command) -> Any:
     """Checked once: forked ranks inherit the result, spawned ones make it again."""
     compose = load_function(command.source)
-    return prepare(command.settings, lambda: compose(**dict(command.arguments)))
+    return command.kind.prepare(command.settings, lambda: compose(**dict(command.arguments)))
 
 
 def _rank(command: Command, run_dir: str | None, mesh: Mesh) -> Outcome:
-    return train(_job(command), mesh, run_dir)
+    return command.kind.run(_job(command), mesh, run_dir)
 
 
 def _read(table: flags.FlagValues, argv: Sequence[str]) -> list[str]:
@@ -189,16 +214,13 @@ def _argument_texts(compose: Callable) -> dict[str, str]:
     return texts
 
 
-def _help(module: str, table: flags.FlagValues, own: Sequence[str]) -> str:
+def _help(module: str, table: flags.FlagValues, own: Sequence[str], kind: Kind) -> str:
     """All flags, grouped, a line or two each, with their defaults."""
     summary = (inspect.getdoc(sys.modules[module]) or "").splitlines()[0] if module in sys.modules else ""
     lines = [f"python -m {module} [--flag=value ...]", summary]
-    groups = {
-        title: [f.name for f in dataclasses.fields(Settings) if f.metadata["group"] == key]
-        for key, title in GROUPS.items()
-    }
+    groups = {title: [f.name for f in kind.fields if f.metadata["group"] == key] for key, title in GROUPS.items()}
     groups["What to do"].append("algorithm")
-    common = {f.name for f in dataclasses.fields(Settings)}
+    common = {f.name for f in kind.fields}
     groups["The algorithm"] = [name for name in own if name not in common]
     for title, names in groups.items():
         lines += ["", f"{title}:"]

@@ -135,6 +135,7 @@ def save(
     params: trees.Tree,
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
+    head_1D: Tensor | None = None,
 ) -> None:
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
@@ -144,11 +145,15 @@ def save(
       params: whole tensors.
       tokenizer: anything with `save_pretrained`, such as a transformers tokenizer.
       max_shard_bytes: beyond this the weights are split over several files, with an index.
+      head_1D: a row that reads a reward from hidden states, [1, D]. The directory is then one for
+        `AutoModelForSequenceClassification` with one label, and `params` have no unembedding.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     names = hf_names(config)
     theirs = [(names[name][0], x.detach().reshape(names[name][1])) for name, x in trees.named(params)]
+    if head_1D is not None:
+        theirs.append(("score.weight", head_1D.detach()))
     shards = list(_split(theirs, max_shard_bytes))
     files = (
         [WHOLE]
@@ -168,6 +173,9 @@ def save(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     dtype = str(trees.leaves(params)[0].dtype).removeprefix("torch.")
     raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    if head_1D is not None:
+        kind = raw["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        raw |= {"architectures": [kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
