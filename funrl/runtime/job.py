@@ -27,6 +27,7 @@ from funrl.mesh.rules import GENERATE, ROWS, TRAIN, Rules, fully_sharded, layout
 from funrl.models import decoder, hf, remat
 from funrl.models.config import Config
 from funrl.rewards.load import check_fields, load_rewards
+from funrl.runtime import offload
 from funrl.runtime.rollout import Example
 from funrl.runtime.settings import Settings
 
@@ -232,6 +233,8 @@ def _check_choices(settings: Settings, device: str) -> None:
             f"--critic_warmup_steps={settings.critic_warmup_steps}: the policy would never learn; use fewer than "
             f"--steps={settings.steps}"
         )
+    with _blaming(f"offload={settings.offload}"):
+        offload.parse(settings.offload)
     if settings.remat == "selective" and settings.compile == "on":
         raise SettingsError("--remat=selective chooses among the operations that --compile=on makes into one; use one")
     rows = settings.batch_prompts * settings.samples_per_prompt

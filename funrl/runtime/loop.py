@@ -8,12 +8,13 @@ The boxes are in `phases.py`.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import unshard
 from funrl.rewards.load import RewardError
-from funrl.runtime import phases, warmstart
+from funrl.runtime import offload, phases, warmstart
 from funrl.runtime.job import Job
 from funrl.runtime.observe import Observer
 from funrl.runtime.spmd import Clock, peak_memory_gb
@@ -42,14 +43,21 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
         models = phases.build(job, mesh, observer.note)
         weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, observer)
         state = phases.start(job, models, weights)
+        away = offload.parse(settings.offload)
+        if away and mesh.device.type == "cpu":
+            observer.note(f"--offload={settings.offload} does nothing here: on a CPU there is no other memory to use")
+        place = functools.partial(offload.place, away=away, plan=models.to_generate, device=mesh.device)
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         error = None
         try:
             first = last = phases.evaluate(job, models, 0, clock, observer)
             for step in range(1, settings.steps + 1):
+                state = place(state, ())
                 batch, state, metrics = phases.collect(job, models, state, step, clock, observer)
+                state = place(state, ("params", "reference"))
                 batch, state, scored = phases.score_batch(job, models, state, batch, clock)
+                state = place(state, ("params", "optimizer"))
                 state, learned = phases.learn(job, models, state, batch, step, clock)
                 phases.sync(job, models, state, clock)
                 metrics |= scored | learned
@@ -61,5 +69,6 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
                 observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, clock.take())
         except RewardError as failure:
             error = str(failure)
+        state = place(state, ("params",))
         observer.finish(unshard(state.policy.params, models.policy_layouts, mesh), error)
     return Outcome(first, last, error)

@@ -26,6 +26,9 @@ class Settings:
         "what --fsdp shards over: dp, ep or dp,ep; on dp2,ep4 ep makes shards of 4, twice; default: all",
     )
     remat: str = _flag("none", "devices", "none, full (backward computes a layer again) or selective (all but matmuls)")
+    offload: str | None = _flag(
+        None, "devices", "what leaves a GPU while it is not needed: some of optimizer,reference,params"
+    )
     compile: str = _flag("auto", "devices", "on, off or auto: compile one decoder layer where it pays (on CUDA)")
 
     model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")
