@@ -151,9 +151,9 @@ def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) ->
     exec(REWARD, space)
     args = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_strategy="no",
+        save_strategy="no", disable_tqdm=True, logging_strategy="no", max_completion_length=NEW.value,
         per_device_train_batch_size=PROMPTS.value * SAMPLES.value, num_generations=SAMPLES.value,
-        max_completion_length=NEW.value, max_steps=TURNS.value + 1, learning_rate=LR, lr_scheduler_type="constant", beta=KL.value, loss_type="grpo", temperature=1.0,
+        max_steps=TURNS.value + 1, learning_rate=LR, lr_scheduler_type="constant", beta=KL.value, loss_type="grpo",
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32),

@@ -57,8 +57,8 @@ def linear_logprob(
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
     ordered = tuple(w for w in WANTS if w in want)
-    rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, ordered)
-    return TokenScores(**dict(zip(ordered, rows.unbind(0), strict=True)))
+    *rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, ordered)
+    return TokenScores(**dict(zip(ordered, rows, strict=True)))
 
 
 def linear_logprob_reference(
@@ -108,33 +108,36 @@ class _LinearLogprob(torch.autograd.Function):
             "entropy": lambda: log_T - whole["entropy"] / whole["sum"],
             "sum_pi_squared": lambda: whole["sum_pi_squared"] / whole["sum"] ** 2,
         }
-        return torch.stack([results[w]() for w in want]), most_T + log_T
+        return *(results[w]() for w in want), most_T + log_T
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         hidden_TD, unembed_VD, targets_T, *ctx.args = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # what no loss depends on costs nothing in the backward pass
+        ctx.mark_non_differentiable(output[-1])
         ctx.save_for_backward(hidden_TD, unembed_VD, targets_T, *output)
 
     @staticmethod
     def backward(ctx, *grads):
-        grad, _ = grads
-        hidden_TD, unembed_VD, targets_T, rows, normalizer_T = ctx.saved_tensors
+        hidden_TD, unembed_VD, targets_T, *rows, normalizer_T = ctx.saved_tensors
         mesh, temperature, chunk, want = ctx.args
-        row_T, mine_T = _local(targets_T, unembed_VD, mesh)
+        grads = (None if g is None else g / temperature for g in grads[:-1])
+        given = {w: (x, g) for w, x, g in zip(want, rows, grads, strict=True) if g is not None}
+        if not given:
+            return (None,) * 7
+        target_T, mine_T = _local(targets_T, unembed_VD, mesh)
         d_hidden, d_unembed = [], None
         if ctx.needs_input_grad[1]:
-            d_unembed = torch.zeros(unembed_VD.shape, dtype=rows.dtype, device=unembed_VD.device)
+            d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
         for low in range(0, max(1, targets_T.shape[0]), chunk):
             part = slice(low, low + chunk)
             d_logits = _d_logits(
-                project(hidden_TD[part], unembed_VD).div_(temperature).sub_(normalizer_T[part, None]),
-                row_T[part],
+                _tempered(hidden_TD[part], unembed_VD, temperature).sub_(normalizer_T[part, None]),
+                target_T[part],
                 mine_T[part],
-                dict(zip(want, rows[:, part, None], strict=True)),
-                dict(zip(want, grad[:, part, None], strict=True)),
-            )
-            d_logits = d_logits.div_(temperature).to(hidden_TD.dtype)
+                {w: x[part, None] for w, (x, _) in given.items()},
+                {w: g[part, None] for w, (_, g) in given.items()},
+            ).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(d_logits @ unembed_VD)
             if d_unembed is not None:
@@ -150,9 +153,15 @@ def _local(targets_T: Tensor, unembed_VD: Tensor, mesh: Mesh) -> tuple[Tensor, T
     return torch.where(mine_T, row_T, 0), mine_T
 
 
+def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tensor:
+    """Logits over the temperature; a pass over them less where it is 1."""
+    x_CV = project(hidden_CD, unembed_VD)
+    return x_CV if temperature == 1 else x_CV.div_(temperature)
+
+
 def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_C: Tensor, temperature: float, want: tuple[str, ...]):
     """Over this rank's rows: the maximum m; of x = logit - m: x[target], sum e^x; if wanted sum x e^x, sum e^2x."""
-    x_CV = project(hidden_CD, unembed_VD).div_(temperature)
+    x_CV = _tempered(hidden_CD, unembed_VD, temperature)
     top_C = x_CV.amax(-1)
     x_CV.sub_(top_C.unsqueeze(-1))
     target_C = x_CV.gather(1, row_C.unsqueeze(-1)).squeeze(-1)
@@ -171,6 +180,9 @@ def _d_logits(logp_CV: Tensor, row_C: Tensor, mine_C: Tensor, result: dict, grad
     With p = e^logp: d logp[t] / dz_j = [j = t] - p_j; d entropy / dz_j = -p_j (logp_j + entropy);
     d sum p^2 / dz_j = 2 p_j (p_j - sum p^2).
     """
+    if len(grad) == 1 and "logp" in grad:
+        d_CV = logp_CV.exp_().mul_(-grad["logp"])
+        return d_CV.scatter_add_(1, row_C.unsqueeze(-1), torch.where(mine_C.unsqueeze(-1), grad["logp"], 0))
     p_CV = logp_CV.exp()
     if "entropy" in grad:
         factor_CV = logp_CV.add_(result["entropy"]).mul_(-grad["entropy"])

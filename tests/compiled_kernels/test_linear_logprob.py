@@ -89,6 +89,22 @@ def test_only_one_input_needs_a_gradient():
     assert torch.equal(alone, both[0]) and torch.equal(other, both[1])
 
 
+def test_what_no_loss_depends_on_is_not_in_the_backward_pass(monkeypatch):
+    """The entropy that is only looked at: its gradient is not computed, not even as zeros."""
+    hidden, unembed, targets, _ = _inputs()
+    seen = []
+    d_logits = kernel._d_logits
+    monkeypatch.setattr(kernel, "_d_logits", lambda *args: seen.append(set(args[-1])) or d_logits(*args))
+    both = linear_logprob(hidden, unembed, targets, temperature=0.7, want=WANTS)
+    got = torch.autograd.grad(both.logp.sin().sum(), (hidden, unembed))
+    alone = linear_logprob(hidden, unembed, targets, temperature=0.7).logp
+    expected = torch.autograd.grad(alone.sin().sum(), (hidden, unembed))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-12)
+    torch.autograd.grad(linear_logprob(hidden, unembed, targets, want=WANTS).entropy.sum(), hidden)
+    assert seen == [{"logp"}, {"logp"}, {"entropy"}]
+
+
 def test_no_tokens():
     hidden, unembed, targets, _ = _inputs()
     got = linear_logprob(hidden[:0], unembed, targets[:0], want=WANTS)
