@@ -3,10 +3,12 @@
 import functools
 
 import pytest
-import torch
-from small_runs import GRPO, PPO, SIZES, assert_same, relative, run_steps
+from small_runs import GRPO, PPO, SIZES, assert_same, begin, gap, run_steps, scored_batch, small_job
 
-from funrl import trees
+from funrl.mesh.launch import launch
+from funrl.mesh.reshard import unshard
+from funrl.runtime import phases
+from funrl.runtime.spmd import Clock
 
 pytestmark = pytest.mark.gloo
 MESHES = ("dp2", "tp2", "dp4,tp2")
@@ -52,34 +54,30 @@ def test_every_family_trains_on_tensor_ranks():
     assert_same(run_steps(2, sizes=sizes, mesh="dp2,tp2"), run_steps(2, sizes=sizes), 1e-9)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_loss_and_gradients_in_float32(mesh):
-    """Of the first batch: parameters after Adam are compared in float64 only, it turns 1e-7 into 3e-5."""
-    entropy = functools.partial(PPO, entropy_coef=0.1)  # the loss is then not near 0 while the ratio is 1
-    settings = {"dtype": "float32"}
-    one, other = (run_steps(1, mesh=m, compose=entropy, **settings) for m in (mesh, "dp1"))
-    assert torch.equal(one["batches"][0].tokens, other["batches"][0].tokens)
-    a, b = one["grads"][0], other["grads"][0]
-    assert relative(a.policy, b.policy) < 1e-5
-    assert relative(a.critic, b.critic) < 1e-5
-    assert float(a.policy_loss) == pytest.approx(float(b.policy_loss), rel=1e-5)
-    assert float(a.critic_loss) == pytest.approx(float(b.critic_loss), rel=1e-5)
-
-
-def right_length(prompt, completion, **fields):
-    """A reward that a few steps can learn: completions of three characters."""
-    return -abs(len(completion) - 3) / 3
-
-
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
-def test_bfloat16_learns_with_float32_weights(mesh):
-    """The reward rises, and the weights hold what a bfloat16 weight could not."""
-    settings = {"dtype": "bfloat16", "batch_prompts": 8, "samples_per_prompt": 8, "max_new_tokens": 6}
-    run_ = run_steps(7, mesh=mesh, reward=right_length, minibatches=4, **settings)
-    rewards = [m["reward/mean"] for m in run_["metrics"]]
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
-    for tree in (run_["policy"], run_["critic"]):
-        assert {x.dtype for x in trees.leaves(tree)} == {torch.float32}
-        assert any((x != x.bfloat16().float()).any() for x in trees.leaves(tree))
-    assert all(grads.policy["norm"].dtype == torch.float32 for grads in run_["grads"])
-    assert 0 < max(m["rollout/logprob_gap_max"] for m in run_["metrics"]) < 0.1  # eight bits of mantissa
+@pytest.mark.parametrize("compose", [GRPO, functools.partial(PPO, kl_coef=0)], ids=["grpo", "ppo without a penalty"])
+def test_a_single_update_takes_its_old_log_probabilities_from_its_own_forward_pass(compose, mesh):
+    """Scored beforehand or not: the same loss, the same gap to the engine, the same parameters."""
+    job = small_job(compose, mesh=mesh, minibatches=1, token_budget=40)
+
+    def program(mesh):
+        ends, said = [], []
+        for scored in (True, False):
+            models, state = begin(job, mesh)
+            assert not models.score_old
+            models = models._replace(score_old=scored)
+            for step in (1, 2):
+                batch, state, metrics = scored_batch(job, models, state, step)
+                assert (batch.old_logp is not None) == scored
+                state, learned = phases.learn(job, models, state, batch, step, Clock())
+                phases.sync(job, models, state, Clock())
+                said.append(metrics | learned)
+            ends.append(unshard(state.policy.params, models.policy_layouts, mesh))
+        return ends, said
+
+    ends, said = launch(program, job.sizes, "cpu")
+    assert gap(*ends) < 1e-9
+    for scored, not_scored in zip(said[:2], said[2:], strict=True):
+        assert scored.keys() == not_scored.keys()
+        assert not_scored == pytest.approx(scored, rel=1e-9, abs=1e-9)
+        assert 0 <= scored["rollout/logprob_gap_max"] < 1e-10
