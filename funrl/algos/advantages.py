@@ -83,8 +83,13 @@ def gae(gamma: float = 1.0, lam: float | Lambda = 1.0, critic_lam: float | None 
         its own, from lengths [B, 1] in tokens: see `length_adaptive`.
       critic_lam: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
     Needs: score, value [B, T] in units of reward. Sets: signal.returns.
+    Raises:
+      ValueError: gamma or a lambda is outside 0 to 1.
     References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """
+    for name, factor in {"gamma": gamma, "lam": lam, "critic_lam": critic_lam}.items():
+        if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
+            raise ValueError(f"gae({name}={factor}): give a factor from 0 to 1")
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         assert batch.value is not None

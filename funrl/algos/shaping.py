@@ -62,9 +62,13 @@ def adaptive_kl(coefficient: float, target: float, horizon: float = 10_000) -> C
       coefficient: at the start, in reward per nat.
       target: KL in nats per token.
       horizon: rows.
+    Raises:
+      ValueError: target or horizon is not above 0.
     References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is of a whole sequence; here, as
       in verl, it is the mean over tokens, then over rows.
     """
+    if target <= 0 or horizon <= 0:
+        raise ValueError(f"adaptive_kl(target={target}, horizon={horizon}): both must be above 0")
 
     def update(beta: Tensor, kl: Tensor, rows: int) -> Tensor:
         return beta * (1 + (kl / target - 1).clamp(-0.2, 0.2) * rows / horizon)

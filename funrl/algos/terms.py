@@ -113,12 +113,14 @@ def clipped_surrogate(
     Returns: a term; loss [B, T] in the advantage's unit; metrics "actor/pg_clipfrac" (the clip decides the loss),
       "actor/pg_clipfrac_lower" (the dual clip does), "actor/ppo_kl" (nats, log pi_old - log pi).
     Raises:
-      ValueError: dual is not above 1, or delta not above 1 + high.
+      ValueError: low or high is below 0, dual is not above 1, or delta not above 1 + high.
     References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; dual clip, Ye et al., 2019,
       https://arxiv.org/abs/1912.09729; delta, Prime Intellect, 2025, https://arxiv.org/abs/2505.07291
 
     Warning: verl always applies the dual clip (3.0); TRL never does, and its delta is this one.
     """
+    if low < 0 or high < 0:
+        raise ValueError(f"low is {low} and high is {high}: how far a ratio may move must be at least 0")
     if dual is not None and dual <= 1:
         raise ValueError(f"dual is {dual}: the dual clip must be above 1, or None for no dual clip")
     if delta is not None and delta <= 1 + high:

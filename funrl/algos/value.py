@@ -18,8 +18,12 @@ def clipped_value_loss(clip: float | None = 0.5) -> Term:
       clip: c, in units of reward; None: L = (v - R)^2 / 2.
     Needs: value, returns [B, T].
     Returns: a term; loss in squared reward; metrics "critic/vpred_mean", "critic/vf_clipfrac".
+    Raises:
+      ValueError: clip is below 0.
     References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; verl's default c is 0.5, TRL's 0.2.
     """
+    if clip is not None and clip < 0:
+        raise ValueError(f"clipped_value_loss({clip}): the clip must be at least 0, or None for no clip")
 
     @needs("value", "returns")
     def term(value_BT: Tensor, batch: Batch):

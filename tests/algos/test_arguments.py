@@ -4,10 +4,15 @@ import pytest
 import torch
 from pieces import example
 
-from funrl.algos import advantages, baselines, corrections, resampling, shaping
+from funrl.algos import advantages, baselines, corrections, resampling, shaping, terms, value
 from funrl.algos.core import Signal, chain, needs
 
 REFUSED = {
+    "low is -1": lambda: terms.clipped_surrogate(-1, 0.2),
+    r"gae\(gamma=1.5\): give a factor": lambda: advantages.gae(1.5),
+    r"gae\(lam=-0.1\): give a factor": lambda: advantages.gae(1.0, -0.1),
+    "the clip must be at least 0": lambda: value.clipped_value_loss(-0.5),
+    "target=-3, horizon=10000": lambda: shaping.adaptive_kl(0.1, -3),
     "over is 'tokens'": lambda: corrections.importance_weights("tokens"),
     "bounds of the ratio are 2.0 and 1.0": lambda: corrections.reject_ratio("token", 2.0, 1.0),
     "bounds of the ratio are -1": lambda: corrections.importance_weights("token", -1, 1.0),
