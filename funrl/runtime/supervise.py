@@ -43,7 +43,7 @@ from funrl.runtime.settings import Settings
 from funrl.runtime.spmd import Clock, peak_memory_gb
 from funrl.runtime.step import Forward, Learner, Objective, gradient, policy_objective, score, update, value_objective
 
-LESSONS = 8192  # made of the embedded task
+LESSONS = 4096  # made of the embedded task
 
 
 @dataclass(frozen=True)

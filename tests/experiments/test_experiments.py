@@ -1,0 +1,201 @@
+"""Every experiment as its command line runs it: quickly in a small size, and slowly until it has learnt."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.data import arithmetic
+from funrl.data.supervised import lesson, to_batch
+from funrl.models import decoder, hf, value
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
+
+REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "prime", "vapo")
+SUPERVISED = ("sft", "dpo", "reward_model")
+COMMON = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--eval_every=2", "--eval_prompts=8")
+ROLLOUT = ("--samples_per_prompt=2", "--max_refills=1")
+
+
+def run(name, capsys, *flags):
+    """Exit status of `python -m funrl.experiments.NAME`, what it printed, and its errors."""
+    argv = sys.argv
+    sys.argv = [name, *flags]
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_module(f"funrl.experiments.{name}", run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    return stopped.value.code, out, err
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def small(name, folder):
+    more = (*ROLLOUT, "--steps=3" if name == "vapo" else "--steps=2") if name in REINFORCEMENT else ("--steps=2",)
+    warm = ("--critic_warmup_steps=1",) if name == "vapo" else ()
+    return (*COMMON, *more, *warm, "--batch_prompts=4", f"--run_dir={folder}")
+
+
+@pytest.mark.parametrize("name", [*REINFORCEMENT, *SUPERVISED])
+def test_an_experiment_runs_and_leaves_its_files(name, tmp_path, capsys):
+    status, out, err = run(name, capsys, *small(name, tmp_path))
+    assert status == 0, err
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3][: len(rows)] and len(rows) >= 2
+    assert {"config.json", "metrics.jsonl", "model", "report.html"} <= {p.name for p in tmp_path.iterdir()}
+    assert "held out: " in out and str(tmp_path) in out
+    held = "eval/reward" if name in REINFORCEMENT else "eval/loss"
+    assert held in rows[0] and held in rows[-1]
+    if name != "reward_model":
+        assert hf.check(tmp_path / "model").vocab == arithmetic.model_config().vocab
+    used = {"vapo": "critic/vf_loss", "prime": "reward_model/loss", "dapo": "filter_groups/kept_share"}
+    if name in used:
+        assert used[name] in rows[-1]
+
+
+@pytest.mark.parametrize("name", [*REINFORCEMENT, *SUPERVISED])
+def test_help_names_every_argument_of_the_algorithm_and_no_flag_without_effect(name, capsys):
+    status, out, _ = run(name, capsys, "--help")
+    assert status == 0
+    shown = {line.split()[0].split("=")[0] for line in out.splitlines() if line.startswith("  --")}
+    assert ("--data" in shown) == (name in SUPERVISED) == ("--samples_per_prompt" not in shown)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in out.splitlines() if line.startswith("  --"))
+
+
+OWN = '''
+from funrl.algos.core import Algorithm
+from funrl.algos.grpo import grpo
+
+
+def mine(clip: float = 0.5, kl: float = 0.0, max_new_tokens: int = 1) -> Algorithm:
+    """GRPO of my own.
+
+    Args:
+      clip: both bounds
+      kl: factor
+    """
+    assert max_new_tokens == 5, max_new_tokens
+    return grpo(clip, clip, kl_loss=kl)
+
+
+def broken() -> int:
+    return 3
+'''
+
+
+def test_an_algorithm_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    folder = tmp_path / "run"
+    flags = (*small("grpo", folder), f"--algorithm={file}:mine", "--clip=0.25", "--max_new_tokens=5")
+    status, _, err = run("grpo", capsys, *flags)
+    assert status == 0, err
+    config = json.loads((folder / "config.json").read_text())
+    assert config["flags"]["clip"] == 0.25 and config["flags"]["algorithm"] == f"{file}:mine"
+    assert config["flags"]["kl"] == 0.0 and "clip_low" not in config["flags"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("own.py:nothing", "has no function 'nothing'; it has"), ("absent.py:mine", "does not import"), ("own", "write ")],
+)
+def test_an_algorithm_that_is_not_there(source, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    status, _, err = run("grpo", capsys, f"--algorithm={source}")
+    assert status == 2 and said in err and f"--algorithm={source}" in err
+
+
+def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
+    status, _, err = run("dpo", capsys, *small("dpo", tmp_path), "--loss=wrong")
+    assert status == 2 and "--loss=wrong: it must be one of sigmoid" in err
+    status, _, err = run("reward_model", capsys, *small("reward_model", tmp_path), "--margin")
+    assert status == 2 and "the loss reads margin" in err
+    status, _, err = run("sft", capsys, *small("sft", tmp_path), "--model=somewhere")
+    assert status == 2 and "somewhere" in err
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_mesh_does_not_change_what_is_learnt(name, tmp_path, capsys):
+    losses = []
+    for mesh in ("dp1", "dp2,tp2"):
+        folder = tmp_path / mesh
+        flags = (*small(name, folder), "--dtype=float64", f"--mesh={mesh}", "--token_budget=64")
+        status, _, err = run(name, capsys, *flags)
+        assert status == 0, err
+        losses.append([row["train/loss"] for row in metrics_of(folder)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, capsys):
+    from transformers import AutoModelForSequenceClassification
+
+    status, _, err = run("reward_model", capsys, *small("reward_model", tmp_path), "--lr=0.01")
+    assert status == 0, err
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert theirs.config.num_labels == 1
+    state = {name: x.detach() for name, x in theirs.state_dict().items()}
+    config = arithmetic.model_config()
+    names = {k: v for k, v in hf.hf_names(config).items() if k != "unembed"}
+    whole = decoder.init(config, torch.Generator(), torch.float32)
+    whole = {k: v for k, v in whole.items() if k != "unembed"}
+    ours = trees.map_named(lambda name, x: state[names[name][0]].reshape(x.shape), whole)
+    record = {"prompt": "12+34=", "chosen": "64", "rejected": "81"}
+    one = lesson(record, "preferences", arithmetic.tokenizer())
+    batch = to_batch([one], 0, reader=True)
+    said = value.apply(
+        config, {"decoder": ours, "value": state["score.weight"]}, batch.tokens, batch.positions, batch.segments
+    )
+    for text, reward in zip(one.texts, said[batch.mask], strict=True):
+        logit = theirs(torch.tensor([text.tokens])).logits[0, 0]
+        assert logit.item() == pytest.approx(reward.item(), abs=1e-5) and abs(logit) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """One short warm start for all the slow tests, away from the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield ("--device=cpu", "--compile=off", "--warmstart_steps=400", "--eval_prompts=128")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REINFORCEMENT)
+def test_an_experiment_raises_the_reward(name, warm, tmp_path, capsys):
+    rows = "--batch_prompts=512" if name == "remax" else "--batch_prompts=64"
+    more = ("--steps=12", "--critic_warmup_steps=2", "--alpha=1") if name == "vapo" else ("--steps=8",)
+    status, _, err = run(name, capsys, *warm, rows, *more, f"--run_dir={tmp_path}")
+    assert status == 0, err
+    metrics = metrics_of(tmp_path)
+    assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.1
+
+
+@pytest.mark.slow
+def test_dpo_learns_the_preference_and_to_add(warm, tmp_path, capsys):
+    status, _, err = run("dpo", capsys, *warm, "--steps=20", f"--run_dir={tmp_path}")
+    assert status == 0, err
+    first, last = metrics_of(tmp_path)[0], metrics_of(tmp_path)[-1]
+    assert first["eval/margin"] == 0 and last["eval/margin"] > 2 and last["eval/accuracy"] > 0.95
+    assert last["eval/chosen"] > 0  # sums have become more probable
+
+
+@pytest.mark.slow
+def test_reward_model_learns_the_preference(warm, tmp_path, capsys):
+    status, _, err = run("reward_model", capsys, *warm, "--steps=80", f"--run_dir={tmp_path}")
+    assert status == 0, err
+    assert metrics_of(tmp_path)[-1]["eval/accuracy"] > 0.8
+
+
+@pytest.mark.slow
+def test_sft_learns_the_demonstrations(warm, tmp_path, capsys):
+    status, _, err = run("sft", capsys, *warm[:2], "--steps=150", "--lr=3e-3", f"--run_dir={tmp_path}")
+    assert status == 0, err
+    assert metrics_of(tmp_path)[-1]["eval/nll"] < 0.6 * metrics_of(tmp_path)[0]["eval/nll"]
