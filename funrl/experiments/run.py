@@ -14,7 +14,9 @@ import inspect
 import math
 import os
 import re
+import shutil
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,6 +90,12 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
     try:
         command = parse(module, argv, defaults, kind)
         if command is None:
+            return 0
+        if command.settings.dry_run:
+            from funrl.runtime.dry_report import dry_run
+
+            compose = load_function(command.source)
+            print(dry_run(command.settings, lambda: compose(**dict(command.arguments))))
             return 0
         job = _job(command)
         if speaks:
@@ -217,7 +225,8 @@ def _argument_texts(compose: Callable) -> dict[str, str]:
 def _help(module: str, table: flags.FlagValues, own: Sequence[str], kind: Kind) -> str:
     """All flags, grouped, a line or two each, with their defaults."""
     summary = (inspect.getdoc(sys.modules[module]) or "").splitlines()[0] if module in sys.modules else ""
-    lines = [f"python -m {module} [--flag=value ...]", summary]
+    width = max(72, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    lines = [f"python -m {module} [--flag=value ...]", *textwrap.wrap(summary, width)]
     groups = {title: [f.name for f in kind.fields if f.metadata["group"] == key] for key, title in GROUPS.items()}
     groups["What to do"].append("algorithm")
     common = {f.name for f in kind.fields}
@@ -226,8 +235,13 @@ def _help(module: str, table: flags.FlagValues, own: Sequence[str], kind: Kind) 
         lines += ["", f"{title}:"]
         for name in names:
             default = table[name].default
-            value = "" if default is None else f"={default}"
-            lines.append(f"  {f'--{name}{value}':<38} {table[name].help}")
+            head = f"  --{name}" + ("" if default is None else f"={default}")
+            if len(head) > 27:  # its text begins on the next line
+                lines.append(head)
+                head = ""
+            lines += textwrap.wrap(
+                table[name].help or "", width, initial_indent=f"{head:<28}", subsequent_indent=" " * 28
+            )
     return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ class Settings:
     offload: str | None = _flag(
         None, "devices", "what leaves a GPU while it is not needed: some of optimizer,reference,params"
     )
+    hardware: str = _flag("h100", "devices", "whose memory and speed --dry_run takes: a100, h100, h200, mi300x or cpu")
     compile: str = _flag("auto", "devices", "on, off or auto: compile one decoder layer where it pays (on CUDA)")
 
     model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")
@@ -46,6 +47,10 @@ class Settings:
         None, "job", "supervised steps before RL; default: what the task needs, 0 with --model"
     )
     seed: int = _flag(0, "job", "seed of everything random")
+    dry_run: bool = _flag(False, "job", "only say what memory, traffic and time a step takes, by a config.json alone")
+    prompt_tokens: int | None = _flag(
+        None, "job", "tokens of a prompt that --dry_run takes; default: the embedded task's longest, else 512"
+    )
     run_dir: str | None = _flag(None, "job", "where results go; default: runs/<experiment>-<time>")
 
     batch_prompts: int = _flag(128, "rollout", "prompts a step")

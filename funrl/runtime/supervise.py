@@ -61,7 +61,7 @@ class SupervisedSettings(Settings):
 HIDDEN = (
     "generate_mesh", "prompts", "reward", "reward_weights", "teacher", "samples_per_prompt", "max_new_tokens",
     "temperature", "top_k", "top_p", "max_refills", "critic_lr", "reward_lr", "critic_warmup_steps", "epochs",
-    "minibatches", "eval_temperature", "sample_every", "offload",
+    "minibatches", "eval_temperature", "sample_every", "offload", "dry_run", "hardware", "prompt_tokens",
 )  # fmt: skip
 
 

@@ -1,0 +1,110 @@
+"""The dry run's memory against the resident memory of real runs on CPU.
+
+    python benchmarks/dry_run_memory.py [--shapes=5M,20M,60M,5M/dp2,tp2]
+
+For each shape a process scores and learns from one batch with the trainer's own functions; the growth of its resident
+memory, from before the first weight to the highest point, stands beside the estimate of the dry run. Memory that is
+freed goes back to the system at once (MALLOC_MMAP_THRESHOLD_), so that what is measured is what is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from funrl import trees
+from funrl.experiments import ppo
+from funrl.mesh import launch
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import shard
+from funrl.models import decoder
+from funrl.runtime import dry_run, phases
+from funrl.runtime.hardware import HARDWARE
+from funrl.runtime.job import Job
+from funrl.runtime.settings import Settings
+from funrl.runtime.spmd import Clock
+
+PROMPT, NEW = 64, 64
+SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
+    "5M": ({"vocab": 4096, "embed": 256, "layers": 4, "heads": 4, "kv_heads": 4, "head": 64, "mlp": 1024}, 64, 4096),
+    "20M": ({"vocab": 2048, "embed": 512, "layers": 6, "heads": 8, "kv_heads": 8, "head": 64, "mlp": 1536}, 32, 2048),
+    "60M": ({"vocab": 2048, "embed": 768, "layers": 8, "heads": 12, "kv_heads": 4, "head": 64, "mlp": 2304}, 16, 1024),
+}
+
+
+def main() -> None:
+    shapes = [*SHAPES, "5M/dp2,tp2"]
+    if len(sys.argv) > 1:
+        shapes = re.findall(r"\d+M(?:/\w+(?:,[a-z]+\d+)*)?", sys.argv[1].removeprefix("--shapes="))
+    print("| model | mesh | estimate, MB | of it activations and logits, MB | resident growth, MB | error |")
+    print("|---|---|---|---|---|---|")
+    for shape in shapes:
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--measure", shape]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            sys.exit(done.stderr)
+        real = json.loads(done.stdout.splitlines()[-1])
+        job = job_of(shape)
+        found = dry_run.estimate(job, PROMPT, HARDWARE["cpu"])
+        trained = [costs for name, costs in found.phases.items() if name != "generate"]
+        worst = max(trained, key=lambda costs: costs.total)
+        passing = worst.peak.get("activations", 0) + worst.peak.get("logits", 0)
+        mesh = job.settings.mesh
+        cells = (f"{found.parameters / 1e6:.1f} M", mesh, f"{worst.total / 1e6:.0f}", f"{passing / 1e6:.0f}")
+        print(f"| {' | '.join(cells)} | {real / 1e6:.0f} | {100 * (worst.total / real - 1):+.1f} % |", flush=True)
+
+
+def job_of(shape: str) -> Job:
+    """A PPO job of random weights."""
+    name, _, mesh = shape.partition("/")
+    sizes, rows, budget = SHAPES[name]
+    mesh = mesh or "dp1"
+    settings = Settings(
+        mesh=mesh, generate_mesh=mesh, batch_prompts=rows // 2, samples_per_prompt=2, max_new_tokens=NEW,
+        token_budget=budget, minibatches=1,
+    )  # fmt: skip
+    job = dry_run.plain_job(settings, ppo.algorithm, HARDWARE["cpu"].memory)
+    return job._replace(config=dataclasses.replace(job.config, max_positions=PROMPT + NEW, **sizes))
+
+
+def measure(shape: str) -> None:
+    """Prints the growth of this process, or of rank 0's."""
+    job = job_of(shape)
+
+    def program(mesh: Mesh) -> int:
+        a = torch.randn(64, 64, requires_grad=True)  # what the libraries take for themselves comes first
+        torch.nn.functional.silu(a @ a).sum().backward()
+        models = phases.build(job, mesh, lambda _: None)
+        batch = dry_run.full_batch(job, PROMPT, SHAPES[shape.partition("/")[0]][1])
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
+        before = resident("VmHWM")
+        generator = torch.Generator().manual_seed(0)
+        shapes, lays = decoder.shapes(job.config), models.policy_layouts
+        weights = trees.map(lambda x, lay: _piece(x, lay, mesh, generator), shapes, lays)
+        state = phases.start(job, models, weights)
+        batch, state, _ = phases.score_batch(job, models, state, batch, Clock())
+        phases.learn(job, models, state, batch, 1, Clock())
+        return resident("VmHWM") - before
+
+    print(json.dumps(launch.launch(program, job.sizes, "cpu")))
+
+
+def _piece(x: torch.Tensor, lay, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:
+    return shard(torch.randn(x.shape, generator=generator) * 0.02, lay, mesh)
+
+
+def resident(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+if __name__ == "__main__":
+    measure(sys.argv[2]) if sys.argv[1:2] == ["--measure"] else main()

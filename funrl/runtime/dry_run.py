@@ -1,0 +1,377 @@
+"""What a run will cost, before it is started: memory by phase, bytes by mesh axis, FLOPs, time, and a verdict.
+
+    python -m funrl.experiments.ppo --mesh=dp64,tp8 --model=CONFIG.json --dry_run
+
+It runs the trainer's own functions for one rank of the mesh, on tensors without memory and a process group that sends
+nothing: what is counted is what the code does. No process is started, no weight and no prompt is read. Every completion
+is taken to be as long as it may be, and no prompt to be filtered out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from funrl import trees
+from funrl.algos.core import Algorithm, needs_of
+from funrl.batch import Batch
+from funrl.data import arithmetic
+from funrl.generate import native
+from funrl.generate.types import Sampling
+from funrl.mesh import launch
+from funrl.mesh import mesh as meshes
+from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.plan import held, plan, received_bytes, volume
+from funrl.mesh.reshard import BUCKET_BYTES
+from funrl.mesh.rules import GENERATE, ROWS, layouts
+from funrl.models import decoder
+from funrl.models.config import Config, ModelError, config_from_hf
+from funrl.runtime import job as jobs
+from funrl.runtime import phases
+from funrl.runtime.costs import Costs, Tracer, Traffic, after, along, plus, times
+from funrl.runtime.hardware import Hardware
+from funrl.runtime.job import Job, SettingsError, Task
+from funrl.runtime.settings import Settings
+from funrl.runtime.spmd import Clock
+
+PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
+DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
+UPDATES = "update_"  # how the phases that learn are called
+
+
+class Estimate(NamedTuple):
+    """What one step costs one rank.
+
+    Attributes:
+      job: what was estimated.
+      rows: completions of a step, of all ranks.
+      tokens: of a row.
+      phases: by name, in the order of a step.
+      axes: name of each process group -> the mesh axes it is over, such as "tp8", and the axes' sizes.
+      parameters: of the policy.
+    """
+
+    job: Job
+    rows: int
+    tokens: int
+    phases: dict[str, Costs]
+    axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
+    parameters: int
+
+
+def plain_job(settings: Settings, compose: Callable[[], Algorithm], memory: float) -> Job:
+    """The job that the flags describe, as far as its costs go: nothing but config.json is read.
+
+    Args:
+      settings: the flags.
+      compose: makes the algorithm.
+      memory: bytes of a device, by which the default mesh to generate on is chosen.
+
+    Raises:
+      ValueError: the first thing that cannot work.
+    """
+    sizes = meshes.parse(settings.mesh)
+    config = arithmetic.model_config() if settings.model is None else read_config(settings.model, "--model")
+    settings = dataclasses.replace(settings, compile="off", device="cpu")
+    jobs._check_choices(settings, "cpu")
+    if settings.generate_mesh is None:
+        settings = dataclasses.replace(settings, generate_mesh=_generate_mesh(settings, sizes, config, memory))
+    generate_sizes = jobs._generate_sizes(settings, sizes, config, "cpu")
+    jobs._check_layouts(config, settings, sizes, generate_sizes)
+    algorithm = compose()
+    jobs.check_needs(algorithm, settings)
+    new_tokens = jobs.resolved(settings).max_new_tokens
+    assert new_tokens is not None
+    sampling = Sampling(
+        settings.temperature, settings.top_k, settings.top_p, new_tokens, config.eos, settings.samples_per_prompt
+    )
+    return Job(
+        settings=settings, sizes=sizes, generate_sizes=generate_sizes, device="cpu",
+        dtype=jobs.DTYPES[settings.dtype], config=config, tokenizer=None,
+        task=Task("dry run", (), (), (), (1.0,), None, new_tokens), algorithm=algorithm, sampling=sampling,
+        eval_sampling=sampling, pad=0, warmstart_steps=0, lr=1e-5, critic_lr=1e-5, reward_lr=1e-5,
+        teacher=None if settings.teacher is None else read_config(settings.teacher, "--teacher"),
+    )  # fmt: skip
+
+
+def read_config(model: str, flag: str) -> Config:
+    """The record of a directory's config.json, or of such a file. Weights need not be there.
+
+    Raises:
+      ModelError: there is none, it is not JSON, or the model is not supported.
+    """
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        raise ModelError(f"{flag}={model}: there is no {path}; a dry run needs a config.json and nothing else")
+    try:
+        return config_from_hf(json.loads(path.read_text()))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+
+
+def prompt_tokens_of(settings: Settings) -> int:
+    """Tokens of a prompt: the longest of the embedded task."""
+    if settings.model is not None or settings.prompts is not None:
+        return PROMPT_TOKENS
+    tokenizer = arithmetic.tokenizer()
+    prompts = arithmetic.heldout_prompts(64)
+    return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
+
+
+@contextlib.contextmanager
+def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
+    """Rank 0 of a mesh whose other ranks do not exist; what is sent to them goes nowhere."""
+    world = Mesh(sizes).world
+    if world == 1:
+        yield single()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield Mesh(sizes, 0, torch.device("cpu"), launch._groups(sizes, 0))
+    finally:
+        dist.destroy_process_group()
+
+
+def estimate(job: Job, prompt_tokens: int, hardware: Hardware) -> Estimate:
+    """What a step of the job costs on each rank of its mesh, by phase."""
+    if prompt_tokens + job.sampling.max_new_tokens > job.config.max_positions:
+        raise SettingsError(
+            f"--prompt_tokens={prompt_tokens} and --max_new_tokens={job.sampling.max_new_tokens} are more than the "
+            f"model's {job.config.max_positions} positions"
+        )
+    config = job.config
+    # A teacher has a depth of its own: there is no one line to be on.
+    depths = DEPTHS if config.layers > DEPTHS[1] and job.teacher is None else (config.layers,)
+    with pretended(job.sizes) as mesh:
+        shallow = [_phases(_with_layers(job, n), mesh, prompt_tokens, hardware) for n in depths]
+        found = shallow[0]
+        if len(shallow) == 2:
+            found = {name: along(found[name], shallow[1][name], config.layers - depths[0]) for name in found}
+        models = phases.build(job, mesh, lambda _: None)
+        axes = _axes(mesh) | _axes(models.generate_mesh)
+        rests, engine = found.pop("rests").peak, _engine_bytes(models, _master(job))
+        found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
+        found["reshard"] = _resharding(models, rests, engine)
+    rows = job.settings.batch_prompts * job.sampling.samples
+    return Estimate(job, rows, prompt_tokens + job.sampling.max_new_tokens, found, axes,
+                    trees.count(decoder.shapes(config)))  # fmt: skip
+
+
+def _with_layers(job: Job, layers: int) -> Job:
+    windows = None if job.config.windows is None else job.config.windows[:layers]
+    return job._replace(config=dataclasses.replace(job.config, layers=layers, windows=windows))
+
+
+def _phases(job: Job, mesh: Mesh, prompt_tokens: int, hardware: Hardware) -> dict[str, Costs]:
+    """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them."""
+    models, settings, ranks = phases.build(job, mesh, lambda _: None), job.settings, mesh.size(ROWS)
+    width, rows = prompt_tokens + job.sampling.max_new_tokens, settings.batch_prompts * job.sampling.samples
+    at = functools.cache(lambda local: trace(job, models, prompt_tokens, local * ranks, hardware))
+    local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
+    piece = max(1, settings.token_budget // (math.ceil(width / 8) * 8))
+    found = {"generate": _generation(job, models, prompt_tokens, hardware)}
+    found |= {n: c for n, c in _at_rows(at, local, piece, ranks).items() if not n.startswith(UPDATES)}
+    for name, costs in _at_rows(at, mini, piece, ranks).items():
+        if name.startswith(UPDATES):
+            beyond = max(0, rows - mini * ranks) * at(min(mini, piece)).row_bytes
+            found[name] = plus(times(costs, settings.epochs * settings.minibatches), {"batch": beyond})
+    rests = at(min(mini, piece)).resting
+    found["generate"] = plus(found["generate"], rests)
+    return found | {"rests": Costs({"other": rests})}
+
+
+class Trace(NamedTuple):
+    """A traced step without generation.
+
+    Attributes:
+      phases: costs of each.
+      resting: bytes of models and optimizers, by kind.
+      row_bytes: of a row of the scored batch.
+    """
+
+    phases: dict[str, Costs]
+    resting: dict[str, float]
+    row_bytes: float
+
+
+def trace(
+    job: Job, models: phases.Models, prompt_tokens: int, rows: int, hardware: Hardware, real: bool = False
+) -> Trace:
+    """Scores a batch and learns from it once, in one mini-batch, with the trainer's own functions.
+
+    Args:
+      models: made by `phases.build` on a mesh, which may be `pretended`.
+      prompt_tokens: of each row.
+      rows: of all ranks.
+      real: compute what is counted, instead of pretending.
+    """
+    config, settings = job.config, dataclasses.replace(job.settings, minibatches=1, epochs=1, teacher=None)
+    job = job._replace(settings=settings)
+    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves((models.policy_layouts, models.critic_layouts))}
+    shapes |= {tuple(x.shape) for x in trees.leaves(decoder.shapes(config))} if settings.fsdp else set()
+    local = trees.leaves(decoder.unembed(models.policy_layouts))[0].local_shape(0)[0]
+    tracer = Tracer(hardware, shapes, (local,), real=real)
+    master = _master(job)
+    stays = trees.map(lambda _: master, decoder.shapes(config))
+    models = models._replace(engine=_NoEngine(), to_generate=plan(models.policy_layouts, models.policy_layouts, stays))
+
+    def make(lay: Any, dtype: torch.dtype) -> torch.Tensor:
+        return tracer.empty(lay.local_shape(0), dtype)
+
+    weights = trees.map(lambda lay: make(lay, master), models.policy_layouts)
+    teacher = None
+    if job.teacher is not None:
+        teacher = trees.map(lambda lay: make(lay, job.dtype), models.teacher_layouts)
+    batch = full_batch(job, prompt_tokens, rows)
+    tracer.hold_tree(weights, "weights")
+    tracer.hold_tree(teacher, "weights")
+    tracer.hold_tree(batch, "batch")
+    with tracer:
+        state = phases.start(job, models, weights)._replace(teacher=teacher)
+        for learner in (state.policy, state.critic, state.reward_model):
+            if learner is not None:
+                tracer.hold_tree(learner.params, "weights")
+                tracer.hold_tree(learner.opt_state, "optimizer")
+        tracer.hold_tree(state.reference, "weights")
+        resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
+        batch, state, _ = phases.score_batch(job, models, state, batch, _clock(tracer))
+        phases.learn(job, models, state, batch, settings.critic_warmup_steps + 1, _clock(tracer))
+    return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
+
+
+def full_batch(job: Job, prompt_tokens: int, rows: int) -> Batch:
+    """Rows of the greatest length, as they come from the engine; the same on every rank."""
+    length = prompt_tokens + job.sampling.max_new_tokens
+    shape = (rows, -(-length // 8) * 8)
+    at_T = torch.arange(shape[1])
+    batch = Batch(
+        tokens=torch.arange(math.prod(shape)).remainder(job.config.vocab).view(shape),
+        mask=((at_T >= prompt_tokens) & (at_T < length)).expand(shape).clone(),
+        length=torch.full((rows,), length, dtype=torch.int64),
+        group=torch.arange(rows) // job.sampling.samples,
+        score=torch.arange(rows).remainder(2).to(torch.promote_types(job.dtype, torch.float32)),
+        scores=torch.arange(rows).remainder(2).to(torch.promote_types(job.dtype, torch.float32))[:, None],
+        truncated=torch.ones(rows, dtype=torch.bool),
+        rollout_logp=torch.zeros(shape, dtype=torch.promote_types(job.dtype, torch.float32)),
+    )
+    return batch._replace(greedy_score=batch.score) if "greedy_score" in needs_of(job.algorithm) else batch
+
+
+class _NoEngine:
+    """Takes weights and forgets them."""
+
+    def load(self, named_weights: Any) -> None:
+        list(named_weights)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a dry run generates nothing")
+
+
+class _TracedClock(Clock):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.phase = tracer.phase  # type: ignore[method-assign]
+
+
+def _clock(tracer: Tracer) -> Clock:
+    return _TracedClock(tracer)
+
+
+def _master(job: Job) -> torch.dtype:
+    """The dtype of the weights that the optimizer keeps."""
+    return torch.float32 if job.dtype == torch.bfloat16 else job.dtype
+
+
+def _generate_mesh(settings: Settings, sizes: dict[str, int], config: Config, memory: float) -> str:
+    """The default mesh to generate on: every device alone where a quarter of its memory holds the whole model."""
+    world = Mesh(sizes).world
+    item = 8 if settings.dtype == "float64" else 4
+    fits = trees.count(decoder.shapes(config)) * item <= memory / 4
+    return f"dp{world}" if fits and settings.batch_prompts >= world else meshes.text(sizes)
+
+
+def _axes(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]]:
+    shorts = {axis: short for short, axis in meshes.SHORT.items()}
+    return {
+        name: (",".join(f"{shorts[a]}{mesh.sizes[a]}" for a in axes), axes, mesh.sizes)
+        for axes, name in mesh.groups.items()
+    }
+
+
+def _at_rows(at: Callable[[int], Trace], rows: int, piece: int, ranks: int) -> dict[str, Costs]:
+    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second, and
+    find no more in memory than it, their rows apart."""
+    if rows <= 2 * piece:
+        return at(rows).phases
+    one, two = at(piece), at(2 * piece)
+    more = {"batch": (rows - 2 * piece) * ranks * two.row_bytes}
+    found = {}
+    for name, costs in two.phases.items():
+        many = along(one.phases[name], costs, rows / piece - 1)
+        found[name] = plus(dataclasses.replace(many, peaks=costs.peaks), more)
+    return found
+
+
+def _engine_bytes(models: phases.Models, master: torch.dtype) -> float:
+    """What the engine holds beside the trainer's weights: leaves that change their box or their dtype."""
+    made = models.to_generate
+    return float(
+        sum(
+            volume(has.new) * dtype.itemsize
+            for has, dtype in zip(held(made, 0), made.dtypes, strict=True)
+            if has.old != has.new or dtype != master
+        )
+    )
+
+
+def _resharding(models: phases.Models, kept: dict[str, float], engine: float) -> Costs:
+    """The new copy for the engine is made while it holds the old one; a few buckets are on their way."""
+    received = received_bytes(models.to_generate)
+    staging = min(2 * BUCKET_BYTES, 2 * max(received, default=0))
+    peak = kept | {"weights": kept["weights"] + 2 * engine, "staging": float(staging)}
+    traffic = {("reshard", "all"): Traffic(1, float(max(received)))} if max(received, default=0) else {}
+    return Costs({"other": peak}, 0.0, 0.0, traffic)
+
+
+def _generation(job: Job, models: phases.Models, prompt_tokens: int, hardware: Hardware) -> Costs:
+    """Prefill and one step of decoding half-way, traced; every row is decoded to the limit."""
+    config, mesh, sampling = job.config, models.generate_mesh, job.sampling
+    length = prompt_tokens + sampling.max_new_tokens
+    prompts = -(-job.settings.batch_prompts // mesh.size(ROWS))
+    rows = prompts * sampling.samples
+    count = min(rows, models.engine._rows(length))  # type: ignore[attr-defined]
+    chosen = [r // sampling.samples for r in range(count)]
+    lays = layouts(decoder.shapes(config), decoder.axes(config), GENERATE, mesh.sizes)
+    shape = decoder.init_cache(config, mesh, count, length, job.dtype, torch.device("meta")).keys[0].shape
+    local = decoder.unembed(lays).local_shape(0)[0]
+    tracer = Tracer(hardware, [lay.local_shape(0) for lay in trees.leaves(lays)], (local, config.vocab), tuple(shape))
+    params = trees.map(lambda lay: tracer.empty(lay.local_shape(0), job.dtype), lays)
+    tracer.hold_tree(params, "weights")
+    model = native.Model(config, params, decoder.unembed(params), mesh, None)
+    with tracer, torch.no_grad():
+        with tracer.phase("prefill"):
+            cache, hidden_RD = native._prefill(model, [[0] * prompt_tokens] * prompts, chosen, length)
+        with tracer.phase("decode"):
+            at = prompt_tokens + sampling.max_new_tokens // 2
+            token_R1 = torch.zeros(count, 1, dtype=torch.int64)
+            view = decoder.cache_prefix(cache, min(length, -(-(at + 1) // native.BLOCK) * native.BLOCK))
+            decoder.apply(
+                config, params, token_R1, torch.full((count, 1), at, dtype=torch.int64), cache=view, mesh=mesh
+            )
+            noise_RS = torch.zeros(count, 1, dtype=torch.float64)
+            native._draw(model, hidden_RD, noise_RS, 0, sampling)
+    chunks = rows / count
+    prefill, decode = tracer.phases["prefill"], tracer.phases["decode"]
+    whole = after(times(prefill, chunks), times(decode, chunks * sampling.max_new_tokens))
+    return plus(whole, {"weights": -float(trees.nbytes(params))})

@@ -1,0 +1,66 @@
+"""A small table of hardware, and how long it takes for what is counted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Hardware(NamedTuple):
+    """One device, from its maker's data sheet, and what share of it a program gets.
+
+    Attributes:
+      memory: bytes.
+      half, single, double: dense matrix FLOPs a second in 16, 32 (TF32 where there is) and 64 bits.
+      bandwidth: bytes a second of memory.
+      link: bytes a second and direction between devices of a node.
+      network: bytes a second and direction of a device to other nodes.
+      launch: seconds that the smallest kernel takes.
+      latency: seconds that the smallest collective takes.
+      efficiency: share of the peak FLOPs, and of every bandwidth, that is counted on.
+      accelerator: multiplies 16-bit matrices into 32 bits without a copy of them.
+    """
+
+    memory: float
+    half: float
+    single: float
+    double: float
+    bandwidth: float
+    link: float
+    network: float
+    launch: float = 5e-6
+    latency: float = 20e-6
+    efficiency: tuple[float, float] = (0.5, 0.7)
+    accelerator: bool = True
+
+
+# Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core
+# of a server with its share of the memory.
+HARDWARE = {
+    "a100": Hardware(80e9, 312e12, 156e12, 19.5e12, 2.04e12, 300e9, 25e9),
+    "h100": Hardware(80e9, 989e12, 495e12, 67e12, 3.35e12, 450e9, 50e9),
+    "h200": Hardware(141e9, 989e12, 495e12, 67e12, 4.8e12, 450e9, 50e9),
+    "mi300x": Hardware(192e9, 1307e12, 654e12, 163e12, 5.3e12, 448e9, 50e9),
+    "cpu": Hardware(16e9, 5e10, 1e11, 5e10, 1e10, 1e9, 1e9, launch=3e-6, latency=5e-3, accelerator=False),
+}
+USABLE = 0.92  # of the memory: the rest is the driver's, the libraries' and lost between blocks
+
+
+def op_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: torch.dtype) -> float:
+    """Of one kernel: the longest of its arithmetic, its reads and writes, and its launch."""
+    rate = {2: hardware.half, 4: hardware.single, 8: hardware.double}.get(dtype.itemsize, hardware.single)
+    of_peak, of_bandwidth = hardware.efficiency
+    return max(flops / (rate * of_peak), nbytes / (hardware.bandwidth * of_bandwidth), hardware.launch)
+
+
+def collective_seconds(hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, near: bool) -> float:
+    """Of `count` collectives over `ranks` devices, in rings: an all-reduce passes everything twice, the others once.
+
+    Args:
+      nbytes: of the larger side of all of them together.
+      near: all ranks are in one node.
+    """
+    passes = (2 if op.startswith("all_reduce") else 1) * (ranks - 1) / ranks
+    speed = (hardware.link if near else hardware.network) * hardware.efficiency[1]
+    return count * hardware.latency + passes * nbytes / speed

@@ -1,0 +1,179 @@
+"""The dry run against runs that compute, and against closed forms."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.experiments import grpo, ppo
+from funrl.mesh.mesh import single
+from funrl.models import decoder
+from funrl.models.config import ModelError
+from funrl.runtime import dry_run, phases
+from funrl.runtime.costs import Costs, Tracer, Traffic, after, along, plus, times
+from funrl.runtime.hardware import HARDWARE, collective_seconds, op_seconds
+from funrl.runtime.settings import Settings
+
+H100 = HARDWARE["h100"]
+CPU = HARDWARE["cpu"]
+
+
+def settings(**given):
+    return Settings(**{"batch_prompts": 8, "samples_per_prompt": 2, "max_new_tokens": 24, "token_budget": 256} | given)
+
+
+def small(compose=ppo.algorithm, layers=3, **given):
+    job = dry_run.plain_job(settings(**given), compose, CPU.memory)
+    sizes = {"embed": 32, "layers": layers, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 96, "vocab": 300}
+    return job._replace(config=dataclasses.replace(job.config, **sizes))
+
+
+def write_config(folder, **changes):
+    raw = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128, "vocab_size": 512,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize("compose", [ppo.algorithm, grpo.algorithm])
+@pytest.mark.parametrize("given", [{}, {"token_budget": 4096}, {"remat": "full"}])
+def test_the_pretended_step_holds_what_the_real_one_holds(compose, given):
+    job = small(compose, **given)
+    models = phases.build(job, single(), lambda _: None)
+    fake = dry_run.trace(job, models, 8, 16, CPU)
+    real = dry_run.trace(job, models, 8, 16, CPU, real=True)
+    assert set(fake.phases) == set(real.phases)
+    for name, costs in real.phases.items():
+        assert fake.phases[name].total == pytest.approx(costs.total, rel=0.1), name
+        assert fake.phases[name].flops == pytest.approx(costs.flops), name
+    assert fake.resting == real.resting
+
+
+@pytest.mark.parametrize("rows, budget", [(64, 256), (96, 512)])
+def test_many_micro_batches_are_on_the_line(rows, budget):
+    job = small(token_budget=budget)
+    models = phases.build(job, single(), lambda _: None)
+    whole = dry_run.trace(job, models, 8, rows, CPU)
+    line = dry_run._at_rows(lambda n: dry_run.trace(job, models, 8, n, CPU), rows, budget // 32, 1)
+    for name, costs in whole.phases.items():
+        assert line[name].total == pytest.approx(costs.total, rel=0.1), name
+        assert line[name].flops == pytest.approx(costs.flops, rel=1e-6), name
+
+
+def test_deep_models_are_on_the_line():
+    job = small(layers=9)
+    shallow = dry_run.estimate(job, 8, CPU)
+    exact = dry_run._phases(job, single(), 8, CPU)
+    for name, costs in exact.items():
+        if name != "rests":
+            assert shallow.phases[name].total == pytest.approx(costs.total, rel=0.1), name
+            assert shallow.phases[name].flops == pytest.approx(costs.flops, rel=1e-6), name
+
+
+def test_states_and_cache_have_their_closed_forms():
+    job = small(samples_per_prompt=2, max_new_tokens=24)
+    found = dry_run.estimate(job, 8, CPU)
+    config, world = job.config, 4 * trees.count(decoder.shapes(job.config))
+    critic = world + 4 * config.embed - (0 if config.tied else 4 * config.vocab * config.embed)
+    assert found.phases["generate"].peak["weights"] == world * 2 + critic  # policy, reference, critic
+    assert found.phases["generate"].peak["optimizer"] == pytest.approx(2 * (world + critic), rel=1e-3)
+    rows, length = 16, 32
+    cache = decoder.init_cache(config, single(), rows, length, job.dtype)
+    assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
+
+
+def test_flops_of_training_are_three_times_those_of_scoring():
+    found = dry_run.estimate(small(minibatches=1, token_budget=4096), 8, CPU).phases
+    assert found["update_critic"].flops == pytest.approx(3 * found["value"].flops, rel=0.05)
+    assert found["update_actor"].flops == pytest.approx(3 * found["old_logp"].flops, rel=0.25)  # logits once more
+
+
+def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
+    model = write_config(tmp_path)
+    one, two = (
+        dry_run.estimate(
+            dry_run.plain_job(settings(model=model, mesh=mesh, generate_mesh=mesh), ppo.algorithm, CPU.memory), 8, CPU
+        )
+        for mesh in ("dp2", "dp2,tp2")
+    )
+    assert two.phases["update_actor"].peak["weights"] < 0.6 * one.phases["update_actor"].peak["weights"]
+    by_axis = {two.axes[name][0] for _, name in two.phases["update_actor"].traffic}
+    assert by_axis == {"dp2", "tp2", "dp2,tp2"}
+    # 2 psums a layer forward, 2 backward: each of a micro-batch's hidden states
+    assert two.phases["old_logp"].traffic[
+        "all_reduce", next(n for n, (text, *_) in two.axes.items() if text == "tp2")
+    ].count == pytest.approx(one.rows / 2 / 8 * (1 + 2 * 2 + 2))
+
+
+@pytest.mark.parametrize("given", [{"mesh": "dp64,tp8", "batch_prompts": 128, "samples_per_prompt": 1}])
+def test_512_ranks_and_sharding_over_data(tmp_path, given):
+    model = write_config(tmp_path)
+    whole, sharded = (
+        dry_run.estimate(
+            dry_run.plain_job(settings(model=model, fsdp=fsdp, **given), ppo.algorithm, H100.memory), 8, H100
+        )
+        for fsdp in (False, True)
+    )
+    assert sharded.phases["reshard"].peak["optimizer"] < 0.1 * whole.phases["reshard"].peak["optimizer"]
+    operations = {op for op, _ in sharded.phases["update_actor"].traffic}
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"} <= operations
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_tracer_counts_what_lives():
+    tracer = Tracer(CPU)
+    with tracer, tracer.phase("all"):
+        x = torch.zeros(1000)
+        y = x + 1
+        del y
+        z = x * 2
+        w = z.view(10, 100) @ z.view(100, 10)
+        del x, z
+    costs = tracer.phases["all"]
+    assert costs.total == 4 * 2100 and costs.flops == 2 * 10 * 100 * 10
+    assert tracer.sum == w.numel() * 4
+
+
+def test_masks_that_are_not_known_are_true_everywhere():
+    tracer = Tracer(CPU)
+    with tracer:
+        x = torch.randn(4, 6)
+        assert x[torch.arange(24).view(4, 6) % 2 == 0].shape == (12,)
+        assert x[x > 0].shape == (24,)
+        assert torch.randperm(5, generator=torch.Generator().manual_seed(0)).sum().item() == 10
+        with pytest.raises(RuntimeError, match="whole number"):
+            x.argmax().item()
+
+
+def test_sums_of_costs():
+    a = Costs({"other": {"weights": 10.0}}, 1.0, 2.0, {("all_reduce", "g"): Traffic(1, 8)})
+    b = Costs({"other": {"weights": 14.0, "batch": 2.0}, "forward": {"weights": 1.0}}, 2.0, 2.5)
+    assert along(a, b, 3).peak == {"weights": 22.0, "batch": 6.0}
+    assert along(a, b, 3).flops == 4.0
+    assert times(a, 3).traffic["all_reduce", "g"] == (3, 24) and times(a, 3).total == 10
+    assert after(a, b).total == 16 and after(a, b).seconds == 4.5
+    assert plus(a, {"batch": 5}).total == 15
+
+
+def test_time_is_bound_by_the_slowest():
+    flops, nbytes = 1e15, 1e6
+    assert op_seconds(H100, flops, nbytes, torch.bfloat16) == pytest.approx(1e15 / 989e12 / 0.5)
+    assert op_seconds(H100, 0, 3.35e12, torch.bfloat16) == pytest.approx(1 / 0.7)
+    assert op_seconds(H100, 0, 8, torch.bfloat16) == H100.launch
+    ring = collective_seconds(H100, "all_reduce", 0, 450e9, 2, near=True)
+    assert ring == pytest.approx(2 * 0.5 / 0.7)
+
+
+def test_a_configuration_is_enough_and_must_be_there(tmp_path):
+    path = write_config(tmp_path)
+    for model in (path, str(tmp_path)):
+        assert dry_run.plain_job(settings(model=model), ppo.algorithm, 1e9).config.embed == 64
+    with pytest.raises(ModelError, match=r"nowhere.*config\.json and nothing else"):
+        dry_run.plain_job(settings(model=str(tmp_path / "nowhere")), ppo.algorithm, 1e9)
