@@ -164,7 +164,7 @@ class Layers:
 
     def note(self, x: Tensor) -> Any:
         """What autograd keeps of a tensor that it wants to save."""
-        if self.now is None or x.untyped_storage().data_ptr() != self.now[1].untyped_storage().data_ptr():
+        if self.now is None or x.untyped_storage()._cdata != self.now[1].untyped_storage()._cdata:
             return x
         return Saved(self.now[0], x.shape, x.stride(), int(x.storage_offset()))
 
