@@ -144,7 +144,7 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
 def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) -> None:
     """Trains with TRL's GRPO for all turns; `after_step` runs between two steps, outside of what is timed."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     space: dict = {}
@@ -191,6 +191,7 @@ def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) ->
             mark["step"] = now()
 
     trainer._generate, trainer._generate_and_score_completions = timed_generate, timed_batch
+    trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Marks())
     trainer.train()
 
