@@ -34,10 +34,12 @@ def algorithm(
     """Proximal policy optimisation, Schulman et al., 2017, https://arxiv.org/abs/1707.06347.
 
     Args:
-      clip_low, clip_high: how far the ratio of a token may fall below and rise above 1
+      clip_low: how far the probability ratio of a token may fall below 1
+      clip_high: how far the probability ratio of a token may rise above 1
       dual_clip: the largest ratio that counts where the advantage is negative
       value_clip: how far a value may move in one step, in units of reward
-      gamma, gae_lambda: discount, and trust in sampled rewards over the critic, per token
+      gamma: discount of a reward, per token
+      gae_lambda: trust in sampled rewards over the critic, per token; 1 is rewards alone
       kl_coef: reward taken off per nat of KL to the reference; 0: no reference is kept
       kl_target: nats a token; the coefficient then adapts to hold this KL
       entropy_coef: loss taken off per nat of entropy

@@ -54,7 +54,14 @@ class Chart(NamedTuple):
 
 HEADLINE_CHARTS = (
     Chart("Reward", "mean of the step's completions", (("reward/mean", "sampled"), ("eval/reward", "held out"))),
-    Chart("Accuracy", "share of held-out problems solved", (("eval/accuracy", "held out"),), False, (0.0, 1.0), True),
+    Chart(
+        "Accuracy",
+        "share of held-out problems solved: reward 1 or more",
+        (("eval/accuracy", "held out"),),
+        False,
+        (0.0, 1.0),
+        True,
+    ),
 )
 CHARTS = (
     Chart("KL", "nats a token, from the policy that sampled", (("actor/ppo_kl", "KL"),)),
@@ -197,19 +204,29 @@ def _title(config: dict[str, Any]) -> str:
     return f"{name.upper() if len(name) <= 5 else name.capitalize()}{f' on {task}' if task else ''}"
 
 
+def _held_out(run: Run) -> tuple[str, str]:
+    """What says best how a run went: the share of problems solved, or the reward where there is something between."""
+    between = any(
+        abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
+        for row in run.rows
+        if row.get("eval/reward") is not None and row.get("eval/accuracy") is not None
+    )
+    return ("eval/reward", "held-out reward") if between else ("eval/accuracy", "held-out accuracy")
+
+
 def _headline(run: Run) -> str:
     last, total = run.rows[-1]["step"], _total(run)
     duration = _duration(_seconds(run))
     when = f"in {last} steps" + (f" and {duration}" if duration else "")
     sentence = f"The run took {when.removeprefix('in ')}."
-    for key, name in (("eval/accuracy", "Held-out accuracy"), ("reward/mean", "Reward")):
+    for key, name in (_held_out(run), ("reward/mean", "reward")):
         values = _values(run, key)
         if len(values) > 1:
             ends = _ends(values, smooth=key == "reward/mean")
             before, after = (number(value) for value in ends)
             verb = "stayed at" if before == after else "rose from" if ends[1] > ends[0] else "fell from"
             rest = f"<b>{before}</b>" if before == after else f"<b>{before}</b> to <b>{after}</b>"
-            sentence = f"{name} {verb} {rest} {when}."
+            sentence = f"{name.capitalize()} {verb} {rest} {when}."
             break
     if total and last < total:
         sentence += f" <mark>Ended at step {last} of {total}.</mark>"
@@ -219,13 +236,13 @@ def _headline(run: Run) -> str:
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Label, value and what stands below it, for whatever the run has measured."""
     tiles = []
-    for key, label in (("eval/accuracy", "Accuracy"), ("reward/mean", "Reward")):
+    for key, name in (_held_out(run), ("reward/mean", "reward")):
         values = _values(run, key)
         if values:
             before, after = _ends(values, smooth=key == "reward/mean")
             best = max(value for _, value in values)
             below = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
-            tiles.append((label, number(after), below))
+            tiles.append((name.capitalize(), number(after), below))
     seconds, steps = _seconds(run), [value for _, value in _values(run, "time_s/step")]
     if seconds:
         middle = sorted(steps)[len(steps) // 2]
