@@ -151,7 +151,7 @@ class Layers:
     def __iter__(self) -> Iterator[trees.Tree]:
         following: Tensor | None = start(self.groups[0])
         for i, group in enumerate(self.groups):
-            self.now = None  # the last layer's weights go before this one's come
+            self.now = None  # the weights of the layer before go before this one's come
             assert following is not None
             pending = _Pending(following)
             following = start(self.groups[i + 1]) if i + 1 < len(self.groups) else None

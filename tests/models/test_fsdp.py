@@ -29,6 +29,7 @@ CONFIG = Config(
     attention_bias=True, output_bias=True,
 )  # fmt: skip
 TIED = dataclasses.replace(CONFIG, tied=True)
+COMPILED = torch.compile(decoder.decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -49,7 +50,7 @@ def _loss(config, mesh, layouts, remat, dtype, params):
     """Of this rank's rows: every log-probability and value has a weight of its own."""
     count, at = mesh.size(ROWS), mesh.index(ROWS)
     rows = slice(4 * at // count, 4 * (at + 1) // count)
-    layer = rematerialized(None, remat)
+    layer = COMPILED if remat == "compiled" else rematerialized(None, remat)
     lies = layouts or {"policy": None, "critic": None}
     policy = fsdp.gathered(params["policy"], lies["policy"], mesh, dtype)
     critic = fsdp.gathered(params["critic"], lies["critic"], mesh, dtype)
@@ -85,9 +86,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, pytest.param("dp2, a compiled layer", marks=pytest.mark.slow)])
 def test_losses_and_gradients_are_those_of_one_device(case):
-    mesh, over, remat, config = CASES[case]
+    mesh, over, remat, config = CASES.get(case, ("dp2", "data", "compiled", CONFIG))
     params = _params(config, torch.float64)
     alone = functools.partial(_loss, config, single(), None, "none", torch.float64)
     (expected, _), whole = trees.value_and_grad(alone)(params)
