@@ -28,6 +28,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models.config import ModelError
 from funrl.runtime.job import SettingsError, load_function, prepare, resolved
 from funrl.runtime.loop import Outcome, train
+from funrl.runtime.progress import discard_output
 from funrl.runtime.report import ReportError, write_report
 from funrl.runtime.run_directory import RunDirectoryError, open_run
 from funrl.runtime.settings import Settings
@@ -115,7 +116,10 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
     except KeyboardInterrupt:
         status, problem = 130, "interrupted"
     if speaks and run_dir is not None:
-        print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
+        try:
+            print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
+        except BrokenPipeError:
+            discard_output()
     return _say(status, problem, speaks)
 
 

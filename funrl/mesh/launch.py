@@ -246,6 +246,8 @@ def _rank_main(
         status = 0
     except KeyboardInterrupt:
         status = 130
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) and leaving.code else 1
     except BaseException as error:
         _report(folder, rank, error, plain)
     finally:

@@ -388,4 +388,5 @@ def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
 def _show(job: Job, examples: Sequence[Example], done: Rollout, samples: int, step: int, show: Samples) -> None:
     """The first sample of each of the first prompts."""
     first = trees.map(lambda x: x[: len(examples) * samples : samples], done)
-    show.samples(step, examples, completion_texts(first.completions, decoder_of(job.tokenizer)), first.score.tolist())
+    texts = completion_texts(first.completions, decoder_of(job.tokenizer), [e.tokens[-1] for e in examples])
+    show.samples(step, examples, texts, first.score.tolist())

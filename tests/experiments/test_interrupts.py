@@ -102,3 +102,21 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
         time.sleep(0.05)
     assert len(ranks) == 2
     assert processes(run.pid) == []
+
+
+@pytest.mark.parametrize("mesh", [pytest.param("dp1", marks=pytest.mark.slow), "dp2"])
+def test_a_reader_of_the_output_may_leave(tmp_path, mesh):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL]
+    run = subprocess.Popen(
+        [*command, "--steps=12", f"--mesh={mesh}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.stdout is not None and run.stderr is not None
+    assert run.stdout.readline()
+    run.stdout.close()
+    err = run.stderr.read()
+    assert run.wait(timeout=60) == 0
+    assert err == ""
+    assert len(lines(run_dir)) == 12
+    assert (run_dir / "report.html").exists()
