@@ -157,7 +157,8 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any], kind: K
     rest = _read(table, argv)
     if rest:
         raise SettingsError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
-    settings = kind.settings(**{field.name: table[field.name].value for field in kind.fields})
+    common: dict[str, Any] = {field.name: table[field.name].value for field in kind.fields}
+    settings = kind.settings(**common)
     values = {name: table[name].value for name in own} | dataclasses.asdict(resolved(settings))
     return Command(settings, source, tuple((name, values[name]) for name in own), kind)
 
