@@ -17,7 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def compile_layer(
-    config: Config, mode: str = "auto", device: str = "cpu", note: Callable[[str], None] = log.info, fullgraph: bool = True
+    config: Config,
+    mode: str = "auto",
+    device: str = "cpu",
+    note: Callable[[str], None] = log.info,
+    fullgraph: bool = True,
 ) -> Callable | None:
     """A replacement of `decoder.decoder_layer` to pass as `layer`; None is the plain one.
 
@@ -27,7 +31,8 @@ def compile_layer(
 
     Args:
       config: the model.
-      mode: "on", "off" or "auto", which compiles on CUDA and ROCm; on CPU a cold compile costs more than a short run gains.
+      mode: "on", "off" or "auto", which compiles on CUDA and ROCm; on CPU a cold compile costs more than a short run
+        gains.
       device: type of the device, such as "cuda".
       note: told what was compiled and how long it took.
       fullgraph: a part that cannot be compiled is an error.
