@@ -96,8 +96,12 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
             from funrl.runtime.dry_report import dry_run
 
             compose = load_function(command.source)
-            print(dry_run(command.settings, lambda: compose(**dict(command.arguments))))
+            if speaks:
+                print(dry_run(command.settings, lambda: compose(**dict(command.arguments))))
             return 0
+        for name in ("hardware", "prompt_tokens"):
+            if getattr(command.settings, name) is not None:
+                raise SettingsError(f"--{name} says what --dry_run takes; give --dry_run too")
         job = _job(command)
         if speaks:
             config = dataclasses.asdict(command.settings) | dict(command.arguments) | {"algorithm": command.source}

@@ -17,6 +17,9 @@ from funrl.runtime.hardware import HARDWARE, USABLE, Hardware, collective_second
 from funrl.runtime.job import SettingsError
 from funrl.runtime.settings import Settings
 
+DEFAULT = "h100"
+ATTEMPTS = 3  # estimates of other flags where it does not fit
+
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     """Everything that --dry_run prints.
@@ -24,11 +27,12 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
+    settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
     if settings.hardware not in HARDWARE:
         raise SettingsError(f"--hardware={settings.hardware}: it must be one of {', '.join(HARDWARE)}")
     if settings.prompt_tokens is not None and settings.prompt_tokens < 1:
         raise SettingsError(f"--prompt_tokens={settings.prompt_tokens}: it must be at least 1")
-    hardware, prompt = HARDWARE[settings.hardware], settings.prompt_tokens or prompt_tokens_of(settings)
+    hardware, prompt = HARDWARE[str(settings.hardware)], settings.prompt_tokens or prompt_tokens_of(settings)
 
     def costs(settings: Settings) -> Estimate:
         return estimate(plain_job(settings, compose, hardware.memory), prompt, hardware)
@@ -118,7 +122,7 @@ def traffic(found: Estimate, hardware: Hardware) -> str:
 
 
 def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]) -> str:
-    """Whether it fits; if it does not, what each flag that might help would bring it to.
+    """Whether it fits; if it does not, what flags would bring it to, one after the other until it does.
 
     Args:
       costs: estimates other settings.
@@ -131,14 +135,18 @@ def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Call
     over = [n for n, c in found.phases.items() if c.total > room]
     lines = [f"does not fit: a rank needs {ratio}, in {name}; too large: {', '.join(over)}"]
     together: dict[str, Any] = {}
-    for changes in remedies(found, settings, name):
-        line = _attempt(settings, changes, room, costs)
-        if line is not None:
-            together |= changes
-            lines.append(line)
-    if len(together) > 1:
-        lines.append(_attempt(settings, together, room, costs) or "")
-    return "\n".join(filter(None, lines))
+    for changes in remedies(found, settings, name)[:ATTEMPTS]:
+        together |= changes
+        try:
+            name, most = _worst(costs(dataclasses.replace(settings, **together)))
+        except ValueError:  # a mesh, say, that the model's heads do not divide over
+            together = {k: v for k, v in together.items() if k not in changes}
+            continue
+        flags = " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in together.items())
+        lines.append(f"  with {flags}: {size(most)}, in {name}" + (" (fits)" if most <= room else ""))
+        if most <= room:
+            break
+    return "\n".join(lines)
 
 
 def remedies(found: Estimate, settings: Settings, worst: str) -> list[dict[str, Any]]:
@@ -159,17 +167,6 @@ def remedies(found: Estimate, settings: Settings, worst: str) -> list[dict[str, 
     if sizes["data"] % 2 == 0 and config.heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
         changes.append({"mesh": meshes.text(wider), "generate_mesh": meshes.text(wider)})
     return changes
-
-
-def _attempt(
-    settings: Settings, changes: dict[str, Any], room: float, costs: Callable[[Settings], Estimate]
-) -> str | None:
-    try:
-        name, most = _worst(costs(dataclasses.replace(settings, **changes)))
-    except ValueError:
-        return None
-    flags = " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in changes.items())
-    return f"  with {flags}: {size(most)}, in {name}" + (" (fits)" if most <= room else "")
 
 
 def _worst(found: Estimate) -> tuple[str, float]:

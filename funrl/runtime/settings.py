@@ -29,7 +29,9 @@ class Settings:
     offload: str | None = _flag(
         None, "devices", "what leaves a GPU while it is not needed: some of optimizer,reference,params"
     )
-    hardware: str = _flag("h100", "devices", "whose memory and speed --dry_run takes: a100, h100, h200, mi300x or cpu")
+    hardware: str | None = _flag(
+        None, "devices", "whose memory and speed --dry_run takes: a100, h100, h200, mi300x or cpu; default: h100"
+    )
     compile: str = _flag("auto", "devices", "on, off or auto: compile one decoder layer where it pays (on CUDA)")
 
     model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")
