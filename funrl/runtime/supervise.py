@@ -255,8 +255,11 @@ def _lessons(settings: SupervisedSettings, kind: str, tokenizer: Any) -> tuple[l
     if settings.model is not None:
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
     names = ("prompt", "completion") if kind == "demonstrations" else ("prompt", "chosen", "rejected")
-    records = []
-    for seed, count, split in ((settings.seed, LESSONS, "train"), (0, settings.eval_prompts, "heldout")):
+    records: list[list[dict[Any, Any]]] = []
+    splits: tuple[tuple[int, int, arithmetic.Split], ...] = (
+        (settings.seed, LESSONS, "train"), (0, settings.eval_prompts, "heldout"),
+    )  # fmt: skip
+    for seed, count, split in splits:
         if kind == "preferences":
             found = arithmetic.preferences(seed, count, split=split)
         elif split == "train":
