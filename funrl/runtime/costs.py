@@ -26,6 +26,7 @@ from funrl.runtime.hardware import Hardware, op_seconds
 
 aten = torch.ops.aten
 KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
+UPDATES = "update_"  # how the names of phases that learn begin
 _FLASH_CPU = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
@@ -140,7 +141,7 @@ class Tracer(TorchDispatchMode):
         self.held = dict.fromkeys(KINDS, 0.0)
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
-        self.now, self.highest, self.part = Costs(), {}, "other"
+        self.now, self.highest, self.part, self.learns = Costs(), {}, "other", False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -166,13 +167,13 @@ class Tracer(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        before, self.now, self.highest = self.now, Costs(), {}
+        before, self.now, self.highest, self.learns = self.now, Costs(), {}, name.startswith(UPDATES)
         self._look()
         try:
             yield
         finally:
             self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
-            self.now, self.highest = before, {}
+            self.now, self.highest, self.learns = before, {}, False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A fake tensor; a real one of zeros where the tracer is real."""
@@ -224,7 +225,8 @@ class Tracer(TorchDispatchMode):
         shape = tuple(x.shape)
         if shape in self.shapes:
             backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-            return "gradients" if backward or not torch.is_grad_enabled() else "weights"
+            summed = self.learns and not torch.is_grad_enabled()
+            return "gradients" if backward or summed else "weights"
         if shape == self.cache:
             return "cache"
         if func in _ROOM:

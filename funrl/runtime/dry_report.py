@@ -11,8 +11,8 @@ from funrl.algos.core import Algorithm
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.runtime.costs import KINDS, Costs
-from funrl.runtime.dry_run import UPDATES, Estimate, estimate, plain_job, prompt_tokens_of
+from funrl.runtime.costs import KINDS, UPDATES, Costs
+from funrl.runtime.dry_run import Estimate, estimate, plain_job, prompt_tokens_of
 from funrl.runtime.hardware import HARDWARE, USABLE, Hardware, collective_seconds
 from funrl.runtime.job import SettingsError
 from funrl.runtime.settings import Settings

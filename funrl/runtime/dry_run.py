@@ -37,7 +37,7 @@ from funrl.models import decoder
 from funrl.models.config import Config, ModelError, config_from_hf
 from funrl.runtime import job as jobs
 from funrl.runtime import phases
-from funrl.runtime.costs import Costs, Tracer, Traffic, after, along, plus, times
+from funrl.runtime.costs import UPDATES, Costs, Tracer, Traffic, after, along, plus, times
 from funrl.runtime.hardware import Hardware
 from funrl.runtime.job import Job, SettingsError, Task
 from funrl.runtime.settings import Settings
@@ -45,7 +45,6 @@ from funrl.runtime.spmd import Clock
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
-UPDATES = "update_"  # how the phases that learn are called
 
 
 class Estimate(NamedTuple):
