@@ -260,9 +260,11 @@ def learn(
             for part in parts:
                 with clock.phase(part.phase):
                     learner, old = learners[part.field], getattr(rows, part.old)
+                    old = rows.rollout_logp if old is None else old
+                    assert old is not None
                     grads, metrics, loss = gradient(
-                        part.objective, part.loss, learner.params, rows, rows.rollout_logp if old is None else old,
-                        models.mesh, settings.token_budget, part.layouts,
+                        part.objective, part.loss, learner.params, rows, old, models.mesh, settings.token_budget,
+                        part.layouts,
                     )  # fmt: skip
                     norm = global_norm(grads, part.layouts, models.mesh)
                     learners[part.field] = update(part.optimizer, learner, grads)
@@ -288,10 +290,11 @@ def _parts(job: Job, models: Models, step: int) -> list[Part]:
     """What learns in this step, in order."""
     algorithm, mesh = job.algorithm, models.mesh
 
-    def of_policy(loss: Loss) -> Objective:
+    def of_policy(loss: Loss, watch_entropy: bool = False) -> Objective:
         return policy_objective(
-            job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype, models.policy_layouts
-        )
+            job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype, models.policy_layouts,
+            watch_entropy,
+        )  # fmt: skip
 
     parts = []
     if (loss := algorithm.value_loss) is not None:
@@ -303,7 +306,7 @@ def _parts(job: Job, models: Models, step: int) -> list[Part]:
         parts.append(Part(*names, loss, of_policy(loss), models.reward_optimizer, models.policy_layouts))
     if step > job.settings.critic_warmup_steps:
         names, loss = ("policy", "update_actor", "actor/pg_loss", "old_logp"), algorithm.policy_loss
-        parts.append(Part(*names, loss, of_policy(loss), models.policy_optimizer, models.policy_layouts))
+        parts.append(Part(*names, loss, of_policy(loss, True), models.policy_optimizer, models.policy_layouts))
     return parts
 
 

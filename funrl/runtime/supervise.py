@@ -46,16 +46,26 @@ from funrl.runtime.step import Forward, Learner, Objective, gradient, policy_obj
 LESSONS = 4096  # made of the embedded task
 
 
+def _flag(default: Any, group: str, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"group": group, "help": text})
+
+
 @dataclass(frozen=True)
 class SupervisedSettings(Settings):
     """The flags of experiments that learn from given texts; those of `HIDDEN` have no meaning there."""
 
-    data: str | None = dataclasses.field(
-        default=None,
-        metadata={"group": "job", "help": "JSON lines to learn from; default: made of the embedded task"},
+    data: str | None = _flag(None, "job", "JSON lines to learn from; default: made of the embedded task")
+    task: str = _flag("arithmetic", "job", "the embedded task; --data replaces it")
+    steps: int = _flag(30, "job", "updates, each of one batch")
+    warmstart_steps: int | None = _flag(
+        None,
+        "job",
+        "supervised steps before, on imperfect demonstrations; default: the task's, 0 with --model or --data",
     )
-
-    minibatches: int = dataclasses.field(default=1, metadata={"group": "update", "help": "hidden: a batch is one"})
+    batch_prompts: int = _flag(128, "update", "demonstrations or pairs an update")
+    lr: float | None = _flag(None, "update", "peak learning rate; default: 1e-3 from scratch, 1e-5 with --model")
+    eval_prompts: int = _flag(256, "output", "held-out demonstrations or pairs an evaluation uses")
+    minibatches: int = _flag(1, "update", "hidden: a batch is one")
 
 
 HIDDEN = (
