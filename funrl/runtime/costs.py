@@ -138,7 +138,7 @@ class Tracer(TorchDispatchMode):
         self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
         self.live: dict[int, tuple[int, str, Any]] = {}
-        self.held = dict.fromkeys(KINDS, 0.0)
+        self.held: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
         self.now, self.highest, self.part, self.learns = Costs(), {}, "other", False

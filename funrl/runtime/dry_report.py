@@ -38,7 +38,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
         return estimate(plain_job(settings, compose, hardware.memory), prompt, hardware)
 
     found = costs(settings)
-    parts = [title(found, settings), memory(found), work(found, hardware), traffic(found, hardware)]
+    parts = [title(found, settings), memory(found), work(found, hardware), traffic(found)]
     parts.append(verdict(found, settings, hardware, costs))
     if settings.offload:
         parts.append(f"--offload={settings.offload} is not counted: these are the numbers without it")
@@ -101,7 +101,7 @@ def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
     return seconds
 
 
-def traffic(found: Estimate, hardware: Hardware) -> str:
+def traffic(found: Estimate) -> str:
     """Bytes by mesh axes and collective, of one step and one rank."""
     stages: dict[tuple[str, str], dict[str, list[float]]] = {}
     for name, costs in found.phases.items():

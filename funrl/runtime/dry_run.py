@@ -353,7 +353,7 @@ def _generation(job: Job, models: phases.Models, prompt_tokens: int, hardware: H
     chosen = [r // sampling.samples for r in range(count)]
     lays = layouts(decoder.shapes(config), decoder.axes(config), GENERATE, mesh.sizes)
     shape = decoder.init_cache(config, mesh, count, length, job.dtype, torch.device("meta")).keys[0].shape
-    local = decoder.unembed(lays).local_shape(0)[0]
+    local = lays.get("unembed", lays["embed"]).local_shape(0)[0]
     tracer = Tracer(hardware, [lay.local_shape(0) for lay in trees.leaves(lays)], (local, config.vocab), tuple(shape))
     params = trees.map(lambda lay: tracer.empty(lay.local_shape(0), job.dtype), lays)
     tracer.hold_tree(params, "weights")
