@@ -7,6 +7,7 @@ of a common flag is given that flag's value.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -15,10 +16,11 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -112,7 +114,8 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
         return _say(130, "interrupted; nothing was started", speaks)
     status, outcome, problem = 0, None, ""
     try:
-        outcome = launch(functools.partial(_rank, command, run_dir), job.sizes, job.device, PLAIN)
+        with _terminated_as_interrupted():
+            outcome = launch(functools.partial(_rank, command, run_dir), job.sizes, job.device, PLAIN)
         if outcome.error:
             status, problem = 1, f"error: {outcome.error}"
     except (WorkerError, *PLAIN) as error:
@@ -125,6 +128,24 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
         except BrokenPipeError:
             discard_output()
     return _say(status, problem, speaks)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Ends a run that a job scheduler terminates as it ends one that the user interrupts. Under torchrun, which waits
+    for its ranks, they end at once."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if "WORLD_SIZE" in os.environ:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(status: int, problem: str, speaks: bool) -> int:

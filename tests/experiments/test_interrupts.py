@@ -15,9 +15,11 @@ SMALL = ["--steps=100000", "--warmstart_steps=0", "--batch_prompts=4", "--sample
 
 def start(run_dir, *flags):
     command = [sys.executable, "-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL, *flags]
+    scratch = run_dir.parent / "scratch"
+    scratch.mkdir()
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while len(lines(run_dir)) < 2 and run.poll() is None and time.monotonic() < deadline:
@@ -57,13 +59,14 @@ linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for process
 
 
 @linux
-@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
-def test_ctrl_c_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh):
+@pytest.mark.parametrize(("mesh", "sign"), [("dp1", signal.SIGINT), ("dp2", signal.SIGINT), ("dp2", signal.SIGTERM)])
+def test_an_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh, sign):
+    """Ctrl-C goes from the terminal to every process; a job scheduler's end to the first."""
     run_dir = tmp_path / "run"
     run = start(run_dir, f"--mesh={mesh}")
     assert len(processes(run.pid)) == {"dp1": 1, "dp2": 3}[mesh]
     began = time.monotonic()
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    (os.killpg if sign == signal.SIGINT else os.kill)(run.pid, sign)
     out, err = run.communicate(timeout=20)
     assert time.monotonic() - began < 8
     assert run.returncode == 130
@@ -71,6 +74,7 @@ def test_ctrl_c_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh):
     assert err.strip() == "interrupted"
     assert str(run_dir / "report.html") in out
     assert processes(run.pid) == []
+    assert not list((tmp_path / "scratch").glob("funrl-*"))
     check_readable(run_dir)
 
 
