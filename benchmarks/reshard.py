@@ -12,12 +12,15 @@
 
 The all-gathers go over no more axes than they must: those that split the source and, where the mesh stays, do not split
 the target. Methods take turns, in another order in every round, with a barrier before and after each; the
-results of the first round, which is not counted, are checked. Printed are medians over the other rounds.
+results of the first round, which is not counted, are checked. Printed are medians over the other rounds; a dash stands
+for a flat all-gather that this machine's memory cannot hold (gloo makes a second copy of what it gathers).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -36,7 +39,7 @@ from funrl.mesh.launch import launch, view
 from funrl.mesh.mesh import AXES, Mesh, members, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
 from funrl.mesh.reshard import reshard
-from funrl.mesh.rules import Layout
+from funrl.mesh.rules import Layout, Rules
 from funrl.models import decoder
 from funrl.models.config import Config
 
@@ -57,6 +60,7 @@ ROWS = [
     ("dp2,tp4 -> dp4,tp2", (GENERATE, "dp2,tp4"), (TRAIN, "dp4,tp2")),
     ("replicated -> FSDP dp4,tp2", (GENERATE, "dp8"), (FULLY, "dp4,tp2")),
 ]
+METHODS = ("plan", "per tensor", "flat", "DTensor")
 Method = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -162,53 +166,57 @@ def part(layout: Layout, rank: int) -> Tensor:
     return numbers.float()
 
 
-def measure(first: Mesh) -> list[tuple[str, tuple[int, int, int], dict[str, float]]]:
-    """For every row its bytes (moved, least, all-gathered) and each method's median seconds."""
+def measure(title: str, source: tuple[Rules, str], target: tuple[Rules, str], first: Mesh) -> str:
+    """A line for a pair of layouts: its bytes (moved, least, all-gathered) and each method's median time."""
     shapes, axes = tree_of_weights()
-    views = {text: view(first, parse(text)) for text in ("dp4,tp2", "dp2,tp4", "dp8")}
-    grids = {text: torch.arange(8).view(mesh.sizes["data"], mesh.sizes["tensor"]) for text, mesh in views.items()}
-    devices = {text: DeviceMesh("cpu", grid, mesh_dim_names=("data", "tensor")) for text, grid in grids.items()}
-    table = []
-    for title, (src_rules, src_mesh), (dst_rules, dst_mesh) in ROWS:
-        mesh = views[src_mesh]
-        src = rules.layouts(shapes, axes, src_rules, parse(src_mesh))
-        dst = rules.layouts(shapes, axes, dst_rules, parse(dst_mesh))
-        made, pairs = plan(src, dst, torch.float32), pairs_of(src, dst)
-        tree = trees.map(lambda layout: part(layout, first.rank), src)
-        methods: dict[str, Method] = {
-            "plan": lambda _, *args: trees.leaves(reshard(*args)),
-            "per tensor": per_tensor(pairs, mesh),
-            "flat": flat(pairs, mesh),
-            "DTensor": dtensor(pairs, mesh, devices[src_mesh]),
-        }
-        arguments = {"plan": (tree, made, first, BUCKET.value << 20)}
-        seconds: dict[str, list[float]] = {name: [] for name in methods}
-        for turn in range(ROUNDS.value):
-            for name in [*methods][turn % 4 :] + [*methods][: turn % 4]:
-                dist.barrier()
-                start = time.perf_counter()
-                result = methods[name](trees.leaves(tree), *arguments.get(name, ()))
-                dist.barrier()
-                seconds[name].append(time.perf_counter() - start)
-                if turn == 0:
-                    exact = [torch.equal(x, part(pair.dst, first.rank)) for x, pair in zip(result, pairs, strict=True)]
-                    assert all(exact), (title, name)
-                del result
-        gathered = sum(4 * math.prod(a.local_shape()) * (mesh.size(axes) - 1) * 8 for a, _, axes in pairs)
-        moved = sum(received_bytes(made)), sum(lower_bound_bytes(made)), gathered
-        table.append((title, moved, {name: statistics.median(times[1:]) for name, times in seconds.items()}))
-    return table
+    mesh = view(first, parse(source[1]))
+    devices = DeviceMesh("cpu", torch.arange(8).view(mesh.sizes["data"], -1), mesh_dim_names=("data", "tensor"))
+    src, dst = (rules.layouts(shapes, axes, table, parse(text)) for table, text in (source, target))
+    made, pairs = plan(src, dst, torch.float32), pairs_of(src, dst)
+    tree = trees.map(lambda layout: part(layout, first.rank), src)
+    methods: dict[str, Method] = {
+        "plan": lambda _: trees.leaves(reshard(tree, made, first, BUCKET.value << 20)),
+        "per tensor": per_tensor(pairs, mesh),
+        "flat": flat(pairs, mesh),
+        "DTensor": dtensor(pairs, mesh, devices),
+    }
+    if first.world * flat_bytes(pairs, mesh) > 0.75 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        del methods["flat"]
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(ROUNDS.value):
+        names = [*methods]
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            result = methods[name](trees.leaves(tree))
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+            if turn == 0:
+                exact = [torch.equal(x, part(pair.dst, first.rank)) for x, pair in zip(result, pairs, strict=True)]
+                assert all(exact), (title, name)
+            del result
+    gathered = sum(4 * math.prod(a.local_shape()) * (mesh.size(axes) - 1) * 8 for a, _, axes in pairs)
+    moved = sum(received_bytes(made)), sum(lower_bound_bytes(made)), gathered
+    times = {name: statistics.median(of[1:]) for name, of in seconds.items()}
+    best = min(time_s for name, time_s in times.items() if name != "plan")
+    cells = [f"{nbytes / 1e6:.0f}" for nbytes in moved]
+    cells += [f"{times[name] * 1e3:.0f}" if name in times else "-" for name in METHODS]
+    return f"| {title} | {' | '.join(cells)} | {best / times['plan']:.1f} |"
+
+
+def flat_bytes(pairs: list[Pair], mesh: Mesh) -> int:
+    """What a rank holds at most in the course of `flat`."""
+    held = sum(math.prod(pair.src.local_shape()) + math.prod(pair.dst.local_shape()) for pair in pairs)
+    return 4 * (held + 2 * sum(math.prod(a.local_shape()) * mesh.size(axes) for a, _, axes in pairs if axes))
 
 
 def main(_: list[str]) -> None:
     shapes, _ = tree_of_weights()
     print(f"{trees.nbytes(shapes) / 1e6:.0f} MB of weights, 8 ranks, medians of {ROUNDS.value - 1} rounds in ms\n")
-    print("| layouts | MB moved | least | all-gather MB | plan | per tensor | flat | DTensor | best peer / plan |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for title, moved, seconds in launch(measure, parse("dp4,tp2"), "cpu"):
-        best = min(time_s for name, time_s in seconds.items() if name != "plan")
-        cells = [f"{nbytes / 1e6:.0f}" for nbytes in moved] + [f"{time_s * 1e3:.0f}" for time_s in seconds.values()]
-        print(f"| {title} | {' | '.join(cells)} | {best / seconds['plan']:.1f} |")
+    print(f"| layouts | MB moved | least | all-gather MB | {' | '.join(METHODS)} | best peer / plan |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for row in ROWS:  # in processes of its own, which have all of the machine's memory
+        print(launch(functools.partial(measure, *row), parse("dp4,tp2"), "cpu"), flush=True)
 
 
 if __name__ == "__main__":
