@@ -25,7 +25,7 @@ from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import shard
 from funrl.models import decoder
-from funrl.runtime import dry_run, phases
+from funrl.runtime import dry_run, ensemble, phases
 from funrl.runtime.hardware import HARDWARE
 from funrl.runtime.job import Job
 from funrl.runtime.settings import Settings
@@ -82,7 +82,7 @@ def measure(shape: str) -> None:
     def program(mesh: Mesh) -> int:
         a = torch.randn(64, 64, requires_grad=True)  # what the libraries take for themselves comes first
         torch.nn.functional.silu(a @ a).sum().backward()
-        models = phases.build(job, mesh, lambda _: None)
+        models = ensemble.build(job, mesh, lambda _: None)
         batch = dry_run.full_batch(job, PROMPT, SHAPES[shape.partition("/")[0]][1])
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
         before = resident("VmHWM")

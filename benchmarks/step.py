@@ -32,7 +32,7 @@ from funrl.experiments import grpo, ppo
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
 from funrl.models.config import Config
-from funrl.runtime import phases
+from funrl.runtime import ensemble, phases
 from funrl.runtime.job import prepare
 from funrl.runtime.settings import Settings
 from funrl.runtime.spmd import Clock
@@ -124,7 +124,7 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
         max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR,
     )  # fmt: skip
     job, mesh = prepare(settings, compose), single()
-    models = phases.build(job, mesh, lambda text: None)
+    models = ensemble.build(job, mesh, lambda text: None)
     _, weights = hf.load(files.model, torch.float32)
     state, number = phases.start(job, models, weights), 1
 

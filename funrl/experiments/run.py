@@ -28,12 +28,12 @@ from absl import flags
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import ModelError
-from funrl.runtime.job import SettingsError, load_function, prepare, resolved
+from funrl.runtime.job import load_function, prepare, resolved
 from funrl.runtime.loop import Outcome, train
 from funrl.runtime.progress import discard_output
 from funrl.runtime.report import ReportError, write_report
 from funrl.runtime.run_directory import RunDirectoryError, open_run
-from funrl.runtime.settings import Settings
+from funrl.runtime.settings import Settings, SettingsError
 
 PLAIN = (RunDirectoryError, ModelError)  # their messages say all that a user needs
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}

@@ -24,7 +24,7 @@ from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
 
-__all__ = ["BUCKET_BYTES", "Plan", "export_weights", "plan", "replicated", "reshard", "unshard"]
+__all__ = ["BUCKET_BYTES", "Plan", "copied", "export_weights", "plan", "replicated", "reshard", "unshard"]
 BUCKET_BYTES = 64 << 20
 
 
@@ -89,6 +89,20 @@ def reshard(
     while flying:
         _land(work, flying.pop(0), mesh)
     return trees.fill(tree, work.results)
+
+
+def copied(
+    tree: trees.Tree, src: trees.Tree, dst: trees.Tree, mesh: Mesh, dtype: torch.dtype | None = None
+) -> trees.Tree:
+    """A copy of a tree in other layouts, which shares no memory with it. Collective, like `reshard`.
+
+    Args:
+      src, dst: layouts of the tree and of the copy.
+      dtype: of the copy; None: as it is.
+    """
+    dtypes = trees.map(lambda x: x.dtype, tree) if dtype is None else dtype
+    made = reshard(tree, plan(src, dst, dtypes), mesh)
+    return trees.map(lambda new, old: new.clone() if new is old else new, made, tree)
 
 
 def unshard(tree: trees.Tree, layouts: trees.Tree, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> trees.Tree:

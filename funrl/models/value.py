@@ -26,9 +26,8 @@ def axes(config: Config) -> trees.Tree:
 
 
 def init(config: Config, decoder_params: trees.Tree) -> trees.Tree:
-    """A critic that begins as a copy of a decoder and values everything at 0. Works on shards as on whole trees."""
-    norm_D = decoder_params["norm"]
-    return trees.clone(_with_head(decoder_params, norm_D.new_zeros(1, config.embed)))
+    """A critic of a decoder's own tensors, which values everything at 0. Works on shards as on whole trees."""
+    return _with_head(decoder_params, decoder_params["norm"].new_zeros(1, config.embed))
 
 
 def apply(

@@ -14,8 +14,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.runtime.costs import KINDS, UPDATES, Costs
 from funrl.runtime.dry_run import Estimate, estimate, plain_job, prompt_tokens_of
 from funrl.runtime.hardware import HARDWARE, USABLE, Hardware, collective_seconds
-from funrl.runtime.job import SettingsError
-from funrl.runtime.settings import Settings
+from funrl.runtime.settings import Settings, SettingsError
 
 DEFAULT = "h100"
 ATTEMPTS = 3  # estimates of other flags where it does not fit

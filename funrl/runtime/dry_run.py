@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,18 @@ from funrl.generate.types import Sampling
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
-from funrl.mesh.plan import held, plan, received_bytes, volume
+from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rules import GENERATE, ROWS, layouts
 from funrl.models import decoder
 from funrl.models.config import Config, ModelError, config_from_hf
+from funrl.runtime import ensemble, phases
 from funrl.runtime import job as jobs
-from funrl.runtime import phases
 from funrl.runtime.costs import UPDATES, Costs, Tracer, Traffic, after, along, plus, times
 from funrl.runtime.hardware import Hardware
-from funrl.runtime.job import Job, SettingsError, Task
-from funrl.runtime.settings import Settings
+from funrl.runtime.job import Job, Task
+from funrl.runtime.settings import Settings, SettingsError
+from funrl.runtime.sharding import FROZEN, check_layouts, check_models, generate_sizes, models_of
 from funrl.runtime.spmd import Clock
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
@@ -81,12 +82,12 @@ def plain_job(settings: Settings, compose: Callable[[], Algorithm], memory: floa
     sizes = meshes.parse(settings.mesh)
     config = arithmetic.model_config() if settings.model is None else read_config(settings.model, "--model")
     settings = dataclasses.replace(settings, compile="off", device="cpu")
-    jobs._check_choices(settings, "cpu")
-    if settings.generate_mesh is None:
-        settings = dataclasses.replace(settings, generate_mesh=_generate_mesh(settings, sizes, config, memory))
-    generate_sizes = jobs._generate_sizes(settings, sizes, config, "cpu")
-    jobs._check_layouts(config, settings, sizes, generate_sizes)
+    jobs.check_choices(settings, "cpu")
     algorithm = compose()
+    models = models_of(algorithm, settings)
+    check_models(settings, models)
+    generating = generate_sizes(settings, sizes, config, memory)
+    check_layouts(config, settings, models, sizes, generating)
     jobs.check_needs(algorithm, settings)
     new_tokens = jobs.resolved(settings).max_new_tokens
     assert new_tokens is not None
@@ -94,7 +95,7 @@ def plain_job(settings: Settings, compose: Callable[[], Algorithm], memory: floa
         settings.temperature, settings.top_k, settings.top_p, new_tokens, config.eos, settings.samples_per_prompt
     )
     return Job(
-        settings=settings, sizes=sizes, generate_sizes=generate_sizes, device="cpu",
+        settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
         dtype=jobs.DTYPES[settings.dtype], config=config, tokenizer=None,
         task=Task("dry run", (), (), (), (1.0,), None, new_tokens), algorithm=algorithm, sampling=sampling,
         eval_sampling=sampling, pad=0, warmstart_steps=0, lr=1e-5, critic_lr=1e-5, reward_lr=1e-5,
@@ -157,9 +158,9 @@ def estimate(job: Job, prompt_tokens: int, hardware: Hardware) -> Estimate:
         found = shallow[0]
         if len(shallow) == 2:
             found = {name: along(found[name], shallow[1][name], config.layers - depths[0]) for name in found}
-        models = phases.build(job, mesh, lambda _: None)
+        models = ensemble.build(job, mesh, lambda _: None)
         axes = _axes(mesh) | _axes(models.generate_mesh)
-        rests, engine = found.pop("rests").peak, _engine_bytes(models, _master(job))
+        rests, engine = found.pop("rests").peak, _engine_bytes(models, job.master)
         found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
         found["reshard"] = _resharding(models, rests, engine)
     rows = job.settings.batch_prompts * job.sampling.samples
@@ -174,7 +175,7 @@ def _with_layers(job: Job, layers: int) -> Job:
 
 def _phases(job: Job, mesh: Mesh, prompt_tokens: int, hardware: Hardware) -> dict[str, Costs]:
     """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them."""
-    models, settings, ranks = phases.build(job, mesh, lambda _: None), job.settings, mesh.size(ROWS)
+    models, settings, ranks = ensemble.build(job, mesh, lambda _: None), job.settings, mesh.size(ROWS)
     width, rows = prompt_tokens + job.sampling.max_new_tokens, settings.batch_prompts * job.sampling.samples
     at = functools.cache(lambda local: trace(job, models, prompt_tokens, local * ranks, hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
@@ -205,44 +206,39 @@ class Trace(NamedTuple):
 
 
 def trace(
-    job: Job, models: phases.Models, prompt_tokens: int, rows: int, hardware: Hardware, real: bool = False
+    job: Job, models: ensemble.Models, prompt_tokens: int, rows: int, hardware: Hardware, real: bool = False
 ) -> Trace:
     """Scores a batch and learns from it once, in one mini-batch, with the trainer's own functions.
 
     Args:
-      models: made by `phases.build` on a mesh, which may be `pretended`.
+      models: made by `ensemble.build` on a mesh, which may be `pretended`.
       prompt_tokens: of each row.
       rows: of all ranks.
       real: compute what is counted, instead of pretending.
     """
-    config, settings = job.config, dataclasses.replace(job.settings, minibatches=1, epochs=1, teacher=None)
-    job = job._replace(settings=settings)
-    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves((models.policy_layouts, models.critic_layouts))}
+    config, settings = job.config, dataclasses.replace(job.settings, minibatches=1, epochs=1)
+    job, has = job._replace(settings=settings), models_of(job.algorithm, settings)
+    lies = {
+        "policy": models.policy_layouts, "critic": models.critic_layouts, "reference": models.reference_layouts,
+        "reward_model": models.reward_layouts, "teacher": models.teacher_layouts,
+    }  # fmt: skip
+    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves([lies[name] for name in has])}
     shapes |= {tuple(x.shape) for x in trees.leaves(decoder.shapes(config))} if settings.fsdp else set()
     local = trees.leaves(decoder.unembed(models.policy_layouts))[0].local_shape(0)[0]
     tracer = Tracer(hardware, shapes, (local,), real=real)
-    master = _master(job)
-    stays = trees.map(lambda _: master, decoder.shapes(config))
-    models = models._replace(engine=_NoEngine(), to_generate=plan(models.policy_layouts, models.policy_layouts, stays))
 
-    def make(lay: Any, dtype: torch.dtype) -> torch.Tensor:
-        return tracer.empty(lay.local_shape(0), dtype)
+    def make(model: str) -> trees.Tree:
+        dtype = job.dtype if model in FROZEN else job.master
+        return trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), lies[model])
 
-    weights = trees.map(lambda lay: make(lay, master), models.policy_layouts)
-    teacher = None
-    if job.teacher is not None:
-        teacher = trees.map(lambda lay: make(lay, job.dtype), models.teacher_layouts)
+    weights = ensemble.Weights(**{model: make(model) for model in has})
     batch = full_batch(job, prompt_tokens, rows)
     tracer.hold_tree(weights, "weights")
-    tracer.hold_tree(teacher, "weights")
     tracer.hold_tree(batch, "batch")
     with tracer:
-        state = phases.start(job, models, weights)._replace(teacher=teacher)
+        state = ensemble.first_state(job, models, weights)
         for learner in (state.policy, state.critic, state.reward_model):
-            if learner is not None:
-                tracer.hold_tree(learner.params, "weights")
-                tracer.hold_tree(learner.opt_state, "optimizer")
-        tracer.hold_tree(state.reference, "weights")
+            tracer.hold_tree(learner and learner.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         batch, state, _ = phases.score_batch(job, models, state, batch, _clock(tracer))
         phases.learn(job, models, state, batch, settings.critic_warmup_steps + 1, _clock(tracer))
@@ -267,16 +263,6 @@ def full_batch(job: Job, prompt_tokens: int, rows: int) -> Batch:
     return batch._replace(greedy_score=batch.score) if "greedy_score" in needs_of(job.algorithm) else batch
 
 
-class _NoEngine:
-    """Takes weights and forgets them."""
-
-    def load(self, named_weights: Any) -> None:
-        list(named_weights)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a dry run generates nothing")
-
-
 class _TracedClock(Clock):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -285,19 +271,6 @@ class _TracedClock(Clock):
 
 def _clock(tracer: Tracer) -> Clock:
     return _TracedClock(tracer)
-
-
-def _master(job: Job) -> torch.dtype:
-    """The dtype of the weights that the optimizer keeps."""
-    return torch.float32 if job.dtype == torch.bfloat16 else job.dtype
-
-
-def _generate_mesh(settings: Settings, sizes: dict[str, int], config: Config, memory: float) -> str:
-    """The default mesh to generate on: every device alone where a quarter of its memory holds the whole model."""
-    world = Mesh(sizes).world
-    item = 8 if settings.dtype == "float64" else 4
-    fits = trees.count(decoder.shapes(config)) * item <= memory / 4
-    return f"dp{world}" if fits and settings.batch_prompts >= world else meshes.text(sizes)
 
 
 def _axes(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]]:
@@ -322,7 +295,7 @@ def _at_rows(at: Callable[[int], Trace], rows: int, piece: int, ranks: int) -> d
     return found
 
 
-def _engine_bytes(models: phases.Models, master: torch.dtype) -> float:
+def _engine_bytes(models: ensemble.Models, master: torch.dtype) -> float:
     """What the engine holds beside the trainer's weights: leaves that change their box or their dtype."""
     made = models.to_generate
     return float(
@@ -334,7 +307,7 @@ def _engine_bytes(models: phases.Models, master: torch.dtype) -> float:
     )
 
 
-def _resharding(models: phases.Models, kept: dict[str, float], engine: float) -> Costs:
+def _resharding(models: ensemble.Models, kept: dict[str, float], engine: float) -> Costs:
     """The new copy for the engine is made while it holds the old one; a few buckets are on their way."""
     received = received_bytes(models.to_generate)
     staging = min(2 * BUCKET_BYTES, 2 * max(received, default=0))
@@ -343,7 +316,7 @@ def _resharding(models: phases.Models, kept: dict[str, float], engine: float) ->
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 
-def _generation(job: Job, models: phases.Models, prompt_tokens: int, hardware: Hardware) -> Costs:
+def _generation(job: Job, models: ensemble.Models, prompt_tokens: int, hardware: Hardware) -> Costs:
     """Prefill and one step of decoding half-way, traced; every row is decoded to the limit."""
     config, mesh, sampling = job.config, models.generate_mesh, job.sampling
     length = prompt_tokens + sampling.max_new_tokens

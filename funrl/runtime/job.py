@@ -7,14 +7,12 @@ import dataclasses
 import importlib
 import importlib.util
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from funrl import trees
 from funrl.algos.core import Algorithm, needs_of
 from funrl.data import arithmetic
 from funrl.data.prompts import Prompt, load_prompts
@@ -22,21 +20,18 @@ from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.generate.types import Sampling
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
-from funrl.mesh.mesh import Mesh, MeshError
-from funrl.mesh.rules import GENERATE, ROWS, TRAIN, Rules, fully_sharded, layouts
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import layouts
 from funrl.models import decoder, hf, remat
 from funrl.models.config import Config
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.runtime import offload
 from funrl.runtime.rollout import Example
-from funrl.runtime.settings import Settings
+from funrl.runtime.settings import Settings, SettingsError
+from funrl.runtime.sharding import check_layouts, check_models, generate_sizes, models_of, rank_memory, train_rules
 
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-class SettingsError(ValueError):
-    """A flag whose value cannot work; the message names it and what would."""
 
 
 class Task(NamedTuple):
@@ -82,6 +77,11 @@ class Job(NamedTuple):
     reward_lr: float
     teacher: Config | None = None
 
+    @property
+    def master(self) -> torch.dtype:
+        """The dtype of the weights that an optimizer keeps."""
+        return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+
 
 ROLLOUT = frozenset(
     {"tokens", "mask", "length", "group", "score", "scores", "truncated", "rollout_logp"}
@@ -90,7 +90,10 @@ AVAILABLE = ROLLOUT | {"old_logp", "old_entropy", "entropy", "sum_pi_squared", "
 
 
 def prepare(
-    settings: Settings, compose: Callable[[], Algorithm], make_task: Callable[[Settings, Any], Task] | None = None
+    settings: Settings,
+    compose: Callable[[], Algorithm],
+    make_task: Callable[[Settings, Any], Task] | None = None,
+    models: Collection[str] | None = None,
 ) -> Job:
     """Checks every flag and file and reads the small ones.
 
@@ -98,6 +101,7 @@ def prepare(
       settings: the flags.
       compose: makes the algorithm.
       make_task: makes the task of the settings and the tokenizer; None: what the flags say of prompts and rewards.
+      models: those of `sharding.MODELS` that the run has; None: what the algorithm needs.
 
     Raises:
       ValueError: the first thing that cannot work, named, with its value and the way out.
@@ -106,7 +110,7 @@ def prepare(
     if settings.remat != "none":
         importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
-    _check_choices(settings, device)
+    check_choices(settings, device)
     check_devices(sizes, device)
     if settings.model is None:
         config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
@@ -114,11 +118,13 @@ def prepare(
         with _blaming("model"):
             config = hf.check(settings.model)
             tokenizer = load_tokenizer(settings.model)
-    generate_sizes = _generate_sizes(settings, sizes, config, device)
-    with _blaming(f"mesh={settings.mesh}"):
-        _check_layouts(config, settings, sizes, generate_sizes)
-    task = (make_task or _task)(settings, tokenizer)
     algorithm = compose()
+    models = models_of(algorithm, settings) if models is None else models
+    check_models(settings, models)
+    generating = generate_sizes(settings, sizes, config, rank_memory(device, Mesh(sizes).world))
+    with _blaming(f"mesh={settings.mesh}"):
+        check_layouts(config, settings, models, sizes, generating)
+    task = (make_task or _task)(settings, tokenizer)
     check_needs(algorithm, settings)
     teacher = _teacher(settings, tokenizer, sizes)
     new_tokens = settings.max_new_tokens or task.max_new_tokens
@@ -139,7 +145,7 @@ def prepare(
         raise SettingsError(f"--warmstart_steps={warmstart}: only the embedded task has demonstrations; use 0")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
-        settings, sizes, generate_sizes, device, DTYPES[settings.dtype], config, tokenizer, task, algorithm,
+        settings, sizes, generating, device, DTYPES[settings.dtype], config, tokenizer, task, algorithm,
         sampling, eval_sampling, pad, warmstart, lr, settings.critic_lr if settings.critic_lr is not None else 2 * lr,
         settings.reward_lr if settings.reward_lr is not None else lr, teacher,
     )  # fmt: skip
@@ -191,7 +197,12 @@ def _blaming(flag: str) -> Iterator[None]:
         raise SettingsError(f"--{flag}: {error}") from error
 
 
-def _check_choices(settings: Settings, device: str) -> None:
+def check_choices(settings: Settings, device: str) -> None:
+    """Checks every flag by itself.
+
+    Raises:
+      SettingsError: the first whose value cannot work.
+    """
     choices = {
         "dtype": tuple(DTYPES), "compile": ("auto", "on", "off"), "device": ("cpu", "cuda", None),
         "remat": remat.MODES, "lr_schedule": ("constant", "linear", "cosine"), "task": ("arithmetic",),
@@ -244,71 +255,6 @@ def _check_choices(settings: Settings, device: str) -> None:
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
 
 
-def _generate_sizes(settings: Settings, sizes: dict[str, int], config: Config, device: str) -> dict[str, int]:
-    """The mesh to generate on. By default every device decodes alone, which needs no collective at all, as long as
-    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh."""
-    world = Mesh(sizes).world
-    if settings.generate_mesh is None:
-        item = 8 if settings.dtype == "float64" else 4
-        fits = trees.count(decoder.shapes(config)) * item <= _device_memory(device, world) / 4
-        alone = dict.fromkeys(meshes.AXES, 1) | {"data": world}
-        chosen = alone if fits and settings.batch_prompts >= world else sizes
-    else:
-        chosen = meshes.parse(settings.generate_mesh)
-        if Mesh(chosen).world != world:
-            raise MeshError(
-                f"--generate_mesh={settings.generate_mesh} has {Mesh(chosen).world} devices and --mesh={settings.mesh} "
-                f"has {world}; they are two views of the same devices"
-            )
-    ranks = max(Mesh(sizes).size(ROWS), Mesh(chosen).size(ROWS))
-    if settings.batch_prompts < ranks:
-        raise MeshError(
-            f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
-            f"use at least {ranks} prompts or fewer data ranks"
-        )
-    return chosen
-
-
-def _device_memory(device: str, world: int) -> float:
-    """Bytes that one rank may use."""
-    if device == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / world
-
-
-def train_rules(settings: Settings) -> Rules:
-    """The rule table to train with.
-
-    Raises:
-      SettingsError: the flags name axes to shard over that are none, or that have one device.
-    """
-    if not settings.fsdp:
-        if settings.fsdp_axes is not None:
-            raise SettingsError(f"--fsdp_axes={settings.fsdp_axes} says what --fsdp shards over; give --fsdp too")
-        return TRAIN
-    sizes, known = meshes.parse(settings.mesh), {short: axis for short, axis in meshes.SHORT.items() if axis in ROWS}
-    named = list(known) if settings.fsdp_axes is None else settings.fsdp_axes.split(",")
-    if unknown := [short for short in named if short not in known]:
-        raise SettingsError(f"--fsdp_axes={settings.fsdp_axes}: {unknown[0]!r} is none of {', '.join(known)}")
-    over = tuple(axis for short, axis in known.items() if short in named)
-    if Mesh(sizes).size(over) == 1:
-        raise SettingsError(
-            f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
-        )
-    return fully_sharded(TRAIN, over)
-
-
-def _check_layouts(
-    config: Config, settings: Settings, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]
-) -> None:
-    for mesh, rules in ((sizes, train_rules(settings)), (generate_sizes, GENERATE)):
-        for axis in ("sequence",) if settings.fsdp else ("sequence", "expert"):
-            if mesh[axis] > 1:
-                shape = meshes.text(dict(mesh))
-                raise MeshError(f"{shape}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
-        layouts(decoder.shapes(config), decoder.axes(config), rules, mesh)
-
-
 def _task(settings: Settings, tokenizer: Any) -> Task:
     if settings.prompts is None and settings.reward is None:
         if settings.model is not None:
@@ -353,7 +299,7 @@ def _teacher(settings: Settings, tokenizer: Any, sizes: Mapping[str, int]) -> Co
     config = hf.check(settings.teacher)
     if load_tokenizer(settings.teacher).get_vocab() != tokenizer.get_vocab():
         raise SettingsError(f"--teacher={settings.teacher}: its tokenizer is not the policy's; tokens would not match")
-    layouts(decoder.shapes(config), decoder.axes(config), train_rules(settings), sizes)
+    layouts(decoder.shapes(config), decoder.axes(config), train_rules(settings, "teacher"), sizes)
     return config
 
 

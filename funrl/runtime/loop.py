@@ -14,7 +14,7 @@ from typing import NamedTuple
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import unshard
 from funrl.rewards.load import RewardError
-from funrl.runtime import offload, phases, warmstart
+from funrl.runtime import ensemble, offload, phases, warmstart
 from funrl.runtime.job import Job
 from funrl.runtime.observe import Observer
 from funrl.runtime.spmd import Clock, peak_memory_gb
@@ -40,7 +40,7 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
     """
     settings, clock = job.settings, Clock()
     with Observer(job, run_dir if mesh.rank == 0 else None) as observer:
-        models = phases.build(job, mesh, observer.note)
+        models = ensemble.build(job, mesh, observer.note)
         weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, observer)
         state = phases.start(job, models, weights)
         away = offload.parse(settings.offload)

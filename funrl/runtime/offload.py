@@ -18,7 +18,7 @@ from funrl.mesh.plan import Plan
 from funrl.runtime.step import Learner
 
 if TYPE_CHECKING:
-    from funrl.runtime.phases import State
+    from funrl.runtime.ensemble import State
 
 PARTS = ("optimizer", "reference", "params")
 

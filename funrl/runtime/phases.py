@@ -13,23 +13,16 @@ from funrl import trees
 from funrl.algos.core import Fraction, Loss, Signal, needs_of
 from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
-from funrl.generate.native import native_engine
-from funrl.generate.types import Engine, Sampling
-from funrl.mesh.launch import view
-from funrl.mesh.mesh import Mesh
-from funrl.mesh.plan import Plan, plan
+from funrl.generate.types import Sampling
 from funrl.mesh.reshard import reshard
-from funrl.mesh.rules import GENERATE, layouts
-from funrl.models import decoder, hf, value
-from funrl.models.compile import compile_layer
+from funrl.models import value
 from funrl.models.config import Config
 from funrl.models.fsdp import gathered
-from funrl.models.remat import rematerialized
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, global_norm
 from funrl.rewards.load import score as call_reward
-from funrl.runtime.job import Job, train_rules
-from funrl.runtime.optimizer import make_optimizer
+from funrl.runtime.ensemble import OF_OLD_POLICY, Models, State, first_state, first_weights
+from funrl.runtime.job import Job
 from funrl.runtime.rollout import Example, Rollout, completion_texts, rollout, to_batch
 from funrl.runtime.spmd import Clock
 from funrl.runtime.step import (
@@ -44,36 +37,6 @@ from funrl.runtime.step import (
 )
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
-OF_OLD_POLICY = {"entropy": "old_entropy", "sum_pi_squared": "sum_pi_squared"}  # of `token_scores`: field of the batch
-
-
-class Models(NamedTuple):
-    """What is made once: meshes, layouts, functions and the engine, as this rank sees them."""
-
-    mesh: Mesh
-    generate_mesh: Mesh
-    policy_layouts: trees.Tree
-    critic_layouts: trees.Tree
-    teacher_layouts: trees.Tree
-    to_generate: Plan
-    engine: Engine
-    policy_optimizer: Transformation
-    critic_optimizer: Transformation
-    reward_optimizer: Transformation
-    layer: Callable | None
-    score_old: bool  # old log-probabilities take a pass of their own
-
-
-class State(NamedTuple):
-    """What changes from step to step; and the reference and the teacher, which never do."""
-
-    policy: Learner
-    critic: Learner | None
-    reference: trees.Tree
-    advantage: Any
-    position: int  # prompts taken so far
-    reward_model: Learner | None = None  # an implicit process reward model, of the policy's shapes
-    teacher: trees.Tree = None
 
 
 class Samples(Protocol):
@@ -86,55 +49,13 @@ class Samples(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
-    """Meshes, layouts and functions. Called by every rank."""
-    generate_mesh = view(mesh, job.generate_sizes)
-    shapes, axes = decoder.shapes(job.config), decoder.axes(job.config)
-    rules = train_rules(job.settings)
-    policy_layouts = layouts(shapes, axes, rules, job.sizes)
-    generate_layouts = layouts(shapes, axes, GENERATE, job.generate_sizes)
-    critic_layouts = layouts(value.shapes(job.config), value.axes(job.config), rules, job.sizes)
-    dtypes = trees.map(lambda _: job.dtype, shapes)
-    teacher_layouts = None
-    if job.teacher is not None:
-        teacher_layouts = layouts(decoder.shapes(job.teacher), decoder.axes(job.teacher), rules, job.sizes)
-    updates = job.settings.steps * job.settings.epochs * job.settings.minibatches
-    idle = job.settings.critic_warmup_steps * job.settings.epochs * job.settings.minibatches
-    compiles = "off" if job.settings.remat == "selective" else job.settings.compile
-    layer = compile_layer(job.config, compiles, mesh.device.type, note)
-    return Models(
-        mesh=mesh,
-        generate_mesh=generate_mesh,
-        policy_layouts=policy_layouts,
-        critic_layouts=critic_layouts,
-        teacher_layouts=teacher_layouts,
-        to_generate=plan(policy_layouts, generate_layouts, dtypes),
-        engine=native_engine(job.config, generate_mesh, job.dtype, layer=layer),
-        policy_optimizer=make_optimizer(job.settings, job.lr, updates - idle, policy_layouts, mesh),
-        critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),
-        reward_optimizer=make_optimizer(job.settings, job.reward_lr, updates, policy_layouts, mesh),
-        layer=rematerialized(layer, job.settings.remat),
-        score_old=needs_old_scores(job),
-    )
-
-
 def start(job: Job, models: Models, weights: trees.Tree) -> State:
-    """The state before the first step; the engine has the weights."""
-    needed = needs_of(job.algorithm)
-    critic = None
-    if job.algorithm.value_loss is not None:
-        params = value.init(job.config, weights)
-        critic = Learner(params, models.critic_optimizer.init(params))
-    reward_model = None
-    if job.algorithm.reward_loss is not None:
-        params = trees.clone(weights)
-        reward_model = Learner(params, models.reward_optimizer.init(params))
-    reference = trees.clone(weights) if "ref_logp" in needed else None
-    teacher = None
-    if job.settings.teacher is not None:
-        teacher = hf.load(job.settings.teacher, job.dtype, models.mesh, models.teacher_layouts)[1]
-    policy = Learner(weights, models.policy_optimizer.init(weights))
-    state = State(policy, critic, reference, job.algorithm.advantage.init(), 0, reward_model, teacher)
+    """The state before the first step; the engine has the weights.
+
+    Args:
+      weights: the policy's, which the state takes over.
+    """
+    state = first_state(job, models, first_weights(job, models, weights))
     sync(job, models, state, Clock())
     return state
 
@@ -200,9 +121,8 @@ def score_batch(
     settings, needed = job.settings, needs_of(job.algorithm)
 
     def judge(
-        phase: str, params: trees.Tree, fields: dict[str, str], config: Config = job.config,
-        lies: trees.Tree = models.policy_layouts,
-    ) -> Batch:  # fmt: skip
+        phase: str, params: trees.Tree, lies: trees.Tree, fields: dict[str, str], config: Config = job.config
+    ) -> Batch:
         """The batch with what a model says of its tokens: fields are {what `token_scores` calls it: field}."""
 
         def forward(params: trees.Tree, rows: Batch) -> list[Tensor]:
@@ -219,13 +139,13 @@ def score_batch(
 
     asked = {want: field for want, field in OF_OLD_POLICY.items() if field in needed}
     if models.score_old:
-        batch = judge("old_logp", state.policy.params, {"logp": "old_logp"} | asked)
+        batch = judge("old_logp", state.policy.params, models.policy_layouts, {"logp": "old_logp"} | asked)
     if state.reference is not None:
-        batch = judge("ref", state.reference, {"logp": "ref_logp"})
+        batch = judge("ref", state.reference, models.reference_layouts, {"logp": "ref_logp"})
     if state.teacher is not None and job.teacher is not None:
-        batch = judge("teacher", state.teacher, {"logp": "teacher_logp"}, job.teacher, models.teacher_layouts)
+        batch = judge("teacher", state.teacher, models.teacher_layouts, {"logp": "teacher_logp"}, job.teacher)
     if state.reward_model is not None:
-        batch = judge("reward_model", state.reward_model.params, {"logp": "reward_logp"})
+        batch = judge("reward_model", state.reward_model.params, models.reward_layouts, {"logp": "reward_logp"})
     if state.critic is not None:
         with clock.phase("value"):
             (values,) = score(
@@ -290,11 +210,10 @@ def _parts(job: Job, models: Models, step: int) -> list[Part]:
     """What learns in this step, in order."""
     algorithm, mesh = job.algorithm, models.mesh
 
-    def of_policy(loss: Loss, watch_entropy: bool = False) -> Objective:
+    def of_logp(loss: Loss, lies: trees.Tree, watch_entropy: bool = False) -> Objective:
         return policy_objective(
-            job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype, models.policy_layouts,
-            watch_entropy,
-        )  # fmt: skip
+            job.config, loss, mesh, job.settings.temperature, models.layer, job.dtype, lies, watch_entropy
+        )
 
     parts = []
     if (loss := algorithm.value_loss) is not None:
@@ -303,10 +222,12 @@ def _parts(job: Job, models: Models, step: int) -> list[Part]:
         parts.append(Part(*names, loss, objective, models.critic_optimizer, models.critic_layouts))
     if (loss := algorithm.reward_loss) is not None:
         names = ("reward_model", "update_reward", "reward_model/loss", "reward_logp")
-        parts.append(Part(*names, loss, of_policy(loss), models.reward_optimizer, models.policy_layouts))
+        objective = of_logp(loss, models.reward_layouts)
+        parts.append(Part(*names, loss, objective, models.reward_optimizer, models.reward_layouts))
     if step > job.settings.critic_warmup_steps:
         names, loss = ("policy", "update_actor", "actor/pg_loss", "old_logp"), algorithm.policy_loss
-        parts.append(Part(*names, loss, of_policy(loss, True), models.policy_optimizer, models.policy_layouts))
+        objective = of_logp(loss, models.policy_layouts, True)
+        parts.append(Part(*names, loss, objective, models.policy_optimizer, models.policy_layouts))
     return parts
 
 
@@ -324,16 +245,6 @@ def _roll(job: Job, models: Models, examples: Sequence[Example], sampling: Sampl
 
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def needs_old_scores(job: Job) -> bool:
-    """Whether the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
-    of its forward pass, unless something before or beside the policy's loss reads them."""
-    algorithm, settings = job.algorithm, job.settings
-    before = needs_of(algorithm.advantage, algorithm.value_loss, algorithm.reward_loss, algorithm.keep)
-    single = settings.epochs * settings.minibatches == 1 and settings.critic_warmup_steps == 0
-    asked = {"old_logp"} & before or set(OF_OLD_POLICY.values()) & needs_of(algorithm)
-    return bool(asked) or not single or algorithm.reward_loss is not None
 
 
 def _values(job: Job, models: Models, params: trees.Tree, rows: Batch) -> Tensor:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class SettingsError(ValueError):
+    """A flag whose value cannot work; the message names it and what would."""
+
+
 def _flag(default: Any, group: str, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"group": group, "help": text})
 
@@ -24,6 +28,11 @@ class Settings:
         None,
         "devices",
         "what --fsdp shards over: dp, ep or dp,ep; on dp2,ep4 ep makes shards of 4, twice; default: all",
+    )
+    fsdp_models: str | None = _flag(
+        None,
+        "devices",
+        "which models --fsdp shards: some of policy,critic,reference,reward_model,teacher; default: all",
     )
     remat: str = _flag("none", "devices", "none, full (backward computes a layer again) or selective (all but matmuls)")
     offload: str | None = _flag(

@@ -34,12 +34,13 @@ from funrl.models.remat import rematerialized
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, global_norm
 from funrl.runtime import warmstart
-from funrl.runtime.job import Job, SettingsError, Task, prepare, train_rules
+from funrl.runtime.job import Job, Task, prepare
 from funrl.runtime.loop import Outcome
 from funrl.runtime.observe import Observer
 from funrl.runtime.optimizer import make_optimizer
 from funrl.runtime.rollout import Example
-from funrl.runtime.settings import Settings
+from funrl.runtime.settings import Settings, SettingsError
+from funrl.runtime.sharding import train_rules
 from funrl.runtime.spmd import Clock, peak_memory_gb
 from funrl.runtime.step import Forward, Learner, Objective, gradient, policy_objective, score, update, value_objective
 
@@ -199,7 +200,7 @@ def _student(course: Course, mesh: Mesh, observer: Observer) -> Student:
     job, settings = course.job, course.job.settings
     compiles = "off" if settings.remat == "selective" else settings.compile
     layer = rematerialized(compile_layer(job.config, compiles, mesh.device.type, observer.note), settings.remat)
-    rules = train_rules(settings)
+    rules = train_rules(settings, "policy")
     lies = policy_lies = layouts(decoder.shapes(job.config), decoder.axes(job.config), rules, job.sizes)
     weights = warmstart.initial_weights(job, mesh, lies, layer, observer)
     reference = trees.clone(weights) if "ref_logp" in needs_of(course.loss) else None

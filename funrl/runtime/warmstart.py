@@ -48,11 +48,10 @@ def initial_weights(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage
       layer: the compiled layer, or None.
       stage: shows progress; `stage.supervised(step, steps, metrics)` and `stage.note(text)`.
     """
-    dtype = torch.float32 if job.dtype == torch.bfloat16 else job.dtype
     if job.settings.model is not None:
-        return hf.load(job.settings.model, dtype, mesh, layouts)[1]
+        return hf.load(job.settings.model, job.master, mesh, layouts)[1]
     generator = torch.Generator().manual_seed(job.settings.seed)
-    weights = trees.to_device(shard(decoder.init(job.config, generator, dtype), layouts, mesh), mesh.device)
+    weights = trees.to_device(shard(decoder.init(job.config, generator, job.master), layouts, mesh), mesh.device)
     if job.warmstart_steps == 0:
         return weights
     cached = cache_directory() / _key(job)
@@ -60,7 +59,7 @@ def initial_weights(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage
     # One rank's file system may lag behind another's: all of them take the cache, or none.
     if -collectives.pmax(-hit, mesh, tuple(mesh.sizes)).item() == 1:
         stage.note(f"warm start: {job.warmstart_steps} supervised steps taken from the cache, {cached}")
-        return hf.load(cached, dtype, mesh, layouts)[1]
+        return hf.load(cached, job.master, mesh, layouts)[1]
     start = time.perf_counter()
     weights = supervise(job, mesh, layouts, layer, weights, stage)
     stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")

@@ -27,8 +27,8 @@ from funrl.data import arithmetic
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
+from funrl.runtime import ensemble, phases, warmstart
 from funrl.runtime import job as jobs
-from funrl.runtime import phases, warmstart
 from funrl.runtime.job import SettingsError, check_needs, prepare
 from funrl.runtime.settings import Settings
 from funrl.runtime.spmd import Clock
@@ -76,7 +76,7 @@ def begin(make, **settings):
     job = prepare(Settings(**SMALL | settings), make)
     rewards = job.task.rewards if settings.get("reward") else (digits,)
     job = job._replace(config=TINY, task=job.task._replace(rewards=rewards))
-    models = phases.build(job, single(), Quiet().note)
+    models = ensemble.build(job, single(), Quiet().note)
     weights = warmstart.initial_weights(job, single(), models.policy_layouts, models.layer, Quiet())
     return job, models, phases.start(job, models, weights)
 

@@ -117,8 +117,6 @@ def test_values_speak_of_the_state_before_the_token(params):
     expected = hidden.sum(-1)[0]
     assert got[0, 1] == pytest.approx(expected[0].item()) and got[0, 7] == pytest.approx(expected[6].item())
     assert torch.equal(got[0, [0, 5, 6, 14, 15]], torch.zeros(5, dtype=torch.float64))
-    critic["decoder"]["embed"].zero_()
-    assert params["embed"].abs().max() > 0  # the critic owns its weights
 
 
 @pytest.mark.parametrize("tied", [False, True])

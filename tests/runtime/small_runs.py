@@ -12,7 +12,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import TRAIN, layouts
 from funrl.models import decoder
-from funrl.runtime import phases, warmstart
+from funrl.runtime import ensemble, phases, warmstart
 from funrl.runtime.job import prepare
 from funrl.runtime.settings import Settings
 from funrl.runtime.spmd import Clock
@@ -68,7 +68,7 @@ def small_job(compose=ppo.algorithm, sizes=SIZES, reward=digits_reward, **settin
 def begin(job, mesh, show=None):
     """Models and first state on one rank; rank dependent only in its shards."""
     show = show or Quiet()
-    models = phases.build(job, mesh, show.note)
+    models = ensemble.build(job, mesh, show.note)
     weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, show)
     return models, phases.start(job, models, weights)
 

@@ -12,7 +12,7 @@ from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import decoder
 from funrl.models.config import ModelError
-from funrl.runtime import dry_run, phases
+from funrl.runtime import dry_run, ensemble
 from funrl.runtime.costs import Costs, Tracer, Traffic, after, along, plus, times
 from funrl.runtime.dry_report import verdict
 from funrl.runtime.hardware import HARDWARE, collective_seconds, op_seconds
@@ -50,7 +50,7 @@ def write_config(folder, **changes):
 )
 def test_the_pretended_step_holds_what_the_real_one_holds(compose, given):
     job = small(compose, layers=2, **given)
-    models = phases.build(job, single(), lambda _: None)
+    models = ensemble.build(job, single(), lambda _: None)
     fake = dry_run.trace(job, models, 8, 16, CPU)
     real = dry_run.trace(job, models, 8, 16, CPU, real=True)
     assert set(fake.phases) == set(real.phases)
@@ -63,7 +63,7 @@ def test_the_pretended_step_holds_what_the_real_one_holds(compose, given):
 def test_many_micro_batches_are_on_the_line():
     rows, budget = 32, 256
     job = small(grpo.algorithm, layers=1, token_budget=budget)
-    models = phases.build(job, single(), lambda _: None)
+    models = ensemble.build(job, single(), lambda _: None)
     whole = dry_run.trace(job, models, 8, rows, CPU)
     line = dry_run._at_rows(lambda n: dry_run.trace(job, models, 8, n, CPU), rows, budget // 32, 1)
     for name, costs in whole.phases.items():

@@ -3,8 +3,12 @@
 import functools
 
 import pytest
-import torch._dynamo  # noqa: F401  checkpointing imports it: here once, and not in every rank
-from small_runs import PPO, assert_same, run_steps, small_job
+import torch
+import torch._dynamo  # checkpointing imports it: here once, and not in every rank
+from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job
+
+from funrl import trees
+from funrl.mesh.launch import launch
 
 pytestmark = pytest.mark.gloo
 
@@ -13,6 +17,9 @@ LAYOUTS = {
     "dp4 fully sharded": {"mesh": "dp4", "fsdp": True},
     "dp2,tp2 fully sharded": {"mesh": "dp2,tp2", "fsdp": True},
     "dp2,tp2 fully sharded to tp4": {"mesh": "dp2,tp2", "fsdp": True, "generate_mesh": "tp4", "remat": "selective"},
+    "dp2,tp2 policy and critic fully sharded": {"mesh": "dp2,tp2", "fsdp": True, "fsdp_models": "policy,critic"},
+    "dp4 reference fully sharded": {"mesh": "dp4", "fsdp": True, "fsdp_models": "reference"},
+    "dp2,ep2 critic sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep", "fsdp_models": "critic"},
     "dp2,tp2 computed again": {"mesh": "dp2,tp2", "remat": "full"},
     "dp2,ep2 sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep"},
     "dp8": {"mesh": "dp8"},
@@ -35,12 +42,41 @@ def test_ppo_is_the_same_in_every_layout(layout):
     assert_same(_steps(**LAYOUTS[layout]), _alone(), 1e-9)
 
 
+def _of_reference(job, mesh):
+    """What policy and reference say before the first update, and the dtypes and memory of all models."""
+    models, state = begin(job, mesh)
+    trained = [state.policy.params, state.critic.params]
+    memory = [x.untyped_storage().data_ptr() for tree in (*trained, state.reference) for x in trees.leaves(tree)]
+    batch, state, _ = scored_batch(job, models, state)
+    dtypes = [{x.dtype for x in trees.leaves(tree)} for tree in (*trained, state.reference)]
+    return batch.old_logp, batch.ref_logp, dtypes, len(memory) == len(set(memory))
+
+
+@pytest.mark.parametrize("layout", [{}, {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference"}])
+def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
+    job = small_job(dtype="bfloat16", **layout)
+    old, ref, dtypes, apart = launch(functools.partial(_of_reference, job), job.sizes, "cpu")
+    assert torch.equal(old, ref) and old.abs().max() > 0
+    assert dtypes == [{torch.float32}, {torch.float32}, {torch.bfloat16}]
+    assert apart  # the policy is updated in place
+
+
 @pytest.mark.parametrize(
     "settings,message",
     [
         ({"mesh": "tp2", "fsdp": True}, "--fsdp: the mesh tp2 has one device over dp,ep"),
         ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp says what --fsdp shards over; give --fsdp"),
         ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: 'tp' is none of dp, ep"),
+        ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy says which models --fsdp shards; give --fsdp"),
+        ({"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"}, "'actor' is none of policy, critic, reference"),
+        (
+            {"mesh": "dp2", "fsdp": True, "fsdp_models": "critic", "compose": GRPO},
+            "this run has no critic; it has policy, reference",
+        ),
+        (
+            {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference", "compose": functools.partial(GRPO, kl_coef=0)},
+            "--fsdp_models=reference: this run has no reference; it has policy",
+        ),
         ({"mesh": "dp3", "fsdp": True}, "embed has size 64, which does not divide over dp3"),
         ({"mesh": "dp2,ep2"}, "a dense decoder has nothing to split over the expert axis"),
         ({"remat": "half"}, "--remat=half: it must be one of none, full, selective"),

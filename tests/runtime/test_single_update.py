@@ -9,7 +9,7 @@ from small_runs import GRPO, PPO, assert_same, begin, gap, run_steps, scored_bat
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
-from funrl.runtime import phases
+from funrl.runtime import ensemble, phases
 from funrl.runtime.spmd import Clock
 
 ALGORITHMS = {"grpo": GRPO, "entropy": functools.partial(GRPO, entropy_coef=0.1)}
@@ -73,4 +73,4 @@ def test_the_worst_token_is_found_on_every_rank():
     ],
 )
 def test_when_a_pass_is_saved(compose, settings, expected):
-    assert phases.needs_old_scores(small_job(compose, **settings)) is expected
+    assert ensemble.needs_old_scores(small_job(compose, **settings)) is expected

@@ -14,7 +14,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import shard
 from funrl.models.scores import token_scores
-from funrl.runtime import phases
+from funrl.runtime import ensemble
 from funrl.runtime.step import gradient, score
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
@@ -220,7 +220,7 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
     job = one_job._replace(sizes={**one_job.sizes, "data": 4, "tensor": 2})
 
     def program(mesh):
-        here = phases.build(job._replace(generate_sizes=job.sizes), mesh, print)
+        here = ensemble.build(job._replace(generate_sizes=job.sizes), mesh, print)
         policy = state.policy._replace(params=shard(state.policy.params, here.policy_layouts, mesh))
         critic = state.critic and state.critic._replace(params=shard(state.critic.params, here.critic_layouts, mesh))
         return gradients(job, here, state._replace(policy=policy, critic=critic), few, 8)

@@ -12,7 +12,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
 from funrl.models import hf
-from funrl.runtime import phases, warmstart
+from funrl.runtime import ensemble, warmstart
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def start(job):
     """Whole weights after `initial_weights` on the job's mesh, as rank 0 ends with them, and what was shown."""
 
     def program(mesh):
-        models, show = phases.build(job, mesh, print), Quiet()
+        models, show = ensemble.build(job, mesh, print), Quiet()
         weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, show)
         return unshard(weights, models.policy_layouts, mesh), show
 
@@ -125,6 +125,6 @@ def test_weights_from_a_directory(mesh, tmp_path):
 def test_bfloat16_keeps_float32_weights():
     job = small_job(dtype="bfloat16", warmstart_steps=2)
     models, state = begin(job, single())
-    for tree in (state.policy.params, state.critic.params, state.reference):
+    for tree in (state.policy.params, state.critic.params):
         assert {x.dtype for x in trees.leaves(tree)} == {torch.float32}
     assert models.engine._model.params["norm"].dtype == torch.bfloat16
