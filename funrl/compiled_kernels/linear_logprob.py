@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.mesh.collectives import pmax, psum
+from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import Mesh, single
 
 SINGLE = single()
@@ -19,11 +19,12 @@ WANTS = ("logp", "entropy", "sum_pi_squared")
 
 
 class TokenScores(NamedTuple):
-    """What a model says of tokens; all fields have one shape, None was not asked for."""
+    """What a model says of tokens; None was not asked for. All have the tokens' shape, `among_logp` a dim K more."""
 
     logp: Tensor | None = None  # nats, of the token
     entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
+    among_logp: Tensor | None = None  # nats, of K other tokens that stood to choice
 
 
 def linear_logprob(
@@ -34,8 +35,10 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int = 1024,
     want: tuple[str, ...] = ("logp",),
+    among_TK: Tensor | None = None,
 ) -> TokenScores:
-    """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2; all differentiable.
+    """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2, and log p of further
+    tokens; all differentiable.
 
     Args:
       hidden_TD: the same on every tensor rank.
@@ -45,8 +48,9 @@ def linear_logprob(
       temperature: above 0.
       chunk: tokens at a time.
       want: some of "logp", "entropy", "sum_pi_squared".
+      among_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
 
-    Returns: [T] each, in float32 or wider. The gradient of hidden is complete on every tensor rank.
+    Returns: [T] each, [T, K] for `among_TK`, in float32 or wider. The gradient of hidden is complete on every tensor rank.
 
     Raises:
       ValueError: `want` has an unknown name, or the temperature is not above 0.
@@ -56,9 +60,40 @@ def linear_logprob(
         raise ValueError(f"want has {unknown[0]!r}, there are {list(WANTS)}")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
-    ordered = tuple(w for w in WANTS if w in want)
-    *rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, ordered)
-    return TokenScores(**dict(zip(ordered, rows, strict=True)))
+    ids_TN = targets_T[:, None] if among_TK is None else torch.cat([targets_T[:, None], among_TK], 1)
+    picks = among_TK is not None or "logp" in want
+    ordered = tuple(w for w in WANTS if w in want or (w == "logp" and picks))
+    *rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, ordered)
+    found = dict(zip(ordered, rows, strict=True))
+    if picks:
+        logp_TN = found.pop("logp")
+        found |= {"logp": logp_TN[:, 0]} if "logp" in want else {}
+        found |= {"among_logp": logp_TN[:, 1:]} if among_TK is not None else {}
+    return TokenScores(**found)
+
+
+def likeliest(
+    hidden_TD: Tensor, unembed_VD: Tensor, k: int, mesh: Mesh = SINGLE, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens and their log-probabilities, [T, k] each, the likeliest first; without a gradient.
+
+    Args: those of `linear_logprob`; k: at most the size of the vocabulary.
+    """
+    ids, tops = [], []
+    for hidden_CD in hidden_TD.detach().split(chunk):
+        x_CV = _tempered(hidden_CD, unembed_VD.detach(), temperature)
+        top_CK, row_CK = x_CV.topk(min(k, x_CV.shape[1]), -1)
+        tops.append(top_CK)
+        ids.append(row_CK + mesh.index("tensor") * unembed_VD.shape[0])
+    # The likeliest of all are among the likeliest of each rank.
+    top_TK = all_gather(torch.cat(tops), mesh, "tensor", 1)
+    id_TK = all_gather(torch.cat(ids), mesh, "tensor", 1)
+    among_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
+    targets_T = among_TK[:, 0]
+    with torch.no_grad():
+        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), among_TK)
+    assert scores.among_logp is not None
+    return among_TK, scores.among_logp
 
 
 def linear_logprob_reference(
@@ -85,26 +120,28 @@ def project(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, want):
-        row_T, mine_T = _local(targets_T, unembed_VD, mesh)
+    def forward(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, want):
+        row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
         parts = [
             _sums(h, unembed_VD, row, temperature, want)
-            for h, row in zip(hidden_TD.split(chunk), row_T.split(chunk), strict=True)
+            for h, row in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True)
         ]
-        top_T, target_T, sum_T, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
+        top_T, picked_TN, sum_T, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
         # From this rank's maximum to that of all: shift what was taken relative to it.
         most_T = pmax(top_T, mesh, "tensor")
         shift_T = top_T - most_T
-        sums = {"sum": shift_T.exp() * sum_T, "target": torch.where(mine_T, target_T + shift_T, 0)}
+        sums = {"sum": shift_T.exp() * sum_T}
         rest = dict(zip([w for w in want if w != "logp"], rest, strict=True))
         if "entropy" in want:
             sums["entropy"] = shift_T.exp() * (rest["entropy"] + shift_T * sum_T)
         if "sum_pi_squared" in want:
             sums["sum_pi_squared"] = (2 * shift_T).exp() * rest["sum_pi_squared"]
-        whole = dict(zip(sums, psum(torch.stack(list(sums.values())), mesh, "tensor").unbind(0), strict=True))
+        picked_NT = torch.where(mine_TN, picked_TN + shift_T[:, None], 0).T
+        met = psum(torch.cat([torch.stack(list(sums.values())), picked_NT]), mesh, "tensor")
+        whole = dict(zip(sums, met[: len(sums)].unbind(0), strict=True))
         log_T = whole["sum"].log()
         results = {
-            "logp": lambda: whole["target"] - log_T,
+            "logp": lambda: (met[len(sums) :] - log_T).T.contiguous(),
             "entropy": lambda: log_T - whole["entropy"] / whole["sum"],
             "sum_pi_squared": lambda: whole["sum_pi_squared"] / whole["sum"] ** 2,
         }
@@ -112,31 +149,31 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        hidden_TD, unembed_VD, targets_T, *ctx.args = inputs
+        hidden_TD, unembed_VD, ids_TN, *ctx.args = inputs
         ctx.set_materialize_grads(False)  # what no loss depends on costs nothing in the backward pass
         ctx.mark_non_differentiable(output[-1])
-        ctx.save_for_backward(hidden_TD, unembed_VD, targets_T, *output)
+        ctx.save_for_backward(hidden_TD, unembed_VD, ids_TN, *output)
 
     @staticmethod
     def backward(ctx, *grads):
-        hidden_TD, unembed_VD, targets_T, *rows, normalizer_T = ctx.saved_tensors
+        hidden_TD, unembed_VD, ids_TN, *rows, normalizer_T = ctx.saved_tensors
         mesh, temperature, chunk, want = ctx.args
         grads = (None if g is None else g / temperature for g in grads[:-1])
-        given = {w: (x, g) for w, x, g in zip(want, rows, grads, strict=True) if g is not None}
+        given = {w: (_columns(x), _columns(g)) for w, x, g in zip(want, rows, grads, strict=True) if g is not None}
         if not given:
             return (None,) * 7
-        target_T, mine_T = _local(targets_T, unembed_VD, mesh)
+        row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
         d_hidden, d_unembed = [], None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
-        for low in range(0, max(1, targets_T.shape[0]), chunk):
+        for low in range(0, max(1, ids_TN.shape[0]), chunk):
             part = slice(low, low + chunk)
             d_logits = _d_logits(
                 _tempered(hidden_TD[part], unembed_VD, temperature).sub_(normalizer_T[part, None]),
-                target_T[part],
-                mine_T[part],
-                {w: x[part, None] for w, (x, _) in given.items()},
-                {w: g[part, None] for w, (_, g) in given.items()},
+                row_TN[part],
+                mine_TN[part],
+                {w: x[part] for w, (x, _) in given.items()},
+                {w: g[part] for w, (_, g) in given.items()},
             ).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(d_logits @ unembed_VD)
@@ -146,11 +183,16 @@ class _LinearLogprob(torch.autograd.Function):
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), None, None, None, None, None
 
 
-def _local(targets_T: Tensor, unembed_VD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows each target is, and whether it is one."""
-    row_T = targets_T - mesh.index("tensor") * unembed_VD.shape[0]
-    mine_T = (row_T >= 0) & (row_T < unembed_VD.shape[0])
-    return torch.where(mine_T, row_T, 0), mine_T
+def _columns(x: Tensor) -> Tensor:
+    """[T, 1], or [T, N] where there is a number for every picked token."""
+    return x if x.ndim == 2 else x[:, None]
+
+
+def _local(ids_TN: Tensor, unembed_VD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Which of this rank's rows each token is, and whether it is one."""
+    row_TN = ids_TN - mesh.index("tensor") * unembed_VD.shape[0]
+    mine_TN = (row_TN >= 0) & (row_TN < unembed_VD.shape[0])
+    return torch.where(mine_TN, row_TN, 0), mine_TN
 
 
 def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tensor:
@@ -159,14 +201,14 @@ def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tens
     return x_CV if temperature == 1 else x_CV.div_(temperature)
 
 
-def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_C: Tensor, temperature: float, want: tuple[str, ...]):
-    """Over this rank's rows: the maximum m; of x = logit - m: x[target], sum e^x; if wanted sum x e^x, sum e^2x."""
+def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_CN: Tensor, temperature: float, want: tuple[str, ...]):
+    """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; if wanted sum x e^x, sum e^2x."""
     x_CV = _tempered(hidden_CD, unembed_VD, temperature)
     top_C = x_CV.amax(-1)
     x_CV.sub_(top_C.unsqueeze(-1))
-    target_C = x_CV.gather(1, row_C.unsqueeze(-1)).squeeze(-1)
+    picked_CN = x_CV.gather(1, row_CN)
     e_CV = x_CV.exp() if "entropy" in want else x_CV.exp_()
-    found = [top_C, target_C, e_CV.sum(-1)]
+    found = [top_C, picked_CN, e_CV.sum(-1)]
     if "entropy" in want:
         found.append((e_CV * x_CV).sum(-1))
     if "sum_pi_squared" in want:
@@ -174,25 +216,25 @@ def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_C: Tensor, temperature: flo
     return found
 
 
-def _d_logits(logp_CV: Tensor, row_C: Tensor, mine_C: Tensor, result: dict, grad: dict) -> Tensor:
+def _d_logits(logp_CV: Tensor, row_CN: Tensor, mine_CN: Tensor, result: dict, grad: dict) -> Tensor:
     """The gradient of this rank's logits; `logp_CV` is used up.
 
     With p = e^logp: d logp[t] / dz_j = [j = t] - p_j; d entropy / dz_j = -p_j (logp_j + entropy);
     d sum p^2 / dz_j = 2 p_j (p_j - sum p^2).
     """
     if len(grad) == 1 and "logp" in grad:
-        d_CV = logp_CV.exp_().mul_(-grad["logp"])
-        return d_CV.scatter_add_(1, row_C.unsqueeze(-1), torch.where(mine_C.unsqueeze(-1), grad["logp"], 0))
+        d_CV = logp_CV.exp_().mul_(-grad["logp"].sum(-1, keepdim=True))
+        return d_CV.scatter_add_(1, row_CN, torch.where(mine_CN, grad["logp"], 0))
     p_CV = logp_CV.exp()
     if "entropy" in grad:
         factor_CV = logp_CV.add_(result["entropy"]).mul_(-grad["entropy"])
     else:
         factor_CV = logp_CV.zero_()
     if "logp" in grad:
-        factor_CV.sub_(grad["logp"])
+        factor_CV.sub_(grad["logp"].sum(-1, keepdim=True))
     if "sum_pi_squared" in grad:
         factor_CV.add_(2 * grad["sum_pi_squared"] * (p_CV - result["sum_pi_squared"]))
     d_CV = factor_CV.mul_(p_CV)
     if "logp" in grad:
-        d_CV.scatter_add_(1, row_C.unsqueeze(-1), torch.where(mine_C.unsqueeze(-1), grad["logp"], 0))
+        d_CV.scatter_add_(1, row_CN, torch.where(mine_CN, grad["logp"], 0))
     return d_CV

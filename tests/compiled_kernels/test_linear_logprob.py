@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from funrl.compiled_kernels import linear_logprob as kernel
-from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference
+from funrl.compiled_kernels.linear_logprob import WANTS, likeliest, linear_logprob, linear_logprob_reference
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 T, V, D = 13, 24, 6
@@ -20,9 +20,14 @@ def _inputs(dtype=torch.float64, scale=1.0):
     return hidden.to(dtype).requires_grad_(), unembed.to(dtype).requires_grad_(), targets, cotangent
 
 
+def known(scores):
+    """The fields that were asked for."""
+    return [x for x in scores if x is not None]
+
+
 def _with_grads(scores, inputs, cotangent):
     """The scores that were asked for, and the gradient of a weighted sum of them."""
-    known = [(x, c) for x, c in zip(scores, cotangent, strict=True) if x is not None]
+    known = [(x, c) for x, c in zip(scores, cotangent, strict=False) if x is not None]
     total = sum((x * c).sum() for x, c in known)
     return [x.detach() for x, _ in known], torch.autograd.grad(total, inputs)
 
@@ -44,7 +49,7 @@ def test_finite_differences():
     hidden, unembed, targets, _ = _inputs()
 
     def scores(h, w):
-        return torch.stack(list(linear_logprob(h, w, targets, temperature=1.3, chunk=4, want=WANTS)))
+        return torch.stack(known(linear_logprob(h, w, targets, temperature=1.3, chunk=4, want=WANTS)))
 
     assert torch.autograd.gradcheck(scores, (hidden, unembed))
 
@@ -64,7 +69,7 @@ def test_large_logits_do_not_overflow():
     hidden, unembed, targets, cotangent = _inputs(torch.float32, scale=30.0)
     got = linear_logprob(hidden, unembed, targets, want=WANTS)
     expected = linear_logprob_reference(hidden.double(), unembed.double(), targets)
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip(known(got), known(expected), strict=True):
         assert torch.isfinite(a).all() and (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
     assert all(torch.isfinite(g).all() for g in _with_grads(got, (hidden, unembed), cotangent.float())[1])
 
@@ -74,8 +79,8 @@ def test_bfloat16_accumulates_in_float32():
     got = linear_logprob(hidden, unembed, targets, chunk=5, want=WANTS)
     wide = [x.detach().double().requires_grad_() for x in (hidden, unembed)]
     expected = linear_logprob_reference(*wide, targets)
-    assert all(x.dtype == torch.float32 for x in got)
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(got, expected, strict=True))
+    assert all(x.dtype == torch.float32 for x in known(got))
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(known(got), known(expected), strict=True))
     grads = _with_grads(got, (hidden, unembed), cotangent)[1]
     for g, e in zip(grads, _with_grads(expected, wide, cotangent)[1], strict=True):
         assert g.dtype == torch.bfloat16 and (g.double() - e).norm() < 0.02 * e.norm()
@@ -108,7 +113,7 @@ def test_what_no_loss_depends_on_is_not_in_the_backward_pass(monkeypatch):
 def test_no_tokens():
     hidden, unembed, targets, _ = _inputs()
     got = linear_logprob(hidden[:0], unembed, targets[:0], want=WANTS)
-    assert all(x.shape == (0,) for x in got)
+    assert all(x.shape == (0,) for x in known(got))
     assert torch.autograd.grad(got.logp.sum(), unembed)[0].abs().max() == 0
 
 
@@ -156,4 +161,49 @@ def test_vocabulary_parallel(text):
     for rank, (got, (got_hidden, got_unembed)) in enumerate(ranks):
         assert all((a - b).abs().max() < 1e-9 for a, b in zip(got, expected, strict=True))
         assert (got_hidden - d_hidden).abs().max() < 1e-9  # complete on every rank
+        assert (got_unembed - d_unembed.chunk(size)[rank % size]).abs().max() < 1e-9
+
+
+def _among(hidden, unembed, among, temperature):
+    """Log-probabilities of further tokens, from whole logits."""
+    return (hidden @ unembed.T / temperature).log_softmax(-1).gather(1, among)
+
+
+@pytest.mark.parametrize("want", [(), ("logp",), WANTS])
+def test_further_tokens(want):
+    """Their log-probabilities and, together with all else, their gradients; one of them may be the target itself."""
+    hidden, unembed, targets, cotangent = _inputs()
+    among = torch.stack([targets, (targets + 5) % V, (targets + 5) % V, torch.arange(T)], 1)
+    weights = torch.randn(among.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    got = linear_logprob(hidden, unembed, targets, temperature=0.7, chunk=5, want=want, among_TK=among)
+    expected = linear_logprob_reference(hidden, unembed, targets, 0.7)
+    expected = expected._replace(**{name: None for name in WANTS if name not in want})
+    expected = expected._replace(among_logp=_among(hidden, unembed, among, 0.7))
+    assert [x is None for x in got] == [x is None for x in expected]
+    cotangent = [*cotangent, weights]
+    (got, grads), (expected, grads_expected) = (_with_grads(s, (hidden, unembed), cotangent) for s in (got, expected))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, expected, strict=True))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(grads, grads_expected, strict=True))
+
+
+@pytest.mark.parametrize("text", ["tp1", "tp2", "tp8", "dp2,tp4"])
+def test_the_likeliest_of_all_ranks(text):
+    """Under tp8 a rank has fewer tokens than are asked for."""
+    hidden, unembed, targets, _ = _inputs(scale=3.0)
+    k = 5
+    logp, ids = _among(hidden, unembed, torch.arange(V).expand(T, V), 0.7).detach().topk(k, -1)
+    weights = torch.randn(T, k, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    d_hidden, d_unembed = torch.autograd.grad((_among(hidden, unembed, ids, 0.7) * weights).sum(), (hidden, unembed))
+    with simulate(text) as mesh:
+        size = mesh.size("tensor")
+        shards = unembed.detach().chunk(size)
+        local = per_rank(mesh.world, lambda rank: shards[rank % size].clone()).requires_grad_()
+        whole = hidden.detach().clone().requires_grad_()
+        found = likeliest(whole, local, k, mesh, 0.7, chunk=5)
+        scores = linear_logprob(whole, local, targets, mesh, 0.7, chunk=5, want=(), among_TK=found[0])
+        grads = torch.autograd.grad((scores.among_logp * weights).sum(), (whole, local))
+        ranks = [gather((found, grads), rank) for rank in range(mesh.world)]
+    for rank, ((got_ids, got_logp), (got_hidden, got_unembed)) in enumerate(ranks):
+        assert torch.equal(got_ids, ids) and (got_logp - logp).abs().max() < 1e-12
+        assert (got_hidden - d_hidden).abs().max() < 1e-9
         assert (got_unembed - d_unembed.chunk(size)[rank % size]).abs().max() < 1e-9
