@@ -28,6 +28,7 @@ from absl import flags
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import ModelError
+from funrl.runtime.dry_report import dry_run
 from funrl.runtime.job import load_function, prepare, resolved
 from funrl.runtime.loop import Outcome, train
 from funrl.runtime.progress import discard_output
@@ -47,19 +48,21 @@ class Kind(NamedTuple):
       hidden: those of its fields that have no meaning here, and are no flags.
       prepare: (settings, compose) -> a job with `sizes` and `device`, checked.
       run: (job, mesh, run_dir) -> how it ended.
+      dry_run: (settings, compose) -> what it would cost.
     """
 
     settings: type[Settings]
     hidden: tuple[str, ...]
     prepare: Callable[[Any, Callable[[], Any]], Any]
     run: Callable[[Any, Mesh, str | None], Outcome]
+    dry_run: Callable[[Any, Callable[[], Any]], str]
 
     @property
     def fields(self) -> list[dataclasses.Field]:
         return [field for field in dataclasses.fields(self.settings) if field.name not in self.hidden]
 
 
-REINFORCEMENT = Kind(Settings, (), prepare, train)
+REINFORCEMENT = Kind(Settings, (), prepare, train, dry_run)
 
 
 class Command(NamedTuple):
@@ -95,14 +98,12 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
         if command is None:
             return 0
         if command.settings.dry_run:
-            from funrl.runtime.dry_report import dry_run
-
             compose = load_function(command.source)
             if speaks:
-                print(dry_run(command.settings, lambda: compose(**dict(command.arguments))))
+                print(kind.dry_run(command.settings, lambda: compose(**dict(command.arguments))))
             return 0
-        for name in ("hardware", "prompt_tokens"):
-            if getattr(command.settings, name) is not None:
+        for name in ("hardware", "prompt_tokens", "text_tokens"):
+            if getattr(command.settings, name, None) is not None:
                 raise SettingsError(f"--{name} says what --dry_run takes; give --dry_run too")
         job = _job(command)
         if speaks:

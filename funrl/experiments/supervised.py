@@ -1,12 +1,19 @@
 """The kinds of experiments that learn from given texts: what `run.main` is told of each."""
 
 import functools
+from typing import Any
 
 from funrl.experiments.run import Kind
+from funrl.runtime.dry_report import supervised_dry_run
 from funrl.runtime.supervise import HIDDEN, SupervisedSettings, prepare_course, teach
 
-DEMONSTRATIONS = Kind(SupervisedSettings, HIDDEN, functools.partial(prepare_course, kind="demonstrations"), teach)
-PREFERENCES = Kind(SupervisedSettings, HIDDEN, functools.partial(prepare_course, kind="preferences"), teach)
-REWARDS = Kind(
-    SupervisedSettings, HIDDEN, functools.partial(prepare_course, kind="preferences", reads="rewards"), teach
-)
+
+def _kind(**course: Any) -> Kind:
+    """`course` are the arguments that `prepare_course` and `supervised_dry_run` share."""
+    prepare = functools.partial(prepare_course, **course)
+    return Kind(SupervisedSettings, HIDDEN, prepare, teach, functools.partial(supervised_dry_run, **course))
+
+
+DEMONSTRATIONS = _kind(kind="demonstrations")
+PREFERENCES = _kind(kind="preferences")
+REWARDS = _kind(kind="preferences", reads="rewards")

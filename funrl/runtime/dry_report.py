@@ -7,52 +7,89 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from funrl.algos.core import Algorithm
+from funrl.algos.core import Algorithm, Loss
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.runtime import dry_run as reinforcement
+from funrl.runtime import dry_supervise as supervised
 from funrl.runtime.costs import KINDS, UPDATES, Costs
-from funrl.runtime.dry_run import Estimate, estimate, plain_job, prompt_tokens_of
+from funrl.runtime.estimate import Estimate
 from funrl.runtime.hardware import HARDWARE, USABLE, Hardware, collective_seconds
 from funrl.runtime.settings import Settings, SettingsError
+from funrl.runtime.sharding import sharded_models
+from funrl.runtime.supervise import SupervisedSettings
 
 DEFAULT = "h100"
 ATTEMPTS = 3  # estimates of other flags where it does not fit
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
-    """Everything that --dry_run prints.
+    """Everything that --dry_run prints of reinforcement learning.
 
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
+    prompt = _tokens(settings, "prompt_tokens") or reinforcement.prompt_tokens_of(settings)
+
+    def costs(settings: Settings, hardware: Hardware) -> Estimate:
+        return reinforcement.estimate(reinforcement.plain_job(settings, compose, hardware.memory), prompt, hardware)
+
+    return report(settings, costs)
+
+
+def supervised_dry_run(
+    settings: SupervisedSettings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods"
+) -> str:
+    """Everything that --dry_run prints of learning from given texts; the arguments are those of `prepare_course`.
+
+    Raises:
+      ValueError: a flag that cannot work, as a run would say it.
+    """
+    text = _tokens(settings, "text_tokens") or supervised.text_tokens_of(settings, kind)
+
+    def costs(settings: SupervisedSettings, hardware: Hardware) -> Estimate:
+        course = supervised.plain_course(settings, compose, hardware.memory, kind, reads)
+        return supervised.estimate(course, text, hardware)
+
+    return report(settings, costs)
+
+
+def _tokens(settings: Settings, flag: str) -> int | None:
+    given = getattr(settings, flag)
+    if given is not None and given < 1:
+        raise SettingsError(f"--{flag}={given}: it must be at least 1")
+    return given
+
+
+def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
+    """Tables and verdict.
+
+    Args:
+      settings: the flags.
+      costs: estimates such flags.
+    """
     settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
     if settings.hardware not in HARDWARE:
         raise SettingsError(f"--hardware={settings.hardware}: it must be one of {', '.join(HARDWARE)}")
-    if settings.prompt_tokens is not None and settings.prompt_tokens < 1:
-        raise SettingsError(f"--prompt_tokens={settings.prompt_tokens}: it must be at least 1")
-    hardware, prompt = HARDWARE[str(settings.hardware)], settings.prompt_tokens or prompt_tokens_of(settings)
-
-    def costs(settings: Settings) -> Estimate:
-        return estimate(plain_job(settings, compose, hardware.memory), prompt, hardware)
-
-    found = costs(settings)
+    hardware = HARDWARE[str(settings.hardware)]
+    found = costs(settings, hardware)
     parts = [title(found, settings), memory(found), work(found, hardware), traffic(found)]
-    parts.append(verdict(found, settings, hardware, costs))
-    if settings.offload:
-        parts.append(f"--offload={settings.offload} is not counted: these are the numbers without it")
-    return "\n\n".join(parts)
+    parts.append(verdict(found, settings, hardware, lambda settings: costs(settings, hardware)))
+    return "\n\n".join([*parts, f"not counted: {', '.join(found.left_out)}"])
 
 
 def title(found: Estimate, settings: Settings) -> str:
     job = found.job
     train = meshes.text(job.sizes) + (" fully sharded" if settings.fsdp else "")
+    if settings.fsdp_models is not None:
+        train += f" ({settings.fsdp_models})"
+    generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
     world = meshes.Mesh(job.sizes).world
     return (
         f"{job.config.family}, {found.parameters / 1e6:,.1f} M parameters, {settings.dtype}, "
-        f"{world} device{'s' * (world > 1)} ({settings.hardware}): train {train}, "
-        f"generate {meshes.text(job.generate_sizes)}\n"
-        f"a step: {found.rows:,} completions, prompt and completion {found.tokens:,} tokens, all of full length"
+        f"{world} device{'s' * (world > 1)} ({settings.hardware}): train {train}{generate}\n"
+        f"a step: {found.step}"
     )
 
 
@@ -74,10 +111,7 @@ def work(found: Estimate, hardware: Hardware) -> str:
         whole = [a + b for a, b in zip(whole, spent, strict=True)]
         rows.append((name, *_spent(*spent)))
     of_peak, of_bandwidth = hardware.efficiency
-    note = (
-        f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth, collectives not hidden; rewards, "
-        "tokenizer and files are not in it"
-    )
+    note = f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth, collectives not hidden"
     head = ("a step of a rank", "FLOPs", "kernels", "collectives", "seconds")
     return "\n".join([*table(head, [*rows, ("all", *_spent(*whole))]), note])
 
@@ -104,13 +138,12 @@ def traffic(found: Estimate) -> str:
     """Bytes by mesh axes and collective, of one step and one rank."""
     stages: dict[tuple[str, str], dict[str, list[float]]] = {}
     for name, costs in found.phases.items():
-        stage = name if name in ("generate", "reshard") else "update" if name.startswith(UPDATES) else "score"
         for (op, group), (count, nbytes) in costs.traffic.items():
             axes = found.axes[group][0] if group in found.axes else group
-            total = stages.setdefault((axes, op), {}).setdefault(stage, [0.0, 0.0])
+            total = stages.setdefault((axes, op), {}).setdefault(_stage(name), [0.0, 0.0])
             total[0] += count
             total[1] += nbytes
-    columns = ("generate", "score", "update", "reshard")
+    columns = list(dict.fromkeys(map(_stage, found.phases)))
     rows = []
     for (axes, op), of in sorted(stages.items()):
         cells = [f"{of[c][0]:,.0f} x {size(of[c][1] / of[c][0])}" if c in of else "-" for c in columns]
@@ -118,6 +151,12 @@ def traffic(found: Estimate) -> str:
     if not rows:
         return "nothing is sent"
     return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
+
+
+def _stage(phase: str) -> str:
+    if phase in ("generate", "reshard"):
+        return phase
+    return "update" if phase.startswith(UPDATES) else "score"
 
 
 def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]) -> str:
@@ -156,6 +195,8 @@ def remedies(found: Estimate, settings: Settings, worst: str) -> list[dict[str, 
     total, changes = sum(peak.values()), []
     if not settings.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
+    if settings.fsdp and not set(found.models) <= set(sharded_models(settings)) and states > 0.2 * total:
+        changes.append({"fsdp_models": ",".join(found.models)})
     if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})
     if passing > 0.2 * total and settings.token_budget > found.tokens:
@@ -164,7 +205,8 @@ def remedies(found: Estimate, settings: Settings, worst: str) -> list[dict[str, 
         changes.append({"samples_per_prompt": settings.samples_per_prompt // 2})
     wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
     if sizes["data"] % 2 == 0 and config.heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
-        changes.append({"mesh": meshes.text(wider), "generate_mesh": meshes.text(wider)})
+        generates = ["generate_mesh"] if "generate" in found.phases else []
+        changes.append(dict.fromkeys(["mesh", *generates], meshes.text(wider)))
     return changes
 
 

@@ -1,4 +1,4 @@
-"""What a run will cost, before it is started: memory by phase, bytes by mesh axis, FLOPs, time, and a verdict.
+"""What reinforcement learning will cost, before it is started: memory by phase, bytes by mesh axis, FLOPs, time.
 
     python -m funrl.experiments.ppo --mesh=dp64,tp8 --model=CONFIG.json --dry_run
 
@@ -9,17 +9,14 @@ is taken to be as long as it may be, and no prompt to be filtered out.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from funrl import trees
 from funrl.algos.core import Algorithm, needs_of
@@ -27,9 +24,8 @@ from funrl.batch import Batch
 from funrl.data import arithmetic
 from funrl.generate import native
 from funrl.generate.types import Sampling
-from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rules import GENERATE, ROWS, layouts
@@ -37,44 +33,37 @@ from funrl.models import decoder
 from funrl.models.config import Config, ModelError, config_from_hf
 from funrl.runtime import ensemble, phases
 from funrl.runtime import job as jobs
-from funrl.runtime.costs import UPDATES, Costs, Tracer, Traffic, after, along, plus, times
+from funrl.runtime.costs import UPDATES, Costs, Tracer, Traffic, after, plus, times
+from funrl.runtime.estimate import (
+    Estimate,
+    Trace,
+    TracedClock,
+    at_rows,
+    axes_of,
+    make_weights,
+    micro_batch,
+    of_all_layers,
+    pretended,
+    tracer_of,
+)
 from funrl.runtime.hardware import Hardware
 from funrl.runtime.job import Job, Task
 from funrl.runtime.settings import Settings, SettingsError
 from funrl.runtime.sharding import FROZEN, check_layouts, check_models, generate_sizes, models_of
-from funrl.runtime.spmd import Clock
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
-DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
 
 
-class Estimate(NamedTuple):
-    """What one step costs one rank.
-
-    Attributes:
-      job: what was estimated.
-      rows: completions of a step, of all ranks.
-      tokens: of a row.
-      phases: by name, in the order of a step.
-      axes: name of each process group -> the mesh axes it is over, such as "tp8", and the axes' sizes.
-      parameters: of the policy.
-    """
-
-    job: Job
-    rows: int
-    tokens: int
-    phases: dict[str, Costs]
-    axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
-    parameters: int
-
-
-def plain_job(settings: Settings, compose: Callable[[], Algorithm], memory: float) -> Job:
+def plain_job(
+    settings: Settings, compose: Callable[[], Algorithm], memory: float, models: Sequence[str] | None = None
+) -> Job:
     """The job that the flags describe, as far as its costs go: nothing but config.json is read.
 
     Args:
       settings: the flags.
       compose: makes the algorithm.
       memory: bytes of a device, by which the default mesh to generate on is chosen.
+      models: those of `sharding.MODELS` that the run has; None: what the algorithm needs.
 
     Raises:
       ValueError: the first thing that cannot work.
@@ -84,7 +73,7 @@ def plain_job(settings: Settings, compose: Callable[[], Algorithm], memory: floa
     settings = dataclasses.replace(settings, compile="off", device="cpu")
     jobs.check_choices(settings, "cpu")
     algorithm = compose()
-    models = models_of(algorithm, settings)
+    models = models_of(algorithm, settings) if models is None else models
     check_models(settings, models)
     generating = generate_sizes(settings, sizes, config, memory)
     check_layouts(config, settings, models, sizes, generating)
@@ -127,22 +116,6 @@ def prompt_tokens_of(settings: Settings) -> int:
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
 
 
-@contextlib.contextmanager
-def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
-    """Rank 0 of a mesh whose other ranks do not exist; what is sent to them goes nowhere."""
-    world = Mesh(sizes).world
-    if world == 1:
-        yield single()
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        yield Mesh(sizes, 0, torch.device("cpu"), launch._groups(sizes, 0))
-    finally:
-        dist.destroy_process_group()
-
-
 def estimate(job: Job, prompt_tokens: int, hardware: Hardware) -> Estimate:
     """What a step of the job costs on each rank of its mesh, by phase."""
     if prompt_tokens + job.sampling.max_new_tokens > job.config.max_positions:
@@ -150,27 +123,35 @@ def estimate(job: Job, prompt_tokens: int, hardware: Hardware) -> Estimate:
             f"--prompt_tokens={prompt_tokens} and --max_new_tokens={job.sampling.max_new_tokens} are more than the "
             f"model's {job.config.max_positions} positions"
         )
-    config = job.config
-    # A teacher has a depth of its own: there is no one line to be on.
-    depths = DEPTHS if config.layers > DEPTHS[1] and job.teacher is None else (config.layers,)
     with pretended(job.sizes) as mesh:
-        shallow = [_phases(_with_layers(job, n), mesh, prompt_tokens, hardware) for n in depths]
-        found = shallow[0]
-        if len(shallow) == 2:
-            found = {name: along(found[name], shallow[1][name], config.layers - depths[0]) for name in found}
+        found = of_all_layers(job, lambda job: _phases(job, mesh, prompt_tokens, hardware))
         models = ensemble.build(job, mesh, lambda _: None)
-        axes = _axes(mesh) | _axes(models.generate_mesh)
+        axes = axes_of(mesh) | axes_of(models.generate_mesh)
         rests, engine = found.pop("rests").peak, _engine_bytes(models, job.master)
         found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
         found["reshard"] = _resharding(models, rests, engine)
-    rows = job.settings.batch_prompts * job.sampling.samples
-    return Estimate(job, rows, prompt_tokens + job.sampling.max_new_tokens, found, axes,
-                    trees.count(decoder.shapes(config)))  # fmt: skip
+    rows, tokens = job.settings.batch_prompts * job.sampling.samples, prompt_tokens + job.sampling.max_new_tokens
+    return Estimate(
+        job=job,
+        models=models_of(job.algorithm, job.settings),
+        step=f"{rows:,} completions, prompt and completion {tokens:,} tokens, all of full length",
+        tokens=tokens,
+        phases=found,
+        axes=axes,
+        parameters=trees.count(decoder.shapes(job.config)),
+        left_out=_left_out(job),
+    )
 
 
-def _with_layers(job: Job, layers: int) -> Job:
-    windows = None if job.config.windows is None else job.config.windows[:layers]
-    return job._replace(config=dataclasses.replace(job.config, layers=layers, windows=windows))
+def _left_out(job: Job) -> tuple[str, ...]:
+    """What a step has beside what is counted."""
+    settings = job.settings
+    out = ["rewards", "tokenizer", "files", f"the evaluation every {settings.eval_every} steps"]
+    if job.algorithm.keep is not None and settings.max_refills > 1:
+        out.append(f"up to {settings.max_refills - 1} more batches of completions in place of rows that are filtered")
+    if settings.offload:
+        out.append(f"--offload={settings.offload} (the bytes are those without it)")
+    return tuple(out)
 
 
 def _phases(job: Job, mesh: Mesh, prompt_tokens: int, hardware: Hardware) -> dict[str, Costs]:
@@ -179,30 +160,19 @@ def _phases(job: Job, mesh: Mesh, prompt_tokens: int, hardware: Hardware) -> dic
     width, rows = prompt_tokens + job.sampling.max_new_tokens, settings.batch_prompts * job.sampling.samples
     at = functools.cache(lambda local: trace(job, models, prompt_tokens, local * ranks, hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
-    piece = max(1, settings.token_budget // (math.ceil(width / 8) * 8))
-    found = {"generate": _generation(job, models, prompt_tokens, hardware)}
-    found |= {n: c for n, c in _at_rows(at, local, piece, ranks).items() if not n.startswith(UPDATES)}
-    for name, costs in _at_rows(at, mini, piece, ranks).items():
+    piece = micro_batch(job, width)
+    found = {"generate": _generation(job, models, job.sampling, prompt_tokens, hardware)}
+    if "greedy_score" in needs_of(job.algorithm):
+        greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
+        found["generate"] = after(found["generate"], _generation(job, models, greedy, prompt_tokens, hardware))
+    found |= {n: c for n, c in at_rows(at, local, piece, ranks).items() if not n.startswith(UPDATES)}
+    for name, costs in at_rows(at, mini, piece, ranks).items():
         if name.startswith(UPDATES):
             beyond = max(0, rows - mini * ranks) * at(min(mini, piece)).row_bytes
             found[name] = plus(times(costs, settings.epochs * settings.minibatches), {"batch": beyond})
     rests = at(min(mini, piece)).resting
     found["generate"] = plus(found["generate"], rests)
     return found | {"rests": Costs({"other": rests})}
-
-
-class Trace(NamedTuple):
-    """A traced step without generation.
-
-    Attributes:
-      phases: costs of each.
-      resting: bytes of models and optimizers, by kind.
-      row_bytes: of a row of the scored batch.
-    """
-
-    phases: dict[str, Costs]
-    resting: dict[str, float]
-    row_bytes: float
 
 
 def trace(
@@ -216,32 +186,25 @@ def trace(
       rows: of all ranks.
       real: compute what is counted, instead of pretending.
     """
-    config, settings = job.config, dataclasses.replace(job.settings, minibatches=1, epochs=1)
+    settings = dataclasses.replace(job.settings, minibatches=1, epochs=1)
     job, has = job._replace(settings=settings), models_of(job.algorithm, settings)
     lies = {
         "policy": models.policy_layouts, "critic": models.critic_layouts, "reference": models.reference_layouts,
         "reward_model": models.reward_layouts, "teacher": models.teacher_layouts,
     }  # fmt: skip
-    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves([lies[name] for name in has])}
-    shapes |= {tuple(x.shape) for x in trees.leaves(decoder.shapes(config))} if settings.fsdp else set()
-    local = trees.leaves(decoder.unembed(models.policy_layouts))[0].local_shape(0)[0]
-    tracer = Tracer(hardware, shapes, (local,), real=real)
-
-    def make(model: str) -> trees.Tree:
-        dtype = job.dtype if model in FROZEN else job.master
-        return trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), lies[model])
-
-    weights = ensemble.Weights(**{model: make(model) for model in has})
+    tracer = tracer_of(job, [lies[name] for name in has], hardware, real)
+    clock = TracedClock(tracer)
+    dtypes = {name: job.dtype if name in FROZEN else job.master for name in has}
+    weights = ensemble.Weights(**{name: make_weights(tracer, lies[name], dtypes[name]) for name in has})
     batch = full_batch(job, prompt_tokens, rows)
-    tracer.hold_tree(weights, "weights")
     tracer.hold_tree(batch, "batch")
     with tracer:
         state = ensemble.first_state(job, models, weights)
         for learner in (state.policy, state.critic, state.reward_model):
             tracer.hold_tree(learner and learner.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
-        batch, state, _ = phases.score_batch(job, models, state, batch, _clock(tracer))
-        phases.learn(job, models, state, batch, settings.critic_warmup_steps + 1, _clock(tracer))
+        batch, state, _ = phases.score_batch(job, models, state, batch, clock)
+        phases.learn(job, models, state, batch, settings.critic_warmup_steps + 1, clock)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
 
 
@@ -261,38 +224,6 @@ def full_batch(job: Job, prompt_tokens: int, rows: int) -> Batch:
         rollout_logp=torch.zeros(shape, dtype=torch.promote_types(job.dtype, torch.float32)),
     )
     return batch._replace(greedy_score=batch.score) if "greedy_score" in needs_of(job.algorithm) else batch
-
-
-class _TracedClock(Clock):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self.phase = tracer.phase  # type: ignore[method-assign]
-
-
-def _clock(tracer: Tracer) -> Clock:
-    return _TracedClock(tracer)
-
-
-def _axes(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]]:
-    shorts = {axis: short for short, axis in meshes.SHORT.items()}
-    return {
-        name: (",".join(f"{shorts[a]}{mesh.sizes[a]}" for a in axes), axes, mesh.sizes)
-        for axes, name in mesh.groups.items()
-    }
-
-
-def _at_rows(at: Callable[[int], Trace], rows: int, piece: int, ranks: int) -> dict[str, Costs]:
-    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second, and
-    find no more in memory than it, their rows apart."""
-    if rows <= 2 * piece:
-        return at(rows).phases
-    one, two = at(piece), at(2 * piece)
-    more = {"batch": (rows - 2 * piece) * ranks * two.row_bytes}
-    found = {}
-    for name, costs in two.phases.items():
-        many = along(one.phases[name], costs, rows / piece - 1)
-        found[name] = plus(dataclasses.replace(many, peaks=costs.peaks), more)
-    return found
 
 
 def _engine_bytes(models: ensemble.Models, master: torch.dtype) -> float:
@@ -316,9 +247,9 @@ def _resharding(models: ensemble.Models, kept: dict[str, float], engine: float) 
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 
-def _generation(job: Job, models: ensemble.Models, prompt_tokens: int, hardware: Hardware) -> Costs:
+def _generation(job: Job, models: ensemble.Models, sampling: Sampling, prompt_tokens: int, hardware: Hardware) -> Costs:
     """Prefill and one step of decoding half-way, traced; every row is decoded to the limit."""
-    config, mesh, sampling = job.config, models.generate_mesh, job.sampling
+    config, mesh = job.config, models.generate_mesh
     length = prompt_tokens + sampling.max_new_tokens
     prompts = -(-job.settings.batch_prompts // mesh.size(ROWS))
     rows = prompts * sampling.samples

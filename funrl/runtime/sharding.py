@@ -52,10 +52,10 @@ def train_rules(settings: Settings, model: str) -> Rules:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
         )
-    return fully_sharded(TRAIN, over) if model in _sharded(settings) else TRAIN
+    return fully_sharded(TRAIN, over) if model in sharded_models(settings) else TRAIN
 
 
-def _sharded(settings: Settings) -> Collection[str]:
+def sharded_models(settings: Settings) -> Collection[str]:
     """The models that --fsdp shards."""
     if settings.fsdp_models is None:
         return MODELS
@@ -76,7 +76,7 @@ def check_models(settings: Settings, models: Collection[str]) -> None:
     """
     for model in models:
         train_rules(settings, model)
-    absent = [] if settings.fsdp_models is None else [m for m in _sharded(settings) if m not in models]
+    absent = [] if settings.fsdp_models is None else [m for m in sharded_models(settings) if m not in models]
     if absent:
         raise SettingsError(
             f"--fsdp_models={settings.fsdp_models}: this run has no {absent[0]}; it has {', '.join(models)}"

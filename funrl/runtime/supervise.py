@@ -8,6 +8,7 @@ It runs on every rank alike, on the same meshes as `loop.py`, and what a run lea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from funrl.data import arithmetic
 from funrl.data.prompts import prompt_batch
 from funrl.data.supervised import Lesson, lesson, load_lessons, to_batch
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.reshard import unshard
+from funrl.mesh.reshard import copied, unshard
 from funrl.mesh.rules import layouts
 from funrl.models import decoder, hf, value
 from funrl.models.compile import compile_layer
@@ -67,12 +68,20 @@ class SupervisedSettings(Settings):
     lr: float | None = _flag(None, "update", "peak learning rate; default: 1e-3 from scratch, 1e-5 with --model")
     eval_prompts: int = _flag(256, "output", "held-out demonstrations or pairs an evaluation uses")
     minibatches: int = _flag(1, "update", "hidden: a batch is one")
+    text_tokens: int | None = _flag(
+        None,
+        "job",
+        "tokens of a prompt and its completion that --dry_run takes; default: the embedded task's longest, else 1024",
+    )
+    fsdp_models: str | None = _flag(
+        None, "devices", "which models --fsdp shards: some of policy,reference,reward_model; default: all"
+    )
 
 
 HIDDEN = (
-    "generate_mesh", "prompts", "reward", "reward_weights", "teacher", "samples_per_prompt", "max_new_tokens",
-    "temperature", "top_k", "top_p", "max_refills", "critic_lr", "reward_lr", "critic_warmup_steps", "epochs",
-    "minibatches", "eval_temperature", "sample_every", "offload", "dry_run", "hardware", "prompt_tokens",
+    "generate_mesh", "prompts", "reward", "reward_weights", "teacher", "samples_per_prompt",
+    "max_new_tokens", "temperature", "top_k", "top_p", "max_refills", "critic_lr", "reward_lr", "critic_warmup_steps", "epochs",
+    "minibatches", "eval_temperature", "sample_every", "offload", "prompt_tokens",
 )  # fmt: skip
 
 
@@ -83,6 +92,7 @@ class Course(NamedTuple):
       job: settings, mesh, model, optimizer numbers.
       lessons, heldout: to train on, and to evaluate on.
       loss: of log-probabilities, or of a value head's numbers where `reads` is "rewards".
+      kind: of lessons, "demonstrations" or "preferences".
     """
 
     job: Job
@@ -90,6 +100,12 @@ class Course(NamedTuple):
     heldout: Sequence[Lesson]
     loss: Loss
     reads: str
+    kind: str
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Those of `sharding.MODELS` that the run has, the one that learns first."""
+        return models_of_course(self.loss, self.reads)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -98,6 +114,16 @@ class Course(NamedTuple):
     @property
     def device(self) -> str:
         return self.job.device
+
+
+PLAIN = Algorithm(chain(), reduce(negative_log_likelihood(), token_mean()))  # stands for a course's in its job
+
+
+def models_of_course(loss: Loss, reads: str) -> tuple[str, ...]:
+    """Those of `sharding.MODELS` that learning by this loss has; the arguments are fields of `Course`."""
+    if reads == "rewards":
+        return ("reward_model",)
+    return ("policy", "reference") if "ref_logp" in needs_of(loss) else ("policy",)
 
 
 def prepare_course(
@@ -118,48 +144,64 @@ def prepare_course(
 
     def task(settings: Settings, tokenizer: Any) -> Task:
         assert isinstance(settings, SupervisedSettings)
-        found.extend(_lessons(settings, kind, tokenizer))
+        found.extend(lessons_of(settings, kind, tokenizer))
         texts = [Example(max((t.tokens for t in one.texts), key=len), "", {}) for part in found for one in part]
         if settings.data is not None:
             return Task(Path(settings.data).stem, texts, texts, (), (), None, 1)
         return Task("arithmetic", texts, texts, (), (), arithmetic.demonstrations, 1)
 
-    plain = Algorithm(chain(), reduce(negative_log_likelihood(), token_mean()))
     if settings.data is not None and settings.model is None and settings.warmstart_steps is None:
         settings = dataclasses.replace(settings, warmstart_steps=0)
-    job = prepare(settings, lambda: plain, task)
-    lessons, heldout = found
     loss = compose()
-    given = {name for name, x in to_batch([*lessons, *heldout], 0)._asdict().items() if x is not None}
+    job = prepare(settings, lambda: PLAIN, task, models_of_course(loss, reads))
+    lessons, heldout = found
+    check_loss(loss, reads, to_batch([*lessons, *heldout], 0), settings.data or "the task")
+    return Course(job, lessons, heldout, loss, reads, kind)
+
+
+def check_loss(loss: Loss, reads: str, batch: Batch, source: str) -> None:
+    """Compares what a loss reads with what a batch of lessons has.
+
+    Raises:
+      SettingsError: naming what is missing, and `source`, which should have provided it.
+    """
+    given = {name for name, x in batch._asdict().items() if x is not None}
     policy_only = {"ref_logp"} if reads == "likelihoods" else set()
     missing = sorted(needs_of(loss) - given - policy_only)
     if missing:
-        raise SettingsError(
-            f"the loss reads {', '.join(missing)}, which {settings.data or 'the task'} does not provide"
-        )
-    return Course(job, lessons, heldout, loss, reads)
+        raise SettingsError(f"the loss reads {', '.join(missing)}, which {source} does not provide")
 
 
-class Student(NamedTuple):
-    """The model that learns and what goes with it, as this rank sees them.
+class Methods(NamedTuple):
+    """What is made once, as this rank sees it.
 
     Attributes:
-      learner: weights and optimizer state.
-      reference: weights of the policy before the run, where the loss reads what it says.
-      layouts: of the learner's weights.
+      decoder_layouts: of the weights that the run begins with.
+      layouts: of the learner's weights; those of a decoder, or of one with a value head.
+      reference_layouts: of the reference's.
+      layer: a replacement of `decoder.decoder_layer`, or None.
       objective: what is minimised.
       optimizer: how.
       say: (params, rows) -> what the loss is given, [B, T].
       say_before: the same of the reference.
     """
 
-    learner: Learner
-    reference: trees.Tree
+    mesh: Mesh
+    decoder_layouts: trees.Tree
     layouts: trees.Tree
+    reference_layouts: trees.Tree
+    layer: Callable | None
     objective: Objective
     optimizer: Transformation
     say: Forward
     say_before: Forward
+
+
+class Student(NamedTuple):
+    """The model that learns; and the policy before the run, where the loss reads what it says."""
+
+    learner: Learner
+    reference: trees.Tree
 
 
 def teach(course: Course, mesh: Mesh, run_dir: str | None) -> Outcome:
@@ -167,46 +209,41 @@ def teach(course: Course, mesh: Mesh, run_dir: str | None) -> Outcome:
     job, clock = course.job, Clock()
     settings, count = job.settings, job.settings.batch_prompts
     with Observer(job, run_dir if mesh.rank == 0 else None) as observer:
-        student = _student(course, mesh, observer)
-        held = _rows(course, student, course.heldout, mesh)
-        first = last = _evaluate(course, student, held, mesh)
+        methods = build(course, mesh, observer.note)
+        weights = warmstart.initial_weights(job, mesh, methods.decoder_layouts, methods.layer, observer)
+        student = first_student(course, methods, *first_weights(course, methods, weights))
+        held = judge(course, methods, student, batch_of(course, course.heldout, mesh.device), Clock())
+        first = last = _evaluate(course, methods, student, held)
         for step in range(1, settings.steps + 1):
             drawn = prompt_batch(course.lessons, count, settings.seed, (step - 1) * count)
-            with clock.phase("ref"):
-                rows = _rows(course, student, drawn, mesh)
-            with clock.phase("update_actor"):
-                old = torch.zeros_like(rows.mask, dtype=_dtype(student))
-                grads, metrics, loss = gradient(
-                    student.objective, course.loss, student.learner.params, rows, old, mesh, settings.token_budget,
-                    student.layouts,
-                )  # fmt: skip
-                metrics |= {"train/loss": loss, "actor/grad_norm": global_norm(grads, student.layouts, mesh)}
-                student = student._replace(learner=update(student.optimizer, student.learner, grads))
-            said = {name: float(x) for name, x in metrics.items()} | (first if step == 1 else {})
+            rows = judge(course, methods, student, batch_of(course, drawn, mesh.device), clock)
+            student, said = learn(course, methods, student, rows, clock)
+            said |= first if step == 1 else {}
             if step % settings.eval_every == 0 or step == settings.steps:
                 with clock.phase("eval"):
-                    last = _evaluate(course, student, held, mesh)
+                    last = _evaluate(course, methods, student, held)
                 said |= last
             assert rows.length is not None
             said |= {"perf/total_num_tokens": float(rows.length.sum()), "memory/peak_gb": peak_memory_gb(mesh)}
             observer.step(step, said, clock.take())
         save = _save_rewards if course.reads == "rewards" else hf.save
-        observer.finish(unshard(student.learner.params, student.layouts, mesh), None, save)
+        observer.finish(unshard(student.learner.params, methods.layouts, mesh), None, save)
     return Outcome(first, last, None)
 
 
-def _student(course: Course, mesh: Mesh, observer: Observer) -> Student:
-    """Weights, layouts and functions."""
+def build(course: Course, mesh: Mesh, note: Callable[[str], None]) -> Methods:
+    """Layouts and functions. Called by every rank."""
     job, settings = course.job, course.job.settings
     compiles = "off" if settings.remat == "selective" else settings.compile
-    layer = rematerialized(compile_layer(job.config, compiles, mesh.device.type, observer.note), settings.remat)
-    rules = train_rules(settings, "policy")
-    lies = policy_lies = layouts(decoder.shapes(job.config), decoder.axes(job.config), rules, job.sizes)
-    weights = warmstart.initial_weights(job, mesh, lies, layer, observer)
-    reference = trees.clone(weights) if "ref_logp" in needs_of(course.loss) else None
+    layer = compile_layer(job.config, compiles, mesh.device.type, note)
+    layer = rematerialized(layer, settings.remat)
+    rules = train_rules(settings, course.models[0])
+    shapes, axes = decoder.shapes(job.config), decoder.axes(job.config)
+    decoder_lies = lies = layouts(shapes, axes, rules, job.sizes)
+    reference_lies = layouts(shapes, axes, train_rules(settings, "reference"), job.sizes)
 
-    def likelihoods(params: trees.Tree, rows: Batch) -> list[Tensor]:
-        whole = gathered(params, policy_lies, mesh, job.dtype)
+    def likelihoods(lies: trees.Tree, params: trees.Tree, rows: Batch) -> list[Tensor]:
+        whole = gathered(params, lies, mesh, job.dtype)
         scores = token_scores(
             job.config, whole, rows.tokens, rows.positions, rows.segments, mesh, 1.0, ("logp",), rows.mask, layer
         )
@@ -217,47 +254,74 @@ def _student(course: Course, mesh: Mesh, observer: Observer) -> Student:
         whole = gathered(params, lies, mesh, job.dtype)
         return [value.apply(job.config, whole, rows.tokens, rows.positions, rows.segments, mesh, layer)]
 
-    say: Forward = likelihoods
-    objective = policy_objective(job.config, course.loss, mesh, 1.0, layer, job.dtype, lies)
     if course.reads == "rewards":
-        say, weights = rewards, value.init(job.config, weights)
         lies = layouts(value.shapes(job.config), value.axes(job.config), rules, job.sizes)
-        objective = value_objective(job.config, course.loss, mesh, layer, job.dtype, lies)
+        say, objective = rewards, value_objective(job.config, course.loss, mesh, layer, job.dtype, lies)
+    else:
+        say = functools.partial(likelihoods, lies)
+        objective = policy_objective(job.config, course.loss, mesh, 1.0, layer, job.dtype, lies)
     optimizer = make_optimizer(settings, job.lr, settings.steps, lies, mesh)
-    learner = Learner(weights, optimizer.init(weights))
-    return Student(learner, reference, lies, objective, optimizer, say, likelihoods)
+    say_before = functools.partial(likelihoods, reference_lies)
+    return Methods(mesh, decoder_lies, lies, reference_lies, layer, objective, optimizer, say, say_before)
 
 
-def _rows(course: Course, student: Student, lessons: Sequence[Lesson], mesh: Mesh) -> Batch:
-    """The lessons as a batch, with what the reference says of them."""
-    job = course.job
-    batch = to_batch(lessons, job.pad, course.reads == "rewards", mesh.device)
-    if batch.margin is not None:
-        batch = batch._replace(margin=batch.margin.to(_dtype(student)))
+def first_weights(course: Course, methods: Methods, weights: trees.Tree) -> tuple[trees.Tree, trees.Tree]:
+    """The learner's weights and the reference's, of a decoder that is given up."""
+    reference = None
+    if "reference" in course.models:
+        reference = copied(weights, methods.decoder_layouts, methods.reference_layouts, methods.mesh, course.job.dtype)
+    return value.init(course.job.config, weights) if course.reads == "rewards" else weights, reference
+
+
+def first_student(course: Course, methods: Methods, weights: trees.Tree, reference: trees.Tree) -> Student:
+    """The student before the first update, of weights that it takes over."""
+    return Student(Learner(weights, methods.optimizer.init(weights)), reference)
+
+
+def judge(course: Course, methods: Methods, student: Student, batch: Batch, clock: Clock) -> Batch:
+    """The batch with what the reference says of it, where there is one."""
     if student.reference is None:
         return batch
-    (logp,) = score(student.say_before, student.reference, batch, mesh, job.settings.token_budget)
+    with clock.phase("ref"):
+        (logp,) = score(methods.say_before, student.reference, batch, methods.mesh, course.job.settings.token_budget)
     return batch._replace(ref_logp=logp)
 
 
-def _evaluate(course: Course, student: Student, held: Batch, mesh: Mesh) -> dict[str, float]:
+def learn(
+    course: Course, methods: Methods, student: Student, rows: Batch, clock: Clock
+) -> tuple[Student, dict[str, float]]:
+    """One update on a judged batch, and what there is to say of it."""
+    with clock.phase("update_actor"):
+        old = torch.zeros_like(rows.mask, dtype=course.job.master)
+        grads, metrics, loss = gradient(
+            methods.objective, course.loss, student.learner.params, rows, old, methods.mesh,
+            course.job.settings.token_budget, methods.layouts,
+        )  # fmt: skip
+        metrics |= {"train/loss": loss, "actor/grad_norm": global_norm(grads, methods.layouts, methods.mesh)}
+        student = student._replace(learner=update(methods.optimizer, student.learner, grads))
+    return student, {name: float(x) for name, x in metrics.items()}
+
+
+def batch_of(course: Course, lessons: Sequence[Lesson], device: torch.device) -> Batch:
+    """Lessons as rows, one a lesson."""
+    batch = to_batch(lessons, course.job.pad, course.reads == "rewards", device)
+    return batch if batch.margin is None else batch._replace(margin=batch.margin.to(course.job.master))
+
+
+def _evaluate(course: Course, methods: Methods, student: Student, held: Batch) -> dict[str, float]:
     """The loss and its metrics on the held-out lessons."""
-    (said,) = score(student.say, student.learner.params, held, mesh, course.job.settings.token_budget)
+    (said,) = score(methods.say, student.learner.params, held, methods.mesh, course.job.settings.token_budget)
     fractions, metrics = course.loss(said, held)
     loss = {"eval/loss": sum(f.value.item() for f in fractions)}
     return loss | {f"eval/{name.rsplit('/', 1)[-1]}": f.value.item() for name, f in metrics.items()}
-
-
-def _dtype(student: Student) -> torch.dtype:
-    return trees.leaves(student.learner.params)[0].dtype
 
 
 def _save_rewards(path: Any, config: Any, params: trees.Tree, tokenizer: Any) -> None:
     hf.save(path, config, params["decoder"], tokenizer, head_1D=params["value"])
 
 
-def _lessons(settings: SupervisedSettings, kind: str, tokenizer: Any) -> tuple[list[Lesson], list[Lesson]]:
-    """Training and held-out lessons."""
+def lessons_of(settings: SupervisedSettings, kind: str, tokenizer: Any) -> tuple[list[Lesson], list[Lesson]]:
+    """Training and held-out lessons, of a file or of the embedded task."""
     if settings.data is not None:
         lessons = load_lessons(settings.data, kind, tokenizer)
         held = min(settings.eval_prompts, len(lessons) // 10)

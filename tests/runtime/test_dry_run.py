@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from funrl import trees
-from funrl.experiments import grpo, ppo
+from funrl.experiments import grpo, ppo, remax
 from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import decoder
@@ -15,6 +15,7 @@ from funrl.models.config import ModelError
 from funrl.runtime import dry_run, ensemble
 from funrl.runtime.costs import Costs, Tracer, Traffic, after, along, plus, times
 from funrl.runtime.dry_report import verdict
+from funrl.runtime.estimate import Estimate, at_rows
 from funrl.runtime.hardware import HARDWARE, collective_seconds, op_seconds
 from funrl.runtime.settings import Settings
 
@@ -65,7 +66,7 @@ def test_many_micro_batches_are_on_the_line():
     job = small(grpo.algorithm, layers=1, token_budget=budget)
     models = ensemble.build(job, single(), lambda _: None)
     whole = dry_run.trace(job, models, 8, rows, CPU)
-    line = dry_run._at_rows(lambda n: dry_run.trace(job, models, 8, n, CPU), rows, budget // 32, 1)
+    line = at_rows(lambda n: dry_run.trace(job, models, 8, n, CPU), rows, budget // 32, 1)
     for name, costs in whole.phases.items():
         assert line[name].total == pytest.approx(costs.total, rel=0.1), name
         assert line[name].flops == pytest.approx(costs.flops, rel=1e-6), name
@@ -91,6 +92,37 @@ def test_states_and_cache_have_their_closed_forms():
     rows, length = 16, 32
     cache = decoder.init_cache(config, single(), rows, length, job.dtype)
     assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
+
+
+def test_the_reference_has_its_own_table_and_dtype(tmp_path):
+    model = write_config(tmp_path)
+    flags = {"model": model, "dtype": "bfloat16", "mesh": "dp4", "batch_prompts": 16, "fsdp": True}
+    both, policy = (
+        dry_run.estimate(dry_run.plain_job(settings(**flags, **more), grpo.algorithm, 1e9), 8, CPU).phases
+        for more in ({}, {"fsdp_models": "policy"})
+    )
+    config = dry_run.plain_job(settings(model=model), grpo.algorithm, 1e9).config
+    split = trees.count(decoder.shapes(config)) - 64 * (2 * config.layers + 1)  # all but norms
+    difference = policy["generate"].peak["weights"] - both["generate"].peak["weights"]
+    assert difference == pytest.approx(2 * split * 3 / 4)  # bytes that three other ranks held
+
+
+def test_remax_generates_greedily_too():
+    with_greedy, without = (
+        dry_run.estimate(small(compose, layers=1), 8, CPU).phases["generate"]
+        for compose in (remax.algorithm, grpo.algorithm)
+    )
+    # One more completion a prompt: 3 of them instead of 2, and the prompt is read once more.
+    assert 1.4 < with_greedy.flops / without.flops < 2
+    assert with_greedy.seconds > 1.4 * without.seconds
+
+
+def test_what_is_left_out_is_said(capsys):
+    flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
+    assert main("funrl.experiments.dapo", ["dapo", *flags]) == 0
+    said = capsys.readouterr().out
+    for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "--offload=optimizer"):
+        assert words in said.split("not counted: ")[1]
 
 
 def test_flops_of_training_are_three_times_those_of_scoring():
@@ -206,9 +238,8 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
 def test_what_does_not_fit_is_said_with_the_flag_that_helps(tmp_path):
     job = small(grpo.algorithm, layers=1)
     state = {"weights": 60e9, "optimizer": 40e9, "activations": 2e9}
-    found = dry_run.Estimate(
-        job._replace(sizes=job.sizes | {"data": 4}), 16, 32, {"update_actor": Costs({"other": state})}, {}, 1
-    )
+    job = job._replace(sizes=job.sizes | {"data": 4})
+    found = Estimate(job, ("policy",), "of a test", 32, {"update_actor": Costs({"other": state})}, {}, 1, ())
     helped = found._replace(phases={"update_actor": Costs({"other": {"weights": 20e9}})})
     tried = []
 
