@@ -41,8 +41,9 @@ class Batch(NamedTuple):
     label: Tensor | None = None  # [B, T] judgement, 0 to 1: of a step at its end, of a sequence on all tokens
     margin: Tensor | None = None  # [B, T] by how much a chosen sequence should win, on all of its tokens
     kl_baseline: Tensor | None = None  # [B, T] nats, KTO's reference point, the same everywhere
-    teacher_top_logp: Tensor | None = None  # [B, T, K] nats, the teacher's K likeliest tokens
-    student_top_logp: Tensor | None = None  # [B, T, K] nats, the trained policy's of the same tokens; differentiable
+    teacher_top: Tensor | None = None  # [B, T, K] int64, the teacher's K likeliest tokens in the place of token t
+    teacher_top_logp: Tensor | None = None  # [B, T, K] nats, the teacher's, of these tokens
+    student_top_logp: Tensor | None = None  # [B, T, K] nats, the trained policy's, of these tokens; differentiable
 
 
 def select(batch: Batch, rows) -> Batch:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from funrl.algos.compose import policy
 from funrl.algos.core import Algorithm, chain, reduce
 from funrl.algos.reductions import token_mean
+from funrl.algos.shaping import to_tokens
 from funrl.algos.terms import clipped_surrogate
-from funrl.algos.terms_teacher import kl_to_teacher, teacher_advantage
+from funrl.algos.terms_teacher import forward_kl_top, kl_to_teacher, teacher_advantage
 
 
 def distillation(
@@ -22,11 +23,14 @@ def distillation(
     Args:
       direct: minimise the estimate itself; the kind should then be "k2" or end with "+" (gradient of k2), since the
         gradient of k1 has a mean of 0.
-      kind: the estimator of the KL, as in `funrl.algos.kl`.
+      kind: the estimator of the KL, as in `funrl.algos.kl`; or "forward", KL(teacher || student) over the teacher's
+        likeliest tokens in the place of each sampled one, which is always minimised directly.
       low, high: how far the ratio may fall below and rise above 1, without `direct`.
       entropy: factor of the entropy bonus.
-    Needs: old_logp, teacher_logp. Scores are not looked at.
+    Needs: old_logp, teacher_logp; teacher_top_logp and student_top_logp for "forward". Scores are not looked at.
     """
+    if kind == "forward":
+        return Algorithm(to_tokens(), reduce(policy(forward_kl_top(), 0.0, entropy), token_mean()))
     term = kl_to_teacher(kind) if direct else clipped_surrogate(low, high)
     return Algorithm(
         advantage=chain(teacher_advantage(kind.removesuffix("+"))),

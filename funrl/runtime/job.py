@@ -86,6 +86,7 @@ class Job(NamedTuple):
 ROLLOUT = frozenset(
     {"tokens", "mask", "length", "group", "score", "scores", "truncated", "rollout_logp"}
 )  # what is known of a completion before the trainer sees it; a filter may read these
+BY_TEACHER = frozenset({"teacher_logp", "teacher_top_logp", "student_top_logp"})  # the last of the tokens it picks
 AVAILABLE = ROLLOUT | {"old_logp", "old_entropy", "entropy", "sum_pi_squared", "ref_logp", "greedy_score"}
 
 
@@ -161,7 +162,7 @@ def check_needs(algorithm: Algorithm, settings: Settings) -> None:
     models = {
         "value": (algorithm.value_loss, "the algorithm has no value_loss, so there is no critic"),
         "reward_logp": (algorithm.reward_loss, "the algorithm has no reward_loss, so there is no such model"),
-        "teacher_logp": (settings.teacher, "give --teacher=DIR"),
+        **dict.fromkeys(BY_TEACHER, (settings.teacher, "give --teacher=DIR")),
     }
     missing = []
     for name in sorted(needed - AVAILABLE):
@@ -173,8 +174,8 @@ def check_needs(algorithm: Algorithm, settings: Settings) -> None:
     late = sorted(needs_of(algorithm.keep) - ROLLOUT)
     if late:
         raise SettingsError(f"the algorithm's filter reads {', '.join(late)}, which is computed after filtering")
-    if settings.teacher is not None and "teacher_logp" not in needed:
-        raise SettingsError(f"--teacher={settings.teacher}: the algorithm reads no teacher_logp")
+    if settings.teacher is not None and not needed & BY_TEACHER:
+        raise SettingsError(f"--teacher={settings.teacher}: the algorithm reads nothing that a teacher says")
     if settings.critic_warmup_steps and algorithm.value_loss is None:
         raise SettingsError(f"--critic_warmup_steps={settings.critic_warmup_steps}: the algorithm has no critic")
     if settings.reward_lr is not None and algorithm.reward_loss is None:
@@ -214,7 +215,7 @@ def check_choices(settings: Settings, device: str) -> None:
     least = {
         "steps": 1, "batch_prompts": 1, "samples_per_prompt": 1, "epochs": 1, "minibatches": 1, "token_budget": 1,
         "eval_every": 1, "eval_prompts": 1, "sample_every": 1, "top_k": 0, "lr_warmup_steps": 0, "weight_decay": 0,
-        "eval_temperature": 0, "max_refills": 1, "critic_warmup_steps": 0, "seed": 0,
+        "eval_temperature": 0, "max_refills": 1, "teacher_top_k": 1, "critic_warmup_steps": 0, "seed": 0,
     }  # fmt: skip
     for name, low in least.items():
         if getattr(settings, name) < low:

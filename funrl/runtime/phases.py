@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from funrl.mesh.reshard import reshard
 from funrl.models import value
 from funrl.models.config import Config
 from funrl.models.fsdp import gathered
-from funrl.models.scores import token_scores
+from funrl.models.scores import Rows, likely_tokens, token_scores
 from funrl.optim import Transformation, global_norm
 from funrl.rewards.load import score as call_reward
 from funrl.runtime.ensemble import OF_OLD_POLICY, Models, State, first_state, first_weights
@@ -142,8 +143,13 @@ def score_batch(
         batch = judge("old_logp", state.policy.params, models.policy_layouts, {"logp": "old_logp"} | asked)
     if state.reference is not None:
         batch = judge("ref", state.reference, models.reference_layouts, {"logp": "ref_logp"})
-    if state.teacher is not None and job.teacher is not None:
+    if job.teacher is not None and "teacher_logp" in needed:
         batch = judge("teacher", state.teacher, models.teacher_layouts, {"logp": "teacher_logp"}, job.teacher)
+    if job.teacher is not None and "teacher_top_logp" in needed:
+        with clock.phase("teacher"):
+            likely = functools.partial(_likely, job, models, job.teacher)
+            top, top_logp = score(likely, state.teacher, batch, models.mesh, settings.token_budget)
+        batch = batch._replace(teacher_top=top, teacher_top_logp=top_logp)
     if state.reward_model is not None:
         batch = judge("reward_model", state.reward_model.params, models.reward_layouts, {"logp": "reward_logp"})
     if state.critic is not None:
@@ -245,6 +251,14 @@ def _roll(job: Job, models: Models, examples: Sequence[Example], sampling: Sampl
 
 def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _likely(job: Job, models: Models, config: Config, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The teacher's likeliest tokens and their log-probabilities."""
+    weights = gathered(params, models.teacher_layouts, models.mesh, job.dtype)
+    rows = Rows(batch.tokens, batch.positions, batch.segments, batch.mask)
+    k = min(job.settings.teacher_top_k, config.vocab)
+    return likely_tokens(config, weights, rows, k, models.mesh, job.settings.temperature, models.layer)
 
 
 def _values(job: Job, models: Models, params: trees.Tree, rows: Batch) -> Tensor:

@@ -53,6 +53,9 @@ class Settings:
     teacher: str | None = _flag(
         None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"
     )
+    teacher_top_k: int = _flag(
+        64, "job", "how many of the teacher's likeliest tokens in each place an algorithm is given that compares these"
+    )
     steps: int = _flag(30, "job", "RL steps, each one batch of rollouts")
     warmstart_steps: int | None = _flag(
         None, "job", "supervised steps before RL; default: what the task needs, 0 with --model"

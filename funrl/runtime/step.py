@@ -43,18 +43,18 @@ def score(forward: Forward, params: trees.Tree, batch: Batch, mesh: Mesh, token_
     """Per-token quantities of all rows, computed once over the data ranks and known to all of them.
 
     Args:
-      forward: (params, rows) -> tensors [rows, width].
+      forward: (params, rows) -> tensors [rows, width, ...].
       batch: all rows; the same on every rank.
       token_budget: padded tokens in one forward pass.
 
-    Returns: the tensors of `forward` for all rows, [B, T], without gradient.
+    Returns: the tensors of `forward` for all rows, [B, T, ...], without gradient.
     """
     whole: list[Tensor] = []
     with torch.no_grad():
         for rows, piece in _own_micro_batches(batch, mesh, token_budget):
             outs = forward(params, piece)
             if not whole:
-                whole = [out.new_zeros(batch.tokens.shape) for out in outs]
+                whole = [out.new_zeros(*batch.tokens.shape, *out.shape[2:]) for out in outs]
             for all_rows, out in zip(whole, outs, strict=True):
                 all_rows[rows, : out.shape[1]] = out[: len(rows)]
     # Every row was computed by one data rank and is zero on the others: the sum is the union.
@@ -83,7 +83,8 @@ def gradient(
     Returns: the gradient tree, the metrics' means, and the loss.
     """
     said = old if batch.old_logp is None else batch.old_logp
-    fractions, _ = loss(old, batch._replace(entropy=torch.zeros_like(old), old_logp=said))
+    probe = batch._replace(entropy=torch.zeros_like(old), old_logp=said, student_top_logp=batch.teacher_top_logp)
+    fractions, _ = loss(old, probe)
     dens = [f.den for f in fractions]
     grads: trees.Tree = None
     total: Any = None
@@ -130,7 +131,7 @@ def policy_objective(
         weights = gathered(params, layouts, mesh, dtype)
         scores = token_scores(
             config, weights, rows.tokens, rows.positions, rows.segments, mesh, temperature, want,
-            rows.mask, layer,
+            rows.mask, layer, rows.teacher_top,
         )  # fmt: skip
         assert scores.logp is not None
         seen = {}
@@ -139,7 +140,9 @@ def policy_objective(
         if rows.old_logp is None and rows.rollout_logp is not None:
             rows = rows._replace(old_logp=scores.logp.detach())
             seen |= engine_gap(rows)
-        fractions, metrics = loss(scores.logp, rows._replace(entropy=scores.entropy))
+        fractions, metrics = loss(
+            scores.logp, rows._replace(entropy=scores.entropy, student_top_logp=scores.among_logp)
+        )
         return _divide((fractions, metrics | seen), dens)
 
     return objective

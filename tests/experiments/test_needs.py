@@ -1,6 +1,7 @@
 """What algorithms read is provided, computed only where it is read, and reported by name where a run lacks it."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import pkgutil
@@ -16,13 +17,13 @@ from funrl.algos.distillation import distillation
 from funrl.algos.filters import not_truncated
 from funrl.algos.gdpo import gdpo
 from funrl.algos.grpo import grpo
+from funrl.algos.kl import kl_to
 from funrl.algos.ppo import ppo
 from funrl.algos.prime import prime
 from funrl.algos.reductions import token_mean
 from funrl.algos.shaping import adaptive_kl, fixed_kl
 from funrl.algos.terms import clipped_surrogate
 from funrl.algos.terms_covariance import adapt_entropy
-from funrl.algos.terms_teacher import forward_kl_top
 from funrl.data import arithmetic
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
@@ -87,7 +88,7 @@ def scored(job, models, state):
 
 
 def settings_for(algorithm, teacher):
-    return Settings(**SMALL, teacher=teacher if "teacher_logp" in needs_of(algorithm) else None)
+    return Settings(**SMALL, teacher=teacher if jobs.BY_TEACHER & needs_of(algorithm) else None)
 
 
 def test_all_named_algorithms_are_here():
@@ -212,10 +213,34 @@ def test_a_filter_drops_single_rows_too():
     assert len(batch.tokens) == 4 and len(set(batch.group.tolist())) == 4
 
 
+def test_a_teacher_says_what_is_likely_and_a_student_comes_nearer_to_it(teacher, tmp_path):
+    make = functools.partial(distillation, kind="forward")
+    with pytest.raises(SettingsError, match=r"student_top_logp.*teacher_top_logp.*--teacher=DIR"):
+        check_needs(make(), Settings(**SMALL))
+    whole = Settings(**SMALL).teacher_top_k
+    for k in (3, whole):
+        job, models, state = begin(make, teacher=teacher, teacher_top_k=k, lr=1e-2, minibatches=1)
+        batch, state, _ = scored(job, models, state)
+        assert batch.teacher_logp is None and batch.old_logp is None
+        assert batch.teacher_top.shape == batch.teacher_top_logp.shape == (*batch.tokens.shape, min(k, TINY.vocab))
+        assert (batch.teacher_top_logp.diff(dim=-1)[batch.mask] <= 0).all()
+        losses = []
+        for _ in range(12):
+            state, metrics = phases.learn(job, models, state, batch, 1, Clock())
+            losses.append(metrics["distillation/loss"])
+        assert losses[-1] < 0.5 * losses[0]
+    assert metrics["distillation/teacher_mass"] == pytest.approx(1, abs=1e-5)  # all tokens
+    job, models, state = begin(make, teacher=teacher)
+    hf.save(tmp_path, TINY, state.policy.params, arithmetic.tokenizer())
+    job, models, state = begin(make, teacher=str(tmp_path), minibatches=1)  # its own teacher has nothing to teach
+    batch, state, _ = scored(job, models, state)
+    _, metrics = phases.learn(job, models, state, batch, 1, Clock())
+    assert metrics["actor/pg_loss"] == pytest.approx(0, abs=1e-5)
+
+
 def test_what_no_run_provides_is_named():
-    term = add(clipped_surrogate(), forward_kl_top())
-    algorithm = Algorithm(grpo().advantage, reduce(term, token_mean()))
-    with pytest.raises(SettingsError, match="reads student_top_logp, teacher_top_logp, which this run does not"):
+    algorithm = dataclasses.replace(grpo(), policy_loss=reduce(add(clipped_surrogate(), kl_to("label", "k1", "kl")), token_mean()))
+    with pytest.raises(SettingsError, match="reads label, which this run does not provide"):
         check_needs(algorithm, Settings(**SMALL))
     with pytest.raises(SettingsError, match="returns"):  # a chain that sets none
         check_needs(dataclasses.replace(grpo(), value_loss=ppo().value_loss), Settings(**SMALL))

@@ -50,10 +50,10 @@ def rules(monkeypatch):
     def pbroadcast(*, x, group):
         return spmd.rules.convert(x, resolve(group), src=I, dst=R)
 
-    def head(outputs, *, hidden_TD, unembed_VD, targets_T):
+    def head(outputs, *, hidden_TD, unembed_VD, ids_TN):
         spmd.assert_type(hidden_TD, {"tensor": I})
         spmd.assert_type(unembed_VD, {"tensor": V})
-        spmd.rules.ignore(targets_T)
+        spmd.rules.ignore(ids_TN)
         for out in outputs:
             spmd.assert_type_like(out, hidden_TD)
 
@@ -108,7 +108,7 @@ def forward(text, config):
     with checked(text) as mesh:
         params, (tokens, *where) = inputs(mesh, config)
         scores = token_scores(config, params["policy"], tokens, *where, mesh=mesh, want=linear_logprob.WANTS)
-        for x in (*scores, value.apply(config, params["critic"], tokens, *where, mesh=mesh)):
+        for x in (*trees.leaves(scores), value.apply(config, params["critic"], tokens, *where, mesh=mesh)):
             typed(x, mesh, V)
 
 

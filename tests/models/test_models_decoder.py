@@ -35,8 +35,8 @@ def _packed():
 
 def test_packed_segments_equal_separate_rows(params):
     want = ("logp", "entropy", "sum_pi_squared")
-    separate = [token_scores(CONFIG, params, x, want=want) for x in _sequences()]
-    packed = token_scores(CONFIG, params, *_packed(), want=want)
+    separate = [trees.leaves(token_scores(CONFIG, params, x, want=want)) for x in _sequences()]
+    packed = trees.leaves(token_scores(CONFIG, params, *_packed(), want=want))
     for got, *alone in zip(packed, *separate, strict=True):
         expected = torch.cat((*alone, torch.zeros(1, 2, dtype=torch.float64)), 1)
         assert (got - expected).abs().max() < 1e-12

@@ -51,7 +51,7 @@ def _loss(config, mesh, packed):
     def loss(params, tokens_BT, weights):
         scores = token_scores(config, params["policy"], tokens_BT, *where, mesh, 0.7, WANT)
         values_BT = value.apply(config, params["critic"], tokens_BT, *where, mesh)
-        outputs = torch.stack([*scores, values_BT])  # type: ignore[list-item]
+        outputs = torch.stack([*trees.leaves(scores), values_BT])
         return (weights * outputs).sum(), outputs
 
     return loss
@@ -111,10 +111,10 @@ def test_cached_decode_equals_forward(case):
 def test_replicated_vocabulary():
     config = CASES["tp2"][1]
     params, tokens_BT = _params(config), _tokens(config)
-    expected = token_scores(config, params, tokens_BT, want=WANT)
+    expected = trees.leaves(token_scores(config, params, tokens_BT, want=WANT))
     table = dict(rules.TRAIN) | {"vocab": None}
     with simulate("tp2") as mesh:
         local = scatter(params, rules.layouts(decoder.shapes(config), decoder.axes(config), table, mesh.sizes))
         got = token_scores(config, local, tokens_BT, mesh=mesh, want=WANT)
-        ranks = [gather(tuple(got), rank) for rank in range(mesh.world)]
+        ranks = [gather(trees.leaves(got), rank) for rank in range(mesh.world)]
     assert all((a - b).abs().max() < 1e-9 for rank in ranks for a, b in zip(rank, expected, strict=True))
