@@ -50,7 +50,8 @@ def linear_logprob(
       want: some of "logp", "entropy", "sum_pi_squared".
       among_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
 
-    Returns: [T] each, [T, K] for `among_TK`, in float32 or wider. The gradient of hidden is complete on every tensor rank.
+    Returns: [T] each, [T, K] for `among_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
+      rank.
 
     Raises:
       ValueError: `want` has an unknown name, or the temperature is not above 0.

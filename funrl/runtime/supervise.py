@@ -79,9 +79,9 @@ class SupervisedSettings(Settings):
 
 
 HIDDEN = (
-    "generate_mesh", "prompts", "reward", "reward_weights", "teacher", "samples_per_prompt",
-    "max_new_tokens", "temperature", "top_k", "top_p", "max_refills", "critic_lr", "reward_lr", "critic_warmup_steps", "epochs",
-    "minibatches", "eval_temperature", "sample_every", "offload", "prompt_tokens",
+    "generate_mesh", "prompts", "reward", "reward_weights", "teacher", "teacher_top_k", "samples_per_prompt",
+    "max_new_tokens", "temperature", "top_k", "top_p", "max_refills", "critic_lr", "reward_lr", "critic_warmup_steps",
+    "epochs", "minibatches", "eval_temperature", "sample_every", "offload", "prompt_tokens",
 )  # fmt: skip
 
 

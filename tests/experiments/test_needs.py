@@ -239,7 +239,9 @@ def test_a_teacher_says_what_is_likely_and_a_student_comes_nearer_to_it(teacher,
 
 
 def test_what_no_run_provides_is_named():
-    algorithm = dataclasses.replace(grpo(), policy_loss=reduce(add(clipped_surrogate(), kl_to("label", "k1", "kl")), token_mean()))
+    algorithm = dataclasses.replace(
+        grpo(), policy_loss=reduce(add(clipped_surrogate(), kl_to("label", "k1", "kl")), token_mean())
+    )
     with pytest.raises(SettingsError, match="reads label, which this run does not provide"):
         check_needs(algorithm, Settings(**SMALL))
     with pytest.raises(SettingsError, match="returns"):  # a chain that sets none
