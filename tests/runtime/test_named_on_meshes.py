@@ -8,6 +8,7 @@ import pkgutil
 import typing
 
 import pytest
+import torch
 from small_runs import SIZES, assert_same, small_job, steps_program
 
 import funrl.algos
