@@ -14,8 +14,9 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.runtime import dry_run as reinforcement
 from funrl.runtime import dry_supervise as supervised
 from funrl.runtime.costs import KINDS, UPDATES, Costs
-from funrl.runtime.estimate import Estimate
+from funrl.runtime.estimate import Estimate, stage_of
 from funrl.runtime.hardware import HARDWARE, USABLE, Hardware, collective_seconds
+from funrl.runtime.offload import PARTS
 from funrl.runtime.settings import Settings, SettingsError
 from funrl.runtime.sharding import sharded_models
 from funrl.runtime.supervise import SupervisedSettings
@@ -140,10 +141,10 @@ def traffic(found: Estimate) -> str:
     for name, costs in found.phases.items():
         for (op, group), (count, nbytes) in costs.traffic.items():
             axes = found.axes[group][0] if group in found.axes else group
-            total = stages.setdefault((axes, op), {}).setdefault(_stage(name), [0.0, 0.0])
+            total = stages.setdefault((axes, op), {}).setdefault(stage_of(name), [0.0, 0.0])
             total[0] += count
             total[1] += nbytes
-    columns = list(dict.fromkeys(map(_stage, found.phases)))
+    columns = list(dict.fromkeys(map(stage_of, found.phases)))
     rows = []
     for (axes, op), of in sorted(stages.items()):
         cells = [f"{of[c][0]:,.0f} x {size(of[c][1] / of[c][0])}" if c in of else "-" for c in columns]
@@ -151,12 +152,6 @@ def traffic(found: Estimate) -> str:
     if not rows:
         return "nothing is sent"
     return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
-
-
-def _stage(phase: str) -> str:
-    if phase in ("generate", "reshard"):
-        return phase
-    return "update" if phase.startswith(UPDATES) else "score"
 
 
 def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]) -> str:
@@ -173,7 +168,7 @@ def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Call
     over = [n for n, c in found.phases.items() if c.total > room]
     lines = [f"does not fit: a rank needs {ratio}, in {name}; too large: {', '.join(over)}"]
     together: dict[str, Any] = {}
-    for changes in remedies(found, settings, name)[:ATTEMPTS]:
+    for changes in remedies(found, settings, hardware, name)[:ATTEMPTS]:
         together |= changes
         try:
             name, most = _worst(costs(dataclasses.replace(settings, **together)))
@@ -187,7 +182,7 @@ def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Call
     return "\n".join(lines)
 
 
-def remedies(found: Estimate, settings: Settings, worst: str) -> list[dict[str, Any]]:
+def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
     """Changes of flags that may help the worst phase, most promising first."""
     peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.config
     states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
@@ -203,10 +198,12 @@ def remedies(found: Estimate, settings: Settings, worst: str) -> list[dict[str, 
         changes.append({"token_budget": max(found.tokens, settings.token_budget // 4)})
     if peak.get("cache", 0) > 0.2 * total and settings.samples_per_prompt > 2:
         changes.append({"samples_per_prompt": settings.samples_per_prompt // 2})
+    generates = "generate" in found.phases
+    if generates and hardware.accelerator and settings.offload is None and states > 0.2 * total:
+        changes.append({"offload": ",".join(PARTS)})
     wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
     if sizes["data"] % 2 == 0 and config.heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
-        generates = ["generate_mesh"] if "generate" in found.phases else []
-        changes.append(dict.fromkeys(["mesh", *generates], meshes.text(wider)))
+        changes.append(dict.fromkeys(["mesh", "generate_mesh"] if generates else ["mesh"], meshes.text(wider)))
     return changes
 
 

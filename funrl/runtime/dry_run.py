@@ -31,7 +31,7 @@ from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rules import GENERATE, ROWS, layouts
 from funrl.models import decoder
 from funrl.models.config import Config, ModelError, config_from_hf
-from funrl.runtime import ensemble, phases
+from funrl.runtime import ensemble, offload, phases
 from funrl.runtime import job as jobs
 from funrl.runtime.costs import UPDATES, Costs, Tracer, Traffic, after, plus, times
 from funrl.runtime.estimate import (
@@ -44,6 +44,7 @@ from funrl.runtime.estimate import (
     micro_batch,
     of_all_layers,
     pretended,
+    stage_of,
     tracer_of,
 )
 from funrl.runtime.hardware import Hardware
@@ -130,6 +131,8 @@ def estimate(job: Job, prompt_tokens: int, hardware: Hardware) -> Estimate:
         rests, engine = found.pop("rests").peak, _engine_bytes(models, job.master)
         found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
         found["reshard"] = _resharding(models, rests, engine)
+        if job.settings.offload and hardware.accelerator:
+            found = _without_what_is_away(job, models, found, rests)
     rows, tokens = job.settings.batch_prompts * job.sampling.samples, prompt_tokens + job.sampling.max_new_tokens
     return Estimate(
         job=job,
@@ -139,18 +142,19 @@ def estimate(job: Job, prompt_tokens: int, hardware: Hardware) -> Estimate:
         phases=found,
         axes=axes,
         parameters=trees.count(decoder.shapes(job.config)),
-        left_out=_left_out(job),
+        left_out=_left_out(job, hardware),
     )
 
 
-def _left_out(job: Job) -> tuple[str, ...]:
+def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """What a step has beside what is counted."""
     settings = job.settings
     out = ["rewards", "tokenizer", "files", f"the evaluation every {settings.eval_every} steps"]
     if job.algorithm.keep is not None and settings.max_refills > 1:
         out.append(f"up to {settings.max_refills - 1} more batches of completions in place of rows that are filtered")
     if settings.offload:
-        out.append(f"--offload={settings.offload} (the bytes are those without it)")
+        copies = "the time of its copies" if hardware.accelerator else "it does nothing on a CPU"
+        out.append(f"--offload={settings.offload}: {copies}")
     return tuple(out)
 
 
@@ -236,6 +240,37 @@ def _engine_bytes(models: ensemble.Models, master: torch.dtype) -> float:
             if has.old != has.new or dtype != master
         )
     )
+
+
+def _without_what_is_away(
+    job: Job, models: ensemble.Models, found: dict[str, Costs], rests: dict[str, float]
+) -> dict[str, Costs]:
+    """The phases without the bytes that are off the device while they run.
+
+    Args:
+      rests: bytes of models and optimizers, by kind.
+    """
+    made, frozen = models.to_generate, [models.teacher_layouts]
+    if "reference" in models_of(job.algorithm, job.settings):
+        frozen.append(models.reference_layouts)
+    reference = sum(math.prod(lay.local_shape(0)) for lay in trees.leaves(frozen)) * job.dtype.itemsize
+    shared = sum(
+        volume(has.new) * dtype.itemsize
+        for has, dtype in zip(held(made, 0), made.dtypes, strict=True)
+        if has.old == has.new and dtype == job.master
+    )
+    parts = {
+        "optimizer": {"optimizer": rests["optimizer"]},
+        "reference": {"weights": float(reference)},
+        "params": {"weights": rests["weights"] - reference - shared},
+    }
+    away = offload.parse(job.settings.offload)
+    for name, costs in found.items():
+        needs = offload.NEEDS["update" if name == "reshard" else stage_of(name)]
+        for part in away.difference(needs):
+            costs = plus(costs, {kind: -nbytes for kind, nbytes in parts[part].items()})
+        found[name] = costs
+    return found
 
 
 def _resharding(models: ensemble.Models, kept: dict[str, float], engine: float) -> Costs:

@@ -15,7 +15,7 @@ from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import decoder
-from funrl.runtime.costs import Costs, Tracer, along, plus
+from funrl.runtime.costs import UPDATES, Costs, Tracer, along, plus
 from funrl.runtime.hardware import Hardware
 from funrl.runtime.job import Job
 from funrl.runtime.spmd import Clock
@@ -59,6 +59,13 @@ class Trace(NamedTuple):
     phases: dict[str, Costs]
     resting: dict[str, float]
     row_bytes: float
+
+
+def stage_of(phase: str) -> str:
+    """generate, score, update or reshard."""
+    if phase in ("generate", "reshard"):
+        return phase
+    return "update" if phase.startswith(UPDATES) else "score"
 
 
 @contextlib.contextmanager

@@ -53,11 +53,11 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
         try:
             first = last = phases.evaluate(job, models, 0, clock, observer)
             for step in range(1, settings.steps + 1):
-                state = place(state, ())
+                state = place(state, offload.NEEDS["generate"])
                 batch, state, metrics = phases.collect(job, models, state, step, clock, observer)
-                state = place(state, ("params", "reference"))
+                state = place(state, offload.NEEDS["score"])
                 batch, state, scored = phases.score_batch(job, models, state, batch, clock)
-                state = place(state, ("params", "optimizer"))
+                state = place(state, offload.NEEDS["update"])
                 state, learned = phases.learn(job, models, state, batch, step, clock)
                 phases.sync(job, models, state, clock)
                 metrics |= scored | learned

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from funrl.runtime.ensemble import State
 
 PARTS = ("optimizer", "reference", "params")
+NEEDS = {"generate": (), "score": ("params", "reference"), "update": ("params", "optimizer")}  # stages of a step
 
 
 def parse(text: str | None) -> frozenset[str]:
@@ -39,14 +40,13 @@ def place(state: State, here: Collection[str], away: frozenset[str], plan: Plan,
     """The state with some parts on the device; it is given up. On a CPU it stays as it is.
 
     Args:
-      here: which of `PARTS` the next phase needs.
+      here: which of `PARTS` the next stage needs.
       away: which of them are kept off the device otherwise.
       plan: from the policy's layouts to the engine's. Weights whose memory the engine shares stay.
       device: of the mesh.
     """
     if device.type != "cuda" or not away:
         return state
-    shared = [plan.route(leaf).way == "alias" for leaf in range(len(plan.names))]
 
     def moved(part: str, tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
@@ -59,12 +59,19 @@ def place(state: State, here: Collection[str], away: frozenset[str], plan: Plan,
         return Learner(moved("params", one.params, stays), moved("optimizer", one.opt_state))
 
     return state._replace(
-        policy=learner(state.policy, shared),
+        policy=learner(state.policy, shared(state.policy.params, plan)),
         critic=learner(state.critic),
         reward_model=learner(state.reward_model),
         reference=moved("reference", state.reference),
         teacher=moved("reference", state.teacher),
     )
+
+
+def shared(params: trees.Tree, plan: Plan) -> list[bool]:
+    """Which of the policy's weights are the engine's too, by the plan to it: those that keep their box and dtype."""
+    return [
+        plan.route(leaf).way == "alias" and plan.dtypes[leaf] == x.dtype for leaf, x in enumerate(trees.leaves(params))
+    ]
 
 
 def leave(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:

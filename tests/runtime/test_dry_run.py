@@ -10,7 +10,7 @@ from funrl import trees
 from funrl.experiments import grpo, ppo, remax
 from funrl.experiments.run import main
 from funrl.mesh.mesh import single
-from funrl.models import decoder
+from funrl.models import decoder, value
 from funrl.models.config import ModelError
 from funrl.runtime import dry_run, ensemble
 from funrl.runtime.costs import Costs, Tracer, Traffic, after, along, plus, times
@@ -107,6 +107,25 @@ def test_the_reference_has_its_own_table_and_dtype(tmp_path):
     assert difference == pytest.approx(2 * split * 3 / 4)  # bytes that three other ranks held
 
 
+def test_what_is_offloaded_is_away_where_it_is_not_needed():
+    job = small(minibatches=1)
+    here, away = (
+        dry_run.estimate(job._replace(settings=dataclasses.replace(job.settings, offload=parts)), 8, H100).phases
+        for parts in (None, "optimizer,reference,params")
+    )
+    policy = 4 * trees.count(decoder.shapes(job.config))
+    critic = 4 * trees.count(value.shapes(job.config))
+    without = {name: {k: here[name].peak[k] - away[name].peak[k] for k in ("weights", "optimizer")} for name in here}
+    moments = pytest.approx(2 * (policy + critic), rel=1e-3)
+    assert without["generate"] == {"weights": policy + critic, "optimizer": moments}  # the engine has the policy's own
+    for name in ("old_logp", "ref", "value", "advantage"):
+        assert without[name] == {"weights": 0, "optimizer": moments}
+    for name in ("update_critic", "update_actor", "reshard"):
+        assert without[name] == {"weights": policy, "optimizer": 0}
+    on_cpu = dry_run.estimate(job._replace(settings=dataclasses.replace(job.settings, offload="optimizer")), 8, CPU)
+    assert on_cpu.left_out[-1] == "--offload=optimizer: it does nothing on a CPU"
+
+
 def test_remax_generates_greedily_too():
     with_greedy, without = (
         dry_run.estimate(small(compose, layers=1), 8, CPU).phases["generate"]
@@ -121,7 +140,7 @@ def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
     assert main("funrl.experiments.dapo", ["dapo", *flags]) == 0
     said = capsys.readouterr().out
-    for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "--offload=optimizer"):
+    for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "the time of its copies"):
         assert words in said.split("not counted: ")[1]
 
 

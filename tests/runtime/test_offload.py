@@ -16,6 +16,14 @@ def test_on_a_cpu_the_state_stays_as_it_is():
     assert offload.place(state, (), away, models.to_generate, torch.device("cpu")) is state
 
 
+def test_weights_that_the_engine_has_in_another_dtype_may_leave():
+    for dtype, stays in (("float32", True), ("bfloat16", False)):
+        models, state = begin(small_job(dtype=dtype), single())
+        assert set(offload.shared(state.policy.params, models.to_generate)) == {stays}
+        one = trees.leaves(state.policy.params)[0], models.engine._model.params["embed"]
+        assert (one[0].data_ptr() == one[1].data_ptr()) == stays
+
+
 def test_an_unknown_part_is_refused():
     assert offload.parse(None) == frozenset()
     assert offload.parse("params,optimizer") == {"params", "optimizer"}
