@@ -6,6 +6,7 @@ bucket is packed, so two buckets are staged at a time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -279,8 +280,13 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
             packed[message.parts] = pack(work, step, message)
     arriving = [room(work, step, message) for message in step.receives]
     if mesh.device.type == "cpu":
-        received = [dist.irecv(x, m.peer, tag=m.tag) for m, x in zip(step.receives, arriving, strict=True)]
-        sent = [dist.isend(packed[m.parts], m.peer, tag=m.tag) for m in step.sends]
+        received, sent = [], []
+        for message, x in zip(step.receives, arriving, strict=True):
+            with _blaming(mesh.rank, message.peer):
+                received.append(dist.irecv(x, message.peer, tag=message.tag))
+        for message in step.sends:
+            with _blaming(mesh.rank, message.peer):
+                sent.append(dist.isend(packed[message.parts], message.peer, tag=message.tag))
     else:
         operations = [dist.P2POp(dist.irecv, x, m.peer) for m, x in zip(step.receives, arriving, strict=True)]
         operations += [dist.P2POp(dist.isend, packed[m.parts], m.peer) for m in step.sends]
@@ -306,15 +312,18 @@ def _land(work: Work, flight: Flight, mesh: Mesh) -> None:
         unpack_gather(work, flight.step, flight.arriving[0])
         return
     for message, handle, arrived in zip(flight.step.receives, flight.received, flight.arriving, strict=True):
-        _wait(handle, mesh.rank, message.peer)
+        with _blaming(mesh.rank, message.peer):
+            handle.wait()
         unpack(work, message, arrived)
     for message, handle in zip(flight.step.sends, flight.sent, strict=True):
-        _wait(handle, mesh.rank, message.peer)
+        with _blaming(mesh.rank, message.peer):
+            handle.wait()
 
 
-def _wait(handle: Any, rank: int, peer: int) -> None:
+@contextlib.contextmanager
+def _blaming(rank: int, peer: int) -> Iterator[None]:
     try:
-        handle.wait()
+        yield
     except RuntimeError as error:
         raise MeshError(f"rank {rank} was exchanging weights with rank {peer}, which has failed: {error}") from error
 
