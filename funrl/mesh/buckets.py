@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> t
     """
     buckets = _buckets(plan, bucket_bytes)
     last = {item.leaf: i for i, bucket in enumerate(buckets) for item in bucket}
-    mine = [_mine(route, rank) for route in plan.routes]
+    mine: dict[tuple[int, int, int], tuple[list[Pieces], list[Pieces]]] = {}
     tags: tuple[dict[int, int], dict[int, int]] = {}, {}
     steps = []
     for i, bucket in enumerate(buckets):
@@ -79,39 +80,67 @@ def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> t
             ranks = next(group for group in route.groups if rank in group)
             steps.append(Step(dtype, finished, gather=parts, ranks=ranks))
             continue
-        by_peers: tuple[dict[int, list[Part]], dict[int, list[Part]]] = {}, {}
+        small, large = ((defaultdict[int, list[Part]](list), defaultdict[int, list[Part]](list)) for _ in range(2))
         for leaf, at, count in bucket:
-            for by_peer, transfers in zip(by_peers, mine[plan.takes[leaf]], strict=True):
-                for peer, box in transfers:
-                    cut = _cut(box, count)
-                    if at < len(cut):
-                        by_peer.setdefault(peer, []).append(Part(leaf, cut[at]))
-        sends, receives = (_messages(*both, rank, dtype.itemsize) for both in zip(by_peers, tags, strict=True))
+            key = plan.takes[leaf], count, dtype.itemsize
+            if key not in mine:
+                mine[key] = _mine(plan.routes[key[0]], rank, count, dtype.itemsize)
+            for direction, transfers in enumerate(mine[key]):
+                for peer, boxes, alone in transfers:
+                    if at < len(boxes):
+                        (large if alone[at] else small)[direction][peer].append(Part(leaf, boxes[at]))
+        sends, receives = (_messages(*three, rank) for three in zip(small, large, tags, strict=True))
         steps.append(Step(dtype, finished, sends, receives))
     return tuple(steps)
 
 
-def _messages(by_peer: dict[int, list[Part]], tags: dict[int, int], rank: int, itemsize: int) -> tuple[Message, ...]:
+def _messages(
+    small: dict[int, list[Part]], large: dict[int, list[Part]], tags: dict[int, int], rank: int
+) -> tuple[Message, ...]:
     """The parts to or from each peer as messages: small ones together, each large one alone."""
     messages = []
-    for peer in sorted(by_peer, key=lambda other: (abs(other - rank), other)):
-        large = [part for part in by_peer[peer] if volume(part.box) * itemsize >= DIRECT_BYTES]
-        small = tuple(part for part in by_peer[peer] if volume(part.box) * itemsize < DIRECT_BYTES)
-        for parts in [small] * bool(small) + [(part,) for part in large]:
-            messages.append(Message(peer, tags.get(peer, 0), parts))
-            tags[peer] = tags.get(peer, 0) + 1
+    for peer in sorted(small.keys() | large.keys(), key=lambda other: (abs(other - rank), other)):
+        tag = tags.get(peer, 0)
+        if peer in small:
+            messages.append(Message(peer, tag, tuple(small[peer])))
+            tag += 1
+        for part in large.get(peer, ()):
+            messages.append(Message(peer, tag, (part,)))
+            tag += 1
+        tags[peer] = tag
     return tuple(messages)
 
 
-def _mine(route: Route, rank: int) -> tuple[list[tuple[int, Box]], list[tuple[int, Box]]]:
-    """What `rank` sends and what it receives on a route, each with the peer."""
+class Pieces(NamedTuple):
+    """A box on its way from or to a peer, in parts.
+
+    Attributes:
+      boxes: the parts.
+      alone: which of them are messages by themselves.
+    """
+
+    peer: int
+    boxes: tuple[Box, ...]
+    alone: tuple[bool, ...]
+
+
+def _mine(route: Route, rank: int, count: int, itemsize: int) -> tuple[list[Pieces], list[Pieces]]:
+    """What `rank` sends and what it receives on a route, in `count` parts."""
+    outgoing: list[tuple[int, Box]] = []
+    incoming: list[tuple[int, Box]] = []
     if route.way == "pieces":
         outgoing = [(target, t.box) for t in route.transfers if t.source == rank for target in t.targets]
-        return outgoing, [(t.source, t.box) for t in route.transfers if rank in t.targets]
-    if route.way == "gather":
+        incoming = [(t.source, t.box) for t in route.transfers if rank in t.targets]
+    elif route.way == "gather":
         peers = [peer for group in route.groups if rank in group for peer in group if peer != rank]
-        return [(peer, route.src.box(rank)) for peer in peers], [(peer, route.src.box(peer)) for peer in peers]
-    return [], []
+        outgoing = [(peer, route.src.box(rank)) for peer in peers]
+        incoming = [(peer, route.src.box(peer)) for peer in peers]
+
+    def cut(peer: int, box: Box) -> Pieces:
+        boxes = _cut(box, count)
+        return Pieces(peer, boxes, tuple(volume(part) * itemsize >= DIRECT_BYTES for part in boxes))
+
+    return [cut(*one) for one in outgoing], [cut(*one) for one in incoming]
 
 
 class Item(NamedTuple):
