@@ -2,7 +2,9 @@
 
 Rows of one prompt share a number in `batch.group`. Two rules hold in every piece that compares rows of a group:
 a group of one row has nothing to be compared with, and gets exactly 0; so does every row of a group whose rewards are
-equal, whatever the rounding. What lies outside the mask of the result is exactly 0, and may be NaN in the batch.
+equal, whatever the rounding. `whiten` compares tokens, not rows: where completions differ in length, the mean over
+tokens of what was centred by rows is not 0, and zeros before it are that mean, negated and scaled, after it. What lies
+outside the mask of the result is exactly 0, and may be NaN in the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, Signal, stateless, where_masked
+from funrl.algos.core import Advantage, Signal, check_rank, stateless, where_masked
 from funrl.algos.groups import group_mean, group_std, groups_of
 from funrl.batch import Batch
 from funrl.compiled_kernels.scan import reverse_linear_scan
@@ -26,7 +28,7 @@ def group_center() -> Advantage:
 
     Warning: a group of one row gets 0. verl's grpo, opo and gpg keep its raw reward (mean 0, deviation 1), TRL gives 0.
     """
-    return stateless(lambda x_B, batch: x_B - group_mean(x_B, groups_of(batch.group)), "score", "group")
+    return stateless(lambda x_B, batch: x_B - group_mean(x_B, groups_of(batch.group)), "score", "group", per="row")
 
 
 def group_scale(eps: float = 1e-6) -> Advantage:
@@ -47,13 +49,15 @@ def group_scale(eps: float = 1e-6) -> Advantage:
         std_B = group_std(x_B, groups_of(batch.group))
         return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
 
-    return stateless(divide, "score", "group")
+    return stateless(divide, "score", "group", per="row")
 
 
 def batch_scale(eps: float = 1e-6) -> Advantage:
     """Divides by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
 
-    After `group_center` this is TRL's scale_rewards="batch": prompts whose rewards differ much weigh more.
+    Prompts whose rewards differ much then weigh more than others. Before `group_center` the deviation is that of the
+    raw rewards, differences between prompts included, which is TRL's scale_rewards="batch" (eps 1e-4 there); after it,
+    the deviation of what is left, as in the last step of GDPO.
 
     Args:
       eps: in the unit of x.
@@ -64,7 +68,7 @@ def batch_scale(eps: float = 1e-6) -> Advantage:
         std_B = group_std(x_B, groups_of(x_B.new_zeros(x_B.shape, dtype=torch.int64)))
         return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
 
-    return stateless(divide, "score")
+    return stateless(divide, "score", per="row")
 
 
 Lambda = Callable[[Tensor], Tensor]
@@ -80,11 +84,11 @@ def gae(gamma: float = 1.0, lam: float | Lambda = 1.0, critic_lam: float | None 
     Args:
       gamma: discount per sampled token.
       lam: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step. A function gives each row
-        its own, from lengths [B, 1] in tokens: see `length_adaptive`.
+        its own, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
       critic_lam: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
     Needs: score, value [B, T] in units of reward. Sets: signal.returns.
     Raises:
-      ValueError: gamma or a lambda is outside 0 to 1.
+      ValueError: gamma or a lambda is outside 0 to 1; in a run, the signal is of outcomes [B].
     References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """
     for name, factor in {"gamma": gamma, "lam": lam, "critic_lam": critic_lam}.items():
@@ -92,11 +96,12 @@ def gae(gamma: float = 1.0, lam: float | Lambda = 1.0, critic_lam: float | None 
             raise ValueError(f"gae({name}={factor}): give a factor from 0 to 1")
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "token")
         assert batch.value is not None
         mask_BT, x_BT = signal.mask, where_masked(signal.x, signal.mask)
         value_BT = where_masked(batch.value, mask_BT).to(x_BT.dtype)
         delta_BT = where_masked(x_BT + gamma * next_sampled(value_BT, mask_BT) - value_BT, mask_BT)
-        policy_lam = lam(mask_BT.sum(1, keepdim=True).to(x_BT.dtype)) if callable(lam) else lam
+        policy_lam = lam(batch.mask.sum(1, keepdim=True).to(x_BT.dtype)) if callable(lam) else lam
         advantage_BT = where_masked(accumulate(delta_BT, mask_BT, gamma * policy_lam), mask_BT)
         target_BT = advantage_BT
         if critic_lam is not None:
@@ -132,7 +137,7 @@ def reward_to_go(gamma: float = 1.0) -> Advantage:
     def collect(x_BT: Tensor, batch: Batch) -> Tensor:
         return where_masked(accumulate(where_masked(x_BT, batch.mask), batch.mask, gamma), batch.mask)
 
-    return stateless(collect, "score")
+    return stateless(collect, "score", per="token")
 
 
 def accumulate(x_BT: Tensor, mask_BT: Tensor, decay: float | Tensor) -> Tensor:
@@ -155,7 +160,8 @@ def next_sampled(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def whiten(eps: float = 1e-8) -> Advantage:
     """Mean 0 and variance 1 over all masked tokens of the batch: (x - mean) / sqrt(var + eps), on [B, T].
 
-    The variance has n - 1 below. Equal numbers, or a single token, give exactly 0. Signal.returns is left alone.
+    The variance has n - 1 below. Equal numbers, or a single token, give exactly 0; a zero among others does not stay 0
+    unless the mean over tokens is 0. Signal.returns is left alone.
 
     Args:
       eps: in the squared unit of x.
@@ -173,4 +179,4 @@ def whiten(eps: float = 1e-8) -> Advantage:
         variance = centred_BT.square().sum() / (count - 1).clamp_min(1)
         return centred_BT * (variance + eps).rsqrt()
 
-    return stateless(standardise)
+    return stateless(standardise, per="token")

@@ -79,16 +79,18 @@ class Advantage(NamedTuple):
     """One piece of an advantage chain, in the protocol of a gradient transformation.
 
     Attributes:
-      init: () -> state, a tree of tensors; it is part of the checkpoint.
+      init: () -> state, a tree of tensors that is carried from step to step.
       update: (signal, state, batch) -> (signal, state), pure.
-      needs: the fields of `Batch` that it reads.
+      needs: the fields of `Batch` that it reads, or of the signal where an earlier piece must make them.
       makes: the fields beside the advantage that the losses may read after it, such as "returns" and "weight".
+      heeds: the fields of the signal that it goes by if an earlier piece has made them.
     """
 
     init: Callable[[], Any]
     update: Callable[[Signal, Any, Batch], tuple[Signal, Any]]
     needs: frozenset[str] = frozenset()
     makes: frozenset[str] = frozenset()
+    heeds: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -136,22 +138,53 @@ def needs_of(*pieces: Any) -> frozenset[str]:
     return fields
 
 
-def stateless(fn: Callable[[Tensor, Batch], Tensor], *fields: str) -> Advantage:
+def stateless(fn: Callable[[Tensor, Batch], Tensor], *fields: str, per: str | None = None) -> Advantage:
     """An advantage piece without state that changes only `signal.x`; `batch.mask` is the mask of the signal.
 
     Args:
       fn: (x, batch) -> x.
       fields: of `Batch`, that it reads.
+      per: "row" for a piece on outcomes [B], "token" for one on token rewards [B, T]; None: either.
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        if per is not None:
+            check_rank(signal, per)
         return signal._replace(x=fn(signal.x, batch._replace(mask=signal.mask))), state
 
     return Advantage(lambda: (), update, needs_of(needs(*fields)(lambda: None)))
 
 
+def check_rank(signal: Signal, per: str) -> None:
+    """Whether the signal is what a piece works on, "row" outcomes [B] or "token" rewards [B, T].
+
+    Raises:
+      ValueError: it is not; told by its rank, since B and T may be equal.
+    """
+    shape = list(signal.x.shape)
+    if per == "token" and signal.x.dim() != 2:
+        raise ValueError(
+            f"a piece on token rewards [B, T] was given outcomes {shape}: put to_tokens() or to_last_token() before it"
+        )
+    if per == "row" and signal.x.dim() != 1:
+        raise ValueError(f"a piece on outcomes [B] was given token rewards {shape}: put it before to_tokens()")
+
+
 def chain(*pieces: Advantage) -> Advantage:
-    """The pieces one after the other; the state is the tuple of their states."""
+    """The pieces one after the other; the state is the tuple of their states.
+
+    Raises:
+      ValueError: a piece goes by a field that only a later one makes.
+    """
+    made, needed, heeded = frozenset[str](), frozenset[str](), frozenset[str]()
+    for place, piece in enumerate(pieces, 1):
+        missing = (piece.needs | piece.heeds) - piece.makes - made
+        for later, other in enumerate(pieces[place:], place + 1):
+            for field in sorted(other.makes & missing):
+                raise ValueError(
+                    f"piece {place} of the chain goes by signal.{field}, which piece {later} makes: put that one first"
+                )
+        needed, heeded, made = needed | (piece.needs - made), heeded | (piece.heeds - made), made | piece.makes
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         after = []
@@ -160,8 +193,7 @@ def chain(*pieces: Advantage) -> Advantage:
             after.append(now)
         return signal, tuple(after)
 
-    makes = frozenset[str]().union(*(p.makes for p in pieces))
-    return Advantage(lambda: tuple(p.init() for p in pieces), update, needs_of(*pieces), makes)
+    return Advantage(lambda: tuple(p.init() for p in pieces), update, needed, made, heeded)
 
 
 def add(*terms: Term) -> Term:
@@ -258,9 +290,16 @@ def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def clean(batch: Batch) -> Batch:
-    """The batch with every per-token field exactly 0 outside the mask."""
-    kept = {name: getattr(batch, name) for name in TOKEN_FIELDS}
-    return batch._replace(**{name: where_masked(x, batch.mask) for name, x in kept.items() if x is not None})
+    """The batch with every per-token field exactly 0 outside the mask.
+
+    Raises:
+      ValueError: a field is not per token, such as advantages of a chain that never came to tokens.
+    """
+    kept = {name: x for name in TOKEN_FIELDS if (x := getattr(batch, name)) is not None}
+    for name, x in kept.items():
+        if x.dim() != 2:
+            raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]; to_tokens() in the chain makes it so")
+    return batch._replace(**{name: where_masked(x, batch.mask) for name, x in kept.items()})
 
 
 def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:

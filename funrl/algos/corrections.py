@@ -81,7 +81,7 @@ def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0)
 def normalise_weights() -> Advantage:
     """Divides the weights by their mean over the masked tokens of the batch, so that they do not shrink the step.
 
-    After `importance_weights`, which makes them.
+    After `importance_weights`, which makes them; a chain in another order is refused. Needs: weight, of the signal.
 
     Warning: verl's mean is over tokens for token weights and over sequences for sequence weights; here over tokens.
     """
@@ -92,7 +92,7 @@ def normalise_weights() -> Advantage:
         mean = token_fraction(signal.weight, signal.mask).value
         return signal._replace(weight=where_masked(signal.weight, signal.mask) / torch.where(mean > 0, mean, 1)), state
 
-    return Advantage(lambda: (), update)
+    return Advantage(lambda: (), update, frozenset({"weight"}))
 
 
 def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0) -> Advantage:

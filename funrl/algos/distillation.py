@@ -16,19 +16,25 @@ from funrl.algos.terms_teacher import forward_kl_top, kl_to_teacher, teacher_adv
 
 
 def distillation(
-    direct: bool = False, kind: str = "k1", low: float = 0.2, high: float = 0.2, entropy: float = 0.0
+    direct: bool = False, kind: str | None = None, low: float = 0.2, high: float = 0.2, entropy: float = 0.0
 ) -> Algorithm:
     """KL(student || teacher) on the student's own samples, by policy gradient or directly.
 
     Args:
-      direct: minimise the estimate itself; the kind should then be "k2" or end with "+" (gradient of k2), since the
-        gradient of k1 has a mean of 0.
-      kind: the estimator of the KL, as in `funrl.algos.kl`; or "forward", KL(teacher || student) over the teacher's
-        likeliest tokens in the place of each sampled one, which is always minimised directly.
+      direct: minimise the estimate itself.
+      kind: the estimator of the KL, as in `funrl.algos.kl`; None: "k1" by policy gradient, "k1+" directly. Or
+        "forward", KL(teacher || student) over the teacher's likeliest tokens in the place of each sampled one, which is
+        always minimised directly.
       low, high: how far the ratio may fall below and rise above 1, without `direct`.
       entropy: factor of the entropy bonus.
-    Needs: old_logp, teacher_logp; teacher_top_logp and student_top_logp for "forward". Scores are not looked at.
+    Needs: old_logp, teacher_logp; teacher_top_logp and student_top_logp for "forward". Scores are not looked at,
+      nor what pieces before have made of them, such as the penalties of `corrected`.
+    Raises:
+      ValueError: "k1" directly, whose gradient has a mean of 0.
     """
+    if direct and kind == "k1":
+        raise ValueError("distillation(direct=True, kind='k1'): its gradient has a mean of 0; 'k1+' has that of k2")
+    kind = kind or ("k1+" if direct else "k1")
     if kind == "forward":
         return Algorithm(to_tokens(), reduce(policy(forward_kl_top(), 0.0, entropy), token_mean()))
     term = kl_to_teacher(kind) if direct else clipped_surrogate(low, high)

@@ -1,7 +1,10 @@
 """DPPO: GRPO whose trust region is a distance of probabilities, not of ratios.
 
-References: Qi et al., 2026, https://arxiv.org/abs/2602.04879.
-verl: loss modes dppo_tv and dppo_kl; the cap is the dual clip's constant, 3.0 unless told otherwise. TRL has none.
+References: Qi et al., 2026, https://arxiv.org/abs/2602.04879. Bounds and `sampled_by` are those of its script in verl,
+  which takes advantage and reduction of Dr. GRPO: no division by the group's deviation, sums over a constant. Here
+  they are GRPO's advantage and the token mean, so that DPPO and the others of that family differ in the term alone.
+verl: loss modes dppo_tv and dppo_kl; the cap is the dual clip's constant, 3.0 unless told otherwise; the distance is
+  from old_logp unless bypass_mode is on. TRL 1.16 has none.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from funrl.algos.terms_token import divergence_mask
 
 def dppo(
     kind: str = "tv",
-    low: float = 0.2,
-    high: float = 0.2,
+    low: float | None = None,
+    high: float | None = None,
     cap: float = 20.0,
+    sampled_by: str = "rollout_logp",
     kl_loss: float = 0.0,
     entropy: float = 0.0,
 ) -> Algorithm:
@@ -26,13 +30,17 @@ def dppo(
 
     Args:
       kind: "tv", bounds in probability, or "kl", bounds in nats.
-      low, high: the bounds for tokens that become less and more likely.
+      low, high: the bounds for tokens that become less and more likely; None: 0.15 for "tv" and 0.05 for "kl".
       cap: the largest importance weight.
+      sampled_by: the policy to stay near: "rollout_logp", the engine's, or "old_logp", the trainer's before the update.
       kl_loss: factor of the KL (k3) in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy: factor of the entropy bonus, in units of advantage per nat.
-    Needs: score, group, old_logp, and ref_logp where there is a KL.
+    Needs: score, group, what `sampled_by` says, and ref_logp where there is a KL.
+
+    Warning: with "rollout_logp" the weight min(r, cap) holds the gap between engine and trainer already: do not put
+    `importance_weights` before.
     """
     return Algorithm(
         advantage=chain(group_center(), group_scale(), to_tokens()),
-        policy_loss=reduce(policy(divergence_mask(kind, low, high, cap), kl_loss, entropy), token_mean()),
+        policy_loss=reduce(policy(divergence_mask(kind, low, high, cap, sampled_by), kl_loss, entropy), token_mean()),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funrl.algos.core import Filter, needs, needs_of
 from funrl.algos.groups import group_mean, group_std, groups_of
-from funrl.batch import Batch
+from funrl.batch import Batch, select
 
 
 def unequal_scores() -> Filter:
@@ -72,11 +72,24 @@ def complete_groups(size: int) -> Filter:
 
 
 def every(*filters: Filter) -> Filter:
-    """Keeps the rows that all filters keep; each of them sees the whole batch."""
+    """Keeps the rows that all filters keep.
+
+    Filters that read no groups judge single rows and come first: those that judge groups then see what these have left
+    of them, so that a group that lost its only different row is not taken for an unequal one.
+    """
+    of_groups = [one for one in filters if "group" in needs_of(one)]
+    of_rows = [one for one in filters if "group" not in needs_of(one)]
 
     @needs(*needs_of(*filters))
     def keep(batch: Batch) -> Tensor:
-        return torch.stack([one(batch) for one in filters]).all(0)
+        kept_B = torch.ones_like(batch.mask[:, 0])
+        for one in of_rows:
+            kept_B = kept_B & one(batch)
+        left = kept_B.nonzero().squeeze(1)
+        rest = select(batch, left)
+        for one in of_groups if len(left) else ():
+            kept_B = kept_B.index_put((left,), kept_B[left] & one(rest))
+        return kept_B
 
     return keep
 

@@ -2,6 +2,9 @@
 
 References: Chu et al., 2025, https://arxiv.org/abs/2504.02546.
 verl: rescales by the rows whose reward is not 0, in the place of the rows of groups with unequal rewards. TRL has none.
+
+Run it with --minibatches=1 and one epoch. There is no ratio in the loss: from the second update on a batch the samples
+are those of an older policy, and nothing corrects for that.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from funrl.algos.terms_token import policy_gradient
 
 
 def gpg(entropy: float = 0.0) -> Algorithm:
-    """Group policy gradient: no ratio, no clip, no KL.
+    """Group policy gradient: one update a batch (--minibatches=1), no ratio, no clip, no KL.
 
     Args:
       entropy: factor of the entropy bonus, in units of advantage per nat.

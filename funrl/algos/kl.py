@@ -79,21 +79,28 @@ def kl_to(field: str, kind: str, metric: str) -> Term:
 def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
     """An estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
 
-    With `bias_corrected` it is r k with r = pi / pi_old unclipped, which is unbiased when the tokens come from an older
-    policy; the gradient goes through both factors.
+    With `bias_corrected` it is r k with r = pi / pi_old unclipped, and the gradient goes through both factors. For
+    tokens of an older policy that is unbiased in value and gradient with k1 and with k3, and with these only: the mean
+    of k2 and of abs is no KL.
 
     Args:
-      kind: "k1", "k2", "k3" or "abs", or one of these with "+" for the gradient of k2.
-      bias_corrected: weigh by the importance ratio, as DeepSeek-V3.2 does.
+      kind: "k1", "k2", "k3" or "abs", or, without `bias_corrected`, one of these with "+" for the gradient of k2.
+      bias_corrected: weigh by the importance ratio, as DeepSeek-V3.2 does (with k3).
     Needs: ref_logp [B, T]; old_logp [B, T] if bias_corrected.
     Returns: a term; loss [B, T] in nats; metric "actor/kl_loss" (nats).
     Raises:
-      ValueError: the kind is unknown.
+      ValueError: the kind is unknown, or has a "+" while the ratio corrects the bias: the gradient through the ratio
+        is a part of the right one already, and that of k2 would come on top of it.
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556
     """
     plain, ratio = kl_to("ref_logp", kind, "actor/kl_loss"), token_ratio()
     if not bias_corrected:
         return plain
+    if kind.endswith("+"):
+        raise ValueError(
+            f"kl_to_reference({kind!r}, bias_corrected=True): the ratio and the '+' would both add the gradient that "
+            f"{kind[:-1]} lacks; give {kind[:-1]!r}"
+        )
 
     @needs("ref_logp", "old_logp")
     def term(logp_BT: Tensor, batch: Batch):

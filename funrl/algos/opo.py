@@ -2,6 +2,9 @@
 
 References: Hao et al., 2025, https://arxiv.org/abs/2505.23585.
 verl: its estimator under the clipped loss and a token mean; a singleton group keeps its raw reward. TRL has none.
+
+Run it with --minibatches=1 and one epoch. There is no ratio in the loss: from the second update on a batch the samples
+are those of an older policy, and nothing corrects for that.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from funrl.algos.terms_token import policy_gradient
 
 
 def opo(entropy: float = 0.0) -> Algorithm:
-    """On-policy RL with the optimal reward baseline: one update a batch, no clip, no KL.
+    """On-policy RL with the optimal reward baseline: one update a batch (--minibatches=1), no clip, no KL.
 
     Args:
       entropy: factor of the entropy bonus, in units of advantage per nat.

@@ -1,7 +1,12 @@
 """PRIME: outcomes and the dense rewards of an implicit process model that is trained along, on outcomes alone.
 
 References: Cui et al., 2025, https://arxiv.org/abs/2502.01456.
-verl: in a recipe, both rewards times 5, whitened; the same leave-one-out baselines. TRL has none.
+verl: in a recipe, both rewards times 5, whitened. Its baseline of the process rewards is not leave-one-out: a token
+  gets q n / (n - 1) less sum_j mean_t q[j, t] / (n - 1), its own row included. Bounds on a group's accuracy are
+  inclusive. TRL has none.
+
+Whitening is over tokens: where completions differ in length, a group of equal outcomes and process rewards, or a row
+that is alone, does not get 0 but minus the mean over the batch's tokens.
 """
 
 from __future__ import annotations

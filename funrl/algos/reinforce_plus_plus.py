@@ -2,6 +2,9 @@
 
 References: Hu et al., 2025, https://arxiv.org/abs/2501.03262.
 verl: the same two estimators. OpenRLHF: divides by n, not n - 1, in the variance. TRL has neither.
+
+Whitening is over tokens. With the group baseline, a group of equal rewards or a row that is alone therefore does not
+get 0 where completions differ in length, but minus the mean over the batch's tokens.
 """
 
 from __future__ import annotations

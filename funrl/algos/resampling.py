@@ -15,7 +15,7 @@ def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advan
     Row i is drawn in proportion to w_i + 1e-8: |s_i|^power ("pow"); 1 for the best and the worst score and 0 for the
     others ("max_min"); 0.4 for the best and 0.1 for the others ("max_random"). The signal is left alone but for
     `rows`, which the loop applies after the chain. The draw depends on the seed and the number of batches before only,
-    and is the same on every process; the state, that number, is part of the checkpoint.
+    and is the same on every process; the state, carried from step to step, is that number.
 
     Args:
       kind: "pow", "max_min" or "max_random".

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, Fraction, Signal, chain, sequence_sums, stateless, token_fraction, where_masked
+from funrl.algos.core import (
+    Advantage,
+    Fraction,
+    Signal,
+    chain,
+    check_rank,
+    sequence_sums,
+    stateless,
+    token_fraction,
+    where_masked,
+)
 from funrl.algos.kl import kl_estimate
 from funrl.batch import Batch
 
 
 def to_tokens() -> Advantage:
     """Gives every sampled token of a row the row's number: [B] -> [B, T]. Needs: score [B]."""
-    return stateless(lambda x_B, batch: where_masked(x_B[:, None].expand(batch.mask.shape), batch.mask), "score")
+
+    def spread(x_B: Tensor, batch: Batch) -> Tensor:
+        return where_masked(x_B[:, None].expand(batch.mask.shape), batch.mask)
+
+    return stateless(spread, "score", per="row")
 
 
 def to_last_token() -> Advantage:
@@ -28,7 +42,7 @@ def to_last_token() -> Advantage:
         at_end_BT = torch.where(last_of(batch.mask), x_B[:, None], torch.zeros_like(x_B[:, None]))
         return at_end_BT if batch.token_reward is None else at_end_BT + where_masked(batch.token_reward, batch.mask)
 
-    return stateless(place, "score")
+    return stateless(place, "score", per="row")
 
 
 def last_of(mask_BT: Tensor) -> Tensor:
@@ -118,7 +132,8 @@ def clip_reward(low: float, high: float) -> Advantage:
 def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
     """Takes off a penalty that grows over the last `buffer` tokens before the limit, on [B].
 
-    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens.
+    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, those
+    included that a correction has rejected.
 
     Args:
       limit: the longest completion allowed, tokens.
@@ -133,11 +148,12 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
-    def punish(x_B: Tensor, batch: Batch) -> Tensor:
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "row")
         beyond_B = (batch.mask.sum(1) - (limit - buffer)).clamp_min(0)
-        return x_B - factor * beyond_B.to(x_B.dtype) / buffer
+        return signal._replace(x=signal.x - factor * beyond_B.to(signal.x.dtype) / buffer), state
 
-    return stateless(punish, "score")
+    return Advantage(lambda: (), update, frozenset({"score"}))
 
 
 def stop_properly(coefficient: float) -> Advantage:
@@ -156,14 +172,14 @@ def stop_properly(coefficient: float) -> Advantage:
         instead_B = coefficient * x_B if coefficient >= 0 else torch.full_like(x_B, coefficient)
         return torch.where(batch.truncated, instead_B, x_B)
 
-    return stateless(punish, "score", "truncated")
+    return stateless(punish, "score", "truncated", per="row")
 
 
 def running_normalise(eps: float = 1e-8) -> Advantage:
     """Mean 0 and deviation 1 by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
 
-    The state is (rows, mean, sum of squared deviations) in float64, merged batch by batch without loss (Chan et al.,
-    1983); it is part of the checkpoint. The variance has n below.
+    The state is (rows, mean, sum of squared deviations) in float64, carried from step to step and merged batch by batch
+    without loss (Chan et al., 1983). The variance has n below.
 
     Args:
       eps: in the squared unit of the score.

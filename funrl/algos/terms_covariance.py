@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, Fraction, Signal, Term, needs, needs_of, token_fraction
+from funrl.algos.core import Advantage, Fraction, Signal, Term, check_rank, needs, needs_of, token_fraction
 from funrl.algos.terms import constant, either, kept
 from funrl.batch import Batch
 
@@ -68,6 +68,7 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
     """
 
     def update(signal: Signal, draw: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
+        check_rank(signal, "token")
         mask_BT = signal.mask
         cov_BT = covariance(signal.x, constant(batch.old_logp, mask_BT), mask_BT)
         eligible_BT = mask_BT & (cov_BT > low) & (cov_BT < high)
@@ -91,6 +92,7 @@ def select_highest_covariance(share: float = 0.0002) -> Advantage:
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "token")
         cov_BT = covariance(signal.x, constant(batch.old_logp, signal.mask), signal.mask)
         count = share_of(signal.mask, share)
         return _selecting(signal, top_tokens(cov_BT, signal.mask, count)), state
@@ -146,7 +148,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
         mask_BT, entropy_BT = signal.mask, constant(batch.old_entropy, signal.mask)
         ascending = torch.where(mask_BT, entropy_BT, torch.full_like(entropy_BT, torch.inf)).flatten().sort().values
         place = (1 - share) * (mask_BT.sum() - 1).clamp_min(0).to(torch.float64)
-        below, above = ascending[place.floor().long()], ascending[place.ceil().long()]
+        below, above = ascending.take(torch.stack((place.floor(), place.ceil())).long()).unbind()
         threshold = torch.where(below == above, below, below + (place - place.floor()).to(below) * (above - below))
         keep_BT = (mask_BT & (entropy_BT >= threshold)).to(signal.x.dtype)
         weight_BT = keep_BT if signal.weight is None else torch.where(keep_BT > 0, signal.weight, keep_BT)

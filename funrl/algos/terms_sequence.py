@@ -49,28 +49,36 @@ def geometric_mean(low: float = 0.4, high: float = 0.4) -> Term:
     return term
 
 
-def gamma_weighted(positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> Term:
-    """-A sg(phi(w)) log pi with phi(w) = w^k exp(lam (1 - w)) and w = prod_t pi / pi_old of the sequence.
+def gamma_weighted(
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+    sampled_by: str = "rollout_logp",
+) -> Term:
+    """-A sg(phi(w)) log pi with phi(w) = w^k exp(lam (1 - w)) and w = prod_t pi / pi_sampler of the sequence.
 
     phi(1) = 1, and it falls to 0 smoothly for sequences that have become much more or much less likely.
 
     Args:
       positive: (k, lam) where A >= 0.
       negative: (k, lam) where A < 0.
-    Needs: old_logp, advantage [B, T]. Multiplies the ratio by batch.weight where a piece has set it, so do not put it
-      in `weighted` as well.
-    Returns: a term; loss [B, T]; metrics "actor/vespo_weight", "actor/ppo_kl". w is held between 1e-8 and exp(20).
+      sampled_by: "rollout_logp", the engine, as published: w holds the gap between engine and trainer. Then
+        `importance_weights` in the chain and `weighted` around this would count that gap twice. Or "old_logp", for a
+        w of the updates alone.
+    Needs: advantage and `sampled_by` [B, T].
+    Returns: a term; loss [B, T]; metrics "actor/vespo_weight", "actor/ppo_kl" (nats, to the sampler). w is held
+      between 1e-8 and exp(20).
     References: VESPO, Shen et al., 2026, https://arxiv.org/abs/2602.10693
+
+    Warning: TRL multiplies pi / pi_old by its importance weights, truncated or rejected as they are; here there is one
+    ratio, to the policy that sampled.
     """
 
-    @needs("old_logp", "advantage")
+    @needs("advantage", sampled_by)
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, moved_BT = constant(batch.advantage, batch.mask), log_ratio(logp_BT, batch).detach()
-        log_w_BT = moved_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        if batch.weight is not None:
-            weight_BT = torch.where(batch.mask, batch.weight.detach(), torch.ones_like(log_w_BT))
-            log_w_BT = log_w_BT + weight_BT.clamp(min=SMALLEST_WEIGHT).log().clamp(max=LOG_RATIO_BOUND)
-        log_w_BT = sequence_sum(log_w_BT, batch.mask, batch.segments).clamp(math.log(SMALLEST_WEIGHT), LOG_RATIO_BOUND)
+        a_BT = constant(batch.advantage, batch.mask)
+        moved_BT = kept(logp_BT.detach(), batch.mask) - constant(getattr(batch, sampled_by), batch.mask)
+        log_w_BT = sequence_sum(moved_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), batch.mask, batch.segments)
+        log_w_BT = log_w_BT.clamp(math.log(SMALLEST_WEIGHT), LOG_RATIO_BOUND)
         k_BT = either(a_BT >= 0, positive[0], negative[0], a_BT)
         lam_BT = either(a_BT >= 0, positive[1], negative[1], a_BT)
         phi_BT = (lam_BT + k_BT * log_w_BT - lam_BT * log_w_BT.exp()).exp()

@@ -25,7 +25,8 @@ def kl_to_teacher(kind: str = "k3") -> Term:
 def teacher_advantage(kind: str = "k1") -> Advantage:
     """Puts -KL(pi_old || pi_teacher) per token in the place of the reward: the policy gradient follows the teacher.
 
-    Whatever `signal.x` was is added to it, token by token, where it is [B, T]; outcomes [B] are dropped.
+    Whatever `signal.x` was is added to it, token by token, where it is [B, T]. Outcomes [B] are dropped, with what
+    pieces before have made of them: to learn from scores too, put `to_last_token` or `to_tokens` before.
 
     Args:
       kind: the estimator of the KL, as in `funrl.algos.kl`.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term, needs, needs_of
-from funrl.algos.terms import Ratio, constant, either, kept, log_ratio, token_ratio
+from funrl.algos.terms import LOG_RATIO_BOUND, Ratio, constant, either, kept, log_ratio, token_ratio
 from funrl.batch import Batch
 
 
@@ -104,49 +104,60 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
     return term
 
 
-def divergence_mask(kind: str = "tv", low: float = 0.2, high: float = 0.2, cap: float = 20.0) -> Term:
+DIVERGENCES = {"tv": 0.15, "kl": 0.05}  # the bounds of the paper's scripts
+
+
+def divergence_mask(
+    kind: str = "tv",
+    low: float | None = None,
+    high: float | None = None,
+    cap: float = 20.0,
+    sampled_by: str = "rollout_logp",
+) -> Term:
     """-A sg(min(r, cap) [near]) log pi: a token counts while its probability is near, not while its ratio is.
 
-    With p = pi(t), q = pi_old(t): a token whose p would be moved further away than the bound gets no gradient.
+    With p = pi(t), q = pi_sampler(t), r = p / q: a token whose p would be moved further away than the bound gets no
+    gradient.
     tv: near = p - q <= high where A > 0, p - q >= -low elsewhere. kl: with the divergence of the two-way choice
     "this token or another", D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)): near = D <= high or p <= q where
     A > 0, D <= low or p >= q elsewhere.
 
     Args:
       kind: "tv" (bounds in probability) or "kl" (bounds in nats).
-      low, high: the bounds for falling and rising probabilities.
+      low, high: the bounds for falling and rising probabilities; None: 0.15 for "tv" and 0.05 for "kl".
       cap: the largest importance weight.
-    Needs: old_logp, advantage [B, T].
-    Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (not near), "actor/ppo_kl".
+      sampled_by: the policy that is to stay near: "rollout_logp", the engine's, as published, so that the gap between
+        engine and trainer counts too (then without `importance_weights`, which would count it twice); or "old_logp".
+    Needs: advantage and `sampled_by` [B, T].
+    Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (not near), "actor/ppo_kl" (nats, to the sampler).
     Raises:
       ValueError: the kind is unknown.
     References: DPPO, Qi et al., 2026, https://arxiv.org/abs/2602.04879
 
-    Warning: verl caps the weight by the dual clip's constant, 3.0 unless told otherwise.
+    Warning: verl caps the weight by the dual clip's constant, 3.0 unless told otherwise, and takes the distance from
+    old_logp unless rollout_correction.bypass_mode is on, which its DPPO script sets.
     """
-    if kind not in ("tv", "kl"):
+    if kind not in DIVERGENCES:
         raise ValueError(f"kind is {kind!r}; there are 'tv' and 'kl'")
-    ratio = token_ratio()
+    below, above = (DIVERGENCES[kind] if bound is None else bound for bound in (low, high))
 
-    @needs("old_logp", "advantage")
+    @needs("advantage", sampled_by)
     def term(logp_BT: Tensor, batch: Batch):
         a_BT, logp_BT = constant(batch.advantage, batch.mask), kept(logp_BT, batch.mask)
-        old_BT = constant(batch.old_logp, batch.mask)
+        old_BT = constant(getattr(batch, sampled_by), batch.mask)
         now_BT = logp_BT.detach()
         p_BT, q_BT = now_BT.exp(), old_BT.exp()
         if kind == "tv":
-            rising_BT, falling_BT = p_BT - q_BT <= high, p_BT - q_BT >= -low
+            rising_BT, falling_BT = p_BT - q_BT <= above, p_BT - q_BT >= -below
         else:
             other_BT = (1 - q_BT) * ((1 - q_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
             divergence_BT = q_BT * (old_BT - now_BT) + other_BT
-            rising_BT = (divergence_BT <= high) | (p_BT <= q_BT)
-            falling_BT = (divergence_BT <= low) | (p_BT >= q_BT)
+            rising_BT = (divergence_BT <= above) | (p_BT <= q_BT)
+            falling_BT = (divergence_BT <= below) | (p_BT >= q_BT)
         near_BT = torch.where(a_BT > 0, rising_BT, falling_BT)
-        weight_BT = torch.where(near_BT, ratio(now_BT, batch).clamp(max=cap), torch.zeros_like(a_BT))
-        metrics = {
-            "actor/pg_clipfrac": (~near_BT).to(a_BT.dtype),
-            "actor/ppo_kl": -log_ratio(now_BT, batch),
-        }
+        ratio_BT = (now_BT - old_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        weight_BT = torch.where(near_BT, ratio_BT.clamp(max=cap), torch.zeros_like(a_BT))
+        metrics = {"actor/pg_clipfrac": (~near_BT).to(a_BT.dtype), "actor/ppo_kl": old_BT - now_BT}
         return -a_BT * weight_BT * logp_BT, metrics
 
     return term

@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, Fraction, Loss, Signal, clean, needs, sequence_sums, stateless, where_masked
+from funrl.algos.core import (
+    Advantage,
+    Fraction,
+    Loss,
+    Signal,
+    check_rank,
+    clean,
+    needs,
+    sequence_sums,
+    stateless,
+    where_masked,
+)
 from funrl.algos.groups import Groups, group_sum, groups_of
 from funrl.batch import Batch
 
@@ -31,6 +42,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "token")
         assert batch.old_logp is not None and batch.sum_pi_squared is not None
         mask_BT, dtype = signal.mask, signal.x.dtype
         pi_BT = where_masked(batch.old_logp, mask_BT).exp()
@@ -44,7 +56,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
         return signal._replace(x=where_masked(compared_BT, mask_BT & (groups.size > 1)[:, None])), state
 
     fields = frozenset({"score", "group", "old_logp", "sum_pi_squared"})
-    return Advantage(lambda: (), update, fields)
+    return Advantage(lambda: (), update, fields, heeds=frozenset({"weight"}))
 
 
 def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
@@ -97,7 +109,7 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
         process_BT = where_masked(q_BT - others_B[:, None], mask_BT & (groups.size > 1)[:, None])
         return where_masked(x_BT, mask_BT) + coefficient * process_BT
 
-    return stateless(add_rewards, "reward_logp", "ref_logp", "group")
+    return stateless(add_rewards, "reward_logp", "ref_logp", "group", per="token")
 
 
 def label_outcomes() -> Advantage:
@@ -116,6 +128,9 @@ def label_outcomes() -> Advantage:
 
 def implicit_reward_loss(beta: float = 0.05) -> Loss:
     """Trains an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
+
+    The sum is over the tokens of the mask: what a correction has rejected is in no Q, and a sequence without a token
+    left is not learnt from.
 
     L_i = - s log sigmoid(Q) - (1 - s) log sigmoid(-Q),  Q = beta sum_t (log pi_rm - log pi_ref), the mean over
     sequences; s is the mean label of the sequence's tokens.

@@ -2,6 +2,7 @@
 
 from math import exp, log, sqrt
 
+import pytest
 import torch
 from pieces import Row, grid, members, sampled, sequences
 
@@ -217,6 +218,24 @@ def overlong(limit, buffer, factor):
     return reference
 
 
+def penalised(penalty, reference):
+    """What a penalty has changed in the score, centred in the group, beside the sum of normalised scores."""
+
+    def both(x, b):
+        changed = [v - s for v, s in zip(penalty(x, b)["x"], b.score, strict=True)]
+        centred = by_group(lambda own, group, k: own - mean(group))(changed, b)["x"]
+        return {"x": [u + v for u, v in zip(reference(x, b)["x"], centred, strict=True)]}
+
+    return both
+
+
+def check_weights():
+    assert baselines.parse_weights("1, -0.5,2e-1") == (1.0, -0.5, 0.2)
+    for text in ("1,x", "", "1,,2", "1,nan"):
+        with pytest.raises(ValueError, match="give numbers with commas between"):
+            baselines.parse_weights(text)
+
+
 def truncated(change):
     return lambda x, b: {"x": [change(v) if cut else v for v, cut in zip(x, b.truncated, strict=True)]}
 
@@ -308,6 +327,12 @@ ROWS = [
         advantages.batch_scale,
         lambda x, b: {"x": [v / (deviation(x) + 1e-6) for v in x]},
     ),
+    Row(
+        "advantages.batch_scale raw, then centred",
+        "advantage",
+        lambda: core.chain(advantages.batch_scale(1e-4), advantages.group_center()),
+        lambda x, b: {"x": [v / (deviation(x) + 1e-4) for v in by_group(lambda o, g, k: o - mean(g))(x, b)["x"]]},
+    ),
     Row("advantages.gae", "advantage", advantages.gae, gae(1.0, 1.0), tokens=True),
     Row("advantages.gae discounted", "advantage", lambda: advantages.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),
     Row(
@@ -346,6 +371,13 @@ ROWS = [
         lambda: baselines.decoupled_groups([0.5, 0.0, 2.0], 0.01),
         decoupled([0.5, 0.0, 2.0], 0.01),
     ),
+    Row(
+        "baselines.decoupled_groups after a penalty",
+        "advantage",
+        lambda: core.chain(shaping.overlong_penalty(11, 8, 0.5), baselines.decoupled_groups()),
+        penalised(overlong(11, 8, 0.5), decoupled([1.0, 1.0, 1.0], 1e-6)),
+    ),
+    Row("baselines.parse_weights", "check", check_weights),
     Row(
         "baselines.weighted_scores",
         "advantage",

@@ -2,6 +2,7 @@
 
 from math import exp
 
+import torch
 from pieces import Row, grid, members, sampled, sequences
 
 from funrl.algos import compose, core, corrections, filters, reductions, value
@@ -162,7 +163,25 @@ def check_composition():
     fewer = compose.filtered(own, filters.not_truncated())
     assert fewer.keep is not None
     assert own.keep is not None
-    assert fewer.keep(batch).tolist() == (own.keep(batch) & ~batch.truncated).tolist()
+    left = own.keep(batch) & ~batch.truncated
+    assert fewer.keep(batch).tolist() == (left & (torch.arange(7) != 5)).tolist()  # row 5 is left alone in its group
+
+
+def check_order_of_filters():
+    """Whatever their order, filters of groups see what filters of rows have left; nothing may be left."""
+    from pieces import example
+
+    batch = example()._replace(score=example().score.new_tensor([1, 0, 1, 5, 0, 0, 5]))  # group 7 is rows 0, 2 and 4
+    batch = batch._replace(truncated=batch.truncated.new_tensor([0, 0, 0, 0, 1, 0, 0]))
+    unequal, whole = filters.unequal_scores(), filters.not_truncated()
+    assert unequal(batch).tolist() == [True, False, True, False, True, False, False]
+    for both in (filters.every(unequal, whole), filters.every(whole, unequal)):
+        assert both(batch).tolist() == [False] * 7
+        assert both(batch._replace(truncated=batch.truncated | True)).tolist() == [False] * 7
+        open_ = batch._replace(truncated=batch.truncated & False)
+        assert both(open_).tolist() == unequal(open_).tolist()
+    sized = filters.every(filters.complete_groups(2), whole)
+    assert sized(batch).tolist() == [True, True, True, False, False, True, False]
 
 
 ROWS = [
@@ -249,8 +268,9 @@ ROWS = [
         "filters.every",
         "filter",
         lambda: filters.every(filters.not_truncated(), filters.complete_groups(3)),
-        rows_of(lambda b, i: not b.truncated[i] and len(members(b, i)) == 3),
+        rows_of(lambda b, i: not b.truncated[i] and sum(not b.truncated[j] for j in members(b, i)) == 3),
     ),
+    Row("filters.every rows first", "check", check_order_of_filters),
     Row("reductions.token_mean", "reduction", reductions.token_mean, token_mean),
     Row("reductions.token_sum", "reduction", reductions.token_sum, lambda loss, b: (token_mean(loss, b)[0], 0.0)),
     Row("reductions.sequence_mean", "reduction", reductions.sequence_mean, per_sequence(mean)),

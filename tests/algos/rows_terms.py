@@ -14,7 +14,7 @@ import pieces
 import torch
 from sequences import make_sequences, masked, on_batch
 
-from funrl.algos import core, kl, supervised, terms, terms_covariance, terms_sequence, terms_teacher, terms_token
+from funrl.algos import kl, supervised, terms, terms_covariance, terms_sequence, terms_teacher, terms_token
 from funrl.batch import Batch
 
 Losses = list[list[float]]
@@ -74,9 +74,9 @@ def _stops_gradients(row: TermRow) -> bool:
 
 
 def less_likely(batch: Batch) -> Batch:
-    """The moved policy's numbers of the example stay below log 1."""
-    assert batch.old_logp is not None
-    return batch._replace(old_logp=batch.old_logp - 1.5)
+    """The moved policy's numbers of the example, and the sampler's, stay below log 1."""
+    assert batch.old_logp is not None and batch.rollout_logp is not None
+    return batch._replace(old_logp=batch.old_logp - 1.5, rollout_logp=batch.rollout_logp - 1.5)
 
 
 def with_top_tokens(batch: Batch) -> Batch:
@@ -173,7 +173,7 @@ def kl_reference(kind, other="ref_logp"):
     return by_token(lambda p, h, q: value(h, q) + (p - q) ** 2 / 2 - (h - q) ** 2 / 2, "logp", "held", other)
 
 
-def dppo(kind, low, high, cap):
+def dppo(kind, low, high, cap, sampler="rollout_logp"):
     def loss(logp, held, old, a):
         p, q = exp(held), exp(old)
         if kind == "tv":
@@ -183,7 +183,7 @@ def dppo(kind, low, high, cap):
             near = (divergence <= high or p <= q) if a > 0 else (divergence <= low or p >= q)
         return -a * min(p / q, cap) * logp if near else 0.0
 
-    return by_token(loss, "logp", "held", "old_logp", "advantage")
+    return by_token(loss, "logp", "held", sampler, "advantage")
 
 
 def gmpo(low, high):
@@ -198,11 +198,11 @@ def gmpo(low, high):
     return by_sequence(formula)
 
 
-def vespo(positive, negative, use_weight):
+def vespo(positive, negative, sampler="rollout_logp"):
     def formula(s):
         w = 1.0
-        for t in range(len(s["held"])):
-            w *= exp(s["held"][t] - s["old_logp"][t]) * (s["weight"][t] if use_weight else 1.0)
+        for held, sampled in zip(s["held"], s[sampler], strict=True):
+            w *= exp(held - sampled)
         losses = []
         for logp, a in zip(s["logp"], s["advantage"], strict=True):
             k, lam = positive if a >= 0 else negative
@@ -236,16 +236,6 @@ def forward_kl(teacher, student):
 A_OLD = ("logp", "old_logp", "advantage")
 A_HELD = ("logp", "held", "old_logp", "advantage")
 SELECTED = ("logp", "advantage", "selected")
-
-
-def with_given_weight():
-    """`gamma_weighted` on a batch that has weights."""
-    term = terms_sequence.gamma_weighted()
-    return core.needs("weight", *core.needs_of(term))(lambda logp, batch: term(logp, batch))
-
-
-def with_equal_weights(batch: Batch) -> Batch:
-    return batch._replace(weight=torch.ones_like(batch.old_logp))
 
 
 def sapo(positive, negative):
@@ -330,19 +320,27 @@ TERMS = [
         dppo("kl", 0.02, 0.03, 20.0),
         prepare=less_likely,
     ),
+    *(
+        TermRow(
+            f"terms_token.divergence_mask {kind} default",
+            lambda kind=kind: terms_token.divergence_mask(kind, sampled_by="old_logp"),
+            dppo(kind, bound, bound, 20.0, "old_logp"),
+            prepare=less_likely,
+        )
+        for kind, bound in (("tv", 0.15), ("kl", 0.05))
+    ),
     TermRow(
         "terms_token.direct_reward",
         lambda: terms_token.direct_reward(0.3),
         by_token(lambda new, old, a: -(new * a - 0.15 * (new - old) ** 2), *A_OLD),
     ),
     TermRow("terms_sequence.geometric_mean", lambda: terms_sequence.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
+    TermRow("terms_sequence.gamma_weighted", terms_sequence.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0))),
     TermRow(
-        "terms_sequence.gamma_weighted",
-        terms_sequence.gamma_weighted,
-        vespo((2.0, 3.0), (3.0, 2.0), False),
-        prepare=with_equal_weights,
+        "terms_sequence.gamma_weighted old",
+        lambda: terms_sequence.gamma_weighted((1.0, 2.0), (2.0, 1.0), "old_logp"),
+        vespo((1.0, 2.0), (2.0, 1.0), "old_logp"),
     ),
-    TermRow("terms_sequence.gamma_weighted weight", with_given_weight, vespo((2.0, 3.0), (3.0, 2.0), True)),
     TermRow("terms_sequence.self_play_regression", lambda: terms_sequence.self_play_regression(0.7), sppo(0.7)),
     TermRow(
         "terms_sequence.mask_off_policy",

@@ -212,6 +212,36 @@ def test_equal_rewards_and_lonely_rows_give_exactly_zero(name, dtype):
         assert (batch.advantage == 0).all()
 
 
+ZERO_BY_GROUP = {
+    *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
+    *("dppo by KL", "grpo, truncated importance weights"),
+}
+NOT_ZERO = {  # and why a group of equal rewards has advantages
+    **dict.fromkeys(("ppo", "pf_ppo", "vapo", "ppo with everything"), "a critic judges, not the group"),
+    "remax": "a greedy completion judges, not the group",
+    "reinforce_plus_plus": "the batch judges, not the group",
+    "reinforce_plus_plus_baseline": "whitens over tokens of completions of different lengths",
+    "prime": "process rewards differ, and it whitens as the one before",
+    **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
+    **dict.fromkeys(("distillation", "distillation direct"), "a teacher judges every token"),
+}
+
+
+@each
+def test_an_equal_group_and_a_lonely_row_among_others_get_exactly_zero(name):
+    """Rows 0, 2 and 4 are an unequal group, 1 and 5 an equal one, 3 and 6 are alone."""
+    assert (name in ZERO_BY_GROUP) != (name in NOT_ZERO), "say which of the two"
+    algorithm = compose(name)
+    score = torch.tensor([0.1, 0.7, 0.9, 0.4, 0.3, 0.7, 0.2], dtype=torch.float64)
+    scores = torch.stack((score, score.flip(0), score), 1)
+    scores[5] = scores[1]
+    batch = prepared(algorithm, fixed(algorithm)._replace(score=score, scores=scores))
+    assert batch.advantage is not None
+    unequal, rest = batch.advantage[[0, 2, 4]], batch.advantage[[1, 5, 3, 6]]
+    assert unequal.abs().max() > 0.01
+    assert (rest == 0).all() == (name in ZERO_BY_GROUP)
+
+
 def test_a_real_difference_is_not_lost_in_the_guard_against_rounding():
     algorithm = grpo()
     score = torch.tensor([0.1, 0.1, 0.1 + 1e-3, 0.1, 0.1, 0.1, 0.1])
