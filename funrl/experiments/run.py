@@ -2,7 +2,7 @@
 
 An experiment is a module with a function `algorithm(...) -> Algorithm`. The arguments of that function, with their
 defaults and the lines of its docstring, are flags beside the common ones of `Settings`. An argument that has the name
-of a common flag is given that flag's value.
+of a common flag is given that flag's value. An argument that no flag can say, such as a function, keeps its default.
 """
 
 from __future__ import annotations
@@ -112,17 +112,17 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
     except (ValueError, OSError, ImportError, flags.Error) as error:
         return _say(2, f"error: {error}", speaks)
     except KeyboardInterrupt:
-        return _say(130, "interrupted; nothing was started", speaks)
+        return _say(130, "interrupted; nothing was started" if speaks else "", speaks)
     status, outcome, problem = 0, None, ""
     try:
         with _terminated_as_interrupted():
             outcome = launch(functools.partial(_rank, command, run_dir), job.sizes, job.device, PLAIN)
-        if outcome.error:
-            status, problem = 1, f"error: {outcome.error}"
+        if outcome.error:  # which every rank knows
+            status, problem = 1, f"error: {outcome.error}" if speaks else ""
     except (WorkerError, *PLAIN) as error:
         status, problem = 1, f"error: {error}"
     except KeyboardInterrupt:
-        status, problem = 130, "interrupted"
+        status, problem = 130, "interrupted" if speaks else ""
     if speaks and run_dir is not None:
         try:
             print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
@@ -167,19 +167,26 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any], kind: K
     table = flags.FlagValues()
     for field in kind.fields:
         _define(table, field.name, field.type, defaults.get(field.name, field.default), field.metadata["help"])
-    own = inspect.signature(compose).parameters
     texts = _argument_texts(compose)
     types = typing.get_type_hints(compose)
-    for name, parameter in own.items():
-        if name in table:
-            continue
-        if parameter.default is inspect.Parameter.empty:
+    own, kept = [], {}
+    for name, parameter in inspect.signature(compose).parameters.items():
+        type_ = types.get(name, float)
+        if name not in table and parameter.default is inspect.Parameter.empty:
             raise SettingsError(f"{source}: its argument {name!r} needs a default, which becomes the flag's")
-        _define(table, name, types.get(name, float), parameter.default, texts.get(name, ""))
+        if name not in table and not _sayable(type_):
+            kept[name] = parameter.annotation
+            continue
+        own.append(name)
+        if name not in table:
+            _define(table, name, type_, parameter.default, texts.get(name, ""))
     flags.DEFINE_string("algorithm", source, "module:function or FILE.py:function that makes the algorithm", table)
     if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):
-        print(_help(module, table, list(own), kind))
+        print(_help(module, table, own, kind))
         return None
+    for name in kept:
+        if any(re.match(rf"--?(no)?{name}(=|$)", a) for a in argv[1:]):
+            raise SettingsError(f"--{name} is not a flag: {source} takes {kept[name]} there; give it in a FILE.py")
     rest = _read(table, argv)
     if rest:
         raise SettingsError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
@@ -222,6 +229,11 @@ def _read(table: flags.FlagValues, argv: Sequence[str]) -> list[str]:
         if value == "" and table[name].default is None:
             table[name].value = None
     return rest
+
+
+def _sayable(kind: Any) -> bool:
+    """Whether a flag can have the values of a type."""
+    return all(k in (bool, int, float, str, type(None)) for k in typing.get_args(kind) or [kind])
 
 
 def _define(table: flags.FlagValues, name: str, kind: Any, default: Any, text: str) -> None:

@@ -1,6 +1,7 @@
 """Every experiment as its command line runs it: quickly in a small size, and slowly until it has learnt."""
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 from funrl import trees
+from funrl.algos import preference
 from funrl.data import arithmetic
 from funrl.data.supervised import lesson, to_batch
-from funrl.models import decoder, hf, value
+from funrl.experiments import dpo
+from funrl.models import decoder, hf
+from funrl.models import value as values
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
 
@@ -71,6 +75,43 @@ def test_help_names_every_argument_of_the_algorithm_and_no_flag_without_effect(n
     assert all(len(line.split(maxsplit=1)) == 2 for line in joined.splitlines() if line.startswith("  --"))
 
 
+OWN_REWARDS = {"aot": (), "odds_ratio": ("--noreference", "--per_token")}
+FAMILY = [
+    *((f"--loss={name}", *OWN_REWARDS.get(name, ())) for name in dpo.LOSSES if name != "sigmoid"),
+    ("--loss=0.8*sigmoid+0.2*bco", "--smoothing=0.1", "--margin=0.5"),
+    ("--loss=sigmoid + 0.5*aot", "--smoothing=0.1"),
+    ("--noreference", "--per_token", "--beta=2", "--margin=1", "--likelihood_coef=0"),
+]
+
+
+@pytest.mark.parametrize("flags", FAMILY, ids=" ".join)
+def test_every_loss_of_the_family_of_dpo_learns(flags, tmp_path, capsys):
+    status, _, err = run("dpo", capsys, *small("dpo", tmp_path), *flags)
+    assert status == 0, err
+    rows = metrics_of(tmp_path)
+    assert len(rows) == 2 and all(math.isfinite(row["train/loss"]) and row["actor/grad_norm"] > 0 for row in rows)
+
+
+def test_a_sum_of_losses_is_the_sum_of_their_values():
+    pairs = [lesson({"prompt": "1+1=", "chosen": a, "rejected": b}, "preferences", arithmetic.tokenizer()) for a, b in
+             (("2", "3"), ("02", "11"))]  # fmt: skip
+    batch = to_batch(pairs, 0)
+    draw = torch.Generator().manual_seed(0)
+    logp, ref = (-torch.rand(batch.mask.shape, generator=draw, dtype=torch.float64) for _ in range(2))
+    batch = batch._replace(ref_logp=ref)
+
+    def value(*args, **kwargs):
+        return sum(f.value.item() for f in dpo.algorithm(*args, likelihood_coef=0.3, **kwargs)(logp, batch)[0])
+
+    likelihood = 0.3 * preference.chosen_likelihood()(logp, batch)[0][0].value.item()
+    whole = value("0.8*sigmoid+0.2*bco", smoothing=0.1) - likelihood
+    one, other = value("sigmoid", smoothing=0.1) - likelihood, value("bco") - likelihood
+    assert whole == pytest.approx(0.8 * one + 0.2 * other, rel=1e-12)
+    assert value("sigmoid", margin=1.0) > value("sigmoid")
+    orpo = dpo.algorithm("odds_ratio", reference=False, per_token=True)
+    assert [f.value for f in orpo(logp, batch)[0]][::-1] == [f.value for f in preference.orpo()(logp, batch)[0]]
+
+
 OWN = '''
 from funrl.algos.core import Algorithm
 from funrl.algos.grpo import grpo
@@ -104,6 +145,44 @@ def test_an_algorithm_of_ones_own(tmp_path, capsys):
     assert config["flags"]["kl"] == 0.0 and "clip_low" not in config["flags"]
 
 
+def test_an_argument_that_no_flag_can_say_keeps_its_default_and_is_refused_as_a_flag(tmp_path, capsys):
+    flags = (*small("grpo", tmp_path), "--algorithm=funrl.algos.ppo:ppo")
+    for name in ("--kl_reward=0.01", "--kl_reward"):
+        status, _, err = run("grpo", capsys, *flags, name)
+        assert status == 2
+        assert "--kl_reward is not a flag: funrl.algos.ppo:ppo takes Controller | None there" in err
+    status, out, _ = run("grpo", capsys, "--algorithm=funrl.algos.ppo:ppo", "--help")
+    assert status == 0 and "--value_clip" in out and "kl_reward" not in out
+    status, _, err = run("grpo", capsys, *flags)
+    assert status == 0, err
+    assert "kl_reward" not in json.loads((tmp_path / "config.json").read_text())["flags"]
+
+
+def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(8)))
+    (tmp_path / "two.py").write_text(
+        "def first(prompt, completion, **_):\n    return len(completion)\n\n\n"
+        "def second(prompt, completion, **_):\n    return completion.count('1')\n"
+    )
+    both = ",".join(f"{tmp_path / 'two.py'}:{name}" for name in ("first", "second"))
+    model = tmp_path / "model"
+    config = arithmetic.model_config()
+    hf.save(model, config, decoder.init(config, torch.Generator().manual_seed(0)), arithmetic.tokenizer())
+    flags = ("--algorithm=funrl.algos.gdpo:gdpo", f"--model={model}", f"--prompts={tmp_path / 'p.jsonl'}",
+             f"--reward={both}", "--max_new_tokens=6")  # fmt: skip
+    seen = {}
+    for weights in ("1,1", "1,-1", "1,x", "1"):
+        folder = tmp_path / f"run {weights}"
+        status, _, err = run("grpo", capsys, *small("grpo", folder), *flags, f"--reward_weights={weights}")
+        if status:
+            assert status == 2 and f"reward_weights={weights}" in err
+        else:
+            seen[weights] = metrics_of(folder)[0]
+    assert set(seen) == {"1,1", "1,-1"}
+    assert seen["1,1"]["reward/1/mean"] == seen["1,-1"]["reward/1/mean"]
+    assert seen["1,1"]["critic/advantages/max"] != seen["1,-1"]["critic/advantages/max"]
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [("own.py:nothing", "has no function 'nothing'; it has"), ("absent.py:mine", "does not import"), ("own", "write ")],
@@ -118,6 +197,14 @@ def test_an_algorithm_that_is_not_there(source, said, tmp_path, capsys, monkeypa
 def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
     status, _, err = run("dpo", capsys, *small("dpo", tmp_path), "--loss=wrong")
     assert status == 2 and "--loss=wrong: it must be one of sigmoid" in err
+    for flags, said in (
+        (("--loss=sigmoid+sigmoid",), "it must be one of sigmoid"),
+        (("--loss=ipo", "--margin=1"), "--margin=1.0: --loss=ipo has none"),
+        (("--loss=odds_ratio",), "give these"),
+        (("--loss=aot", "--per_token"), "the reward of aot is always that of --reference --noper_token"),
+    ):
+        status, _, err = run("dpo", capsys, *small("dpo", tmp_path), *flags)
+        assert status == 2 and said in err
     status, _, err = run("reward_model", capsys, *small("reward_model", tmp_path), "--margin")
     assert status == 2 and "the loss reads margin" in err
     status, _, err = run("sft", capsys, *small("sft", tmp_path), "--model=somewhere")
@@ -153,7 +240,7 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
     record = {"prompt": "12+34=", "chosen": "64", "rejected": "81"}
     one = lesson(record, "preferences", arithmetic.tokenizer())
     batch = to_batch([one], 0, reader=True)
-    said = value.apply(
+    said = values.apply(
         config, {"decoder": ours, "value": state["score.weight"]}, batch.tokens, batch.positions, batch.segments
     )
     for text, reward in zip(one.texts, said[batch.mask], strict=True):
