@@ -32,12 +32,9 @@ PAIRS = {
     "bco": pair_losses.bco_pairs, "sppo": pair_losses.sppo_pairs, "apo_zero": pair_losses.apo_zero_pairs,
     "apo_down": pair_losses.apo_down_pairs, "discopop": pair_losses.discopop_pairs,
 }  # fmt: skip
-WHOLE = {"aot": preference.aot, "odds_ratio": preference.odds_ratio}  # these take rewards of their own
+WHOLE = {"aot": preference.aot, "odds_ratio": preference.odds_ratio}
+FIXED = {"aot": "--reference --noper_token", "odds_ratio": "--noreference --per_token"}  # the rewards they take
 LOSSES = PAIRS | WHOLE
-REWARDS = {
-    "aot": ("--reference --noper_token", (True, False)),
-    "odds_ratio": ("--noreference --per_token", (False, True)),
-}
 
 
 def algorithm(
@@ -71,8 +68,9 @@ def algorithm(
             raise ValueError(f"--{name}={value}: --loss={loss} has none")
     for part, factor in parts.items():
         own = {k: v for k, v in asked.items() if k in inspect.signature(LOSSES[part]).parameters}
-        if part in REWARDS and (reference, per_token) != REWARDS[part][1]:
-            raise ValueError(f"--loss={loss}: the reward of {part} is always that of {REWARDS[part][0]}; give these")
+        rewards = f"--{'' if reference else 'no'}reference --{'' if per_token else 'no'}per_token"
+        if FIXED.get(part, rewards) != rewards:
+            raise ValueError(f"--loss={loss}: the reward of {part} is always that of {FIXED[part]}; give these")
         made = LOSSES[part](beta, **own)
         terms.append(scale(factor, made if part in WHOLE else preference.preference(made, reward)))
     contrast = reduce(add(*terms), sequence_mean())
