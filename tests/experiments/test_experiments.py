@@ -259,7 +259,7 @@ def warm(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REINFORCEMENT)
 def test_an_experiment_raises_the_reward(name, warm, tmp_path, capsys):
-    more = ("--steps=8", "--critic_warmup_steps=2", "--alpha=1") if name == "vapo" else ("--steps=5",)
+    more = ("--steps=8", "--critic_warmup_steps=2") if name == "vapo" else ("--steps=5",)
     status, _, err = run(name, capsys, *warm, *more, f"--run_dir={tmp_path}")
     assert status == 0, err
     metrics = metrics_of(tmp_path)
