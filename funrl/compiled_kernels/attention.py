@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -24,7 +23,7 @@ def attention(q_BTHN: Tensor, k_BSKN: Tensor, v_BSKN: Tensor, mask_BTS: Tensor |
     """
     B, T, H, N = q_BTHN.shape
     K = k_BSKN.shape[2]
-    flash = _flash() if q_BTHN.is_cuda and mask_BTS is None and q_BTHN.element_size() == 2 else None
+    flash = flash_attention() if q_BTHN.is_cuda and mask_BTS is None and q_BTHN.element_size() == 2 else None
     if flash is not None:
         return flash(q_BTHN, k_BSKN, v_BSKN, causal=causal)
     k, v = k_BSKN.transpose(1, 2), v_BSKN.transpose(1, 2)
@@ -34,6 +33,9 @@ def attention(q_BTHN: Tensor, k_BSKN: Tensor, v_BSKN: Tensor, mask_BTS: Tensor |
         return F.scaled_dot_product_attention(q_BTHN.reshape(B, K, H // K, N), k, v, mask).reshape(B, 1, H, N)
     mask = None if mask_BTS is None else mask_BTS.unsqueeze(1)
     q = q_BTHN.transpose(1, 2)
+    if q.is_cuda and K < H and (mask is not None or q.element_size() > 2):
+        # CUDA has kernels that need no [T, S] memory for this, but only for as many key-value heads as queries.
+        k, v, K = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1), H
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=K < H)
     return out.transpose(1, 2)
 
@@ -53,11 +55,15 @@ def attention_reference(
     return torch.einsum("bkgts,bskn->btkgn", logits.softmax(-1), v_BSKN).reshape(B, T, H, N)
 
 
-@functools.cache
-def _flash() -> Callable | None:
-    """flash-attn's function where the package is installed."""
-    try:
-        from flash_attn import flash_attn_func  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    return flash_attn_func
+_FLASH: list[Callable | None] = []  # flash-attn's function, once it has been looked for
+
+
+def flash_attention() -> Callable | None:
+    """flash-attn's function where the package is installed. A compiler is to take what it returns as a constant."""
+    if not _FLASH:
+        try:
+            from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+        except ImportError:
+            flash_attn_func = None
+        _FLASH.append(flash_attn_func)
+    return _FLASH[0]

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import textwrap
 import typing
@@ -150,8 +151,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _say(status: int, problem: str, speaks: bool) -> int:
+    """Says what the problem is, and of a rank of torchrun that does not speak otherwise, which one has it."""
     if problem and speaks:
         print(problem.rstrip(), file=sys.stderr)
+    elif problem:
+        print(f"rank {os.environ['RANK']} on {socket.gethostname()}: {problem.rstrip()}", file=sys.stderr)
     return status
 
 

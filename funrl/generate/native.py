@@ -68,6 +68,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
+        self._model = None
         params = trees.from_named(self._layouts, named_weights)
         for (name, x), layout in zip(trees.named(params), trees.leaves(self._layouts), strict=True):
             if tuple(x.shape) != layout.local_shape(self._mesh.rank):

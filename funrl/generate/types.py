@@ -73,7 +73,7 @@ class Engine(Protocol):
     """Something that holds a model's weights and completes prompts."""
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes new weights, every one exactly once, by name."""
+        """Takes new weights, every one exactly once, by name. Lets its old ones go before it asks for the first."""
         ...
 
     def generate(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.plan import RANKS_PER_NODE
 
 GRACE_S = 4.0  # how long ranks may take to end by themselves once one of them has failed
 
@@ -47,6 +48,11 @@ def check_devices(sizes: Mapping[str, int], device: str) -> None:
             raise MeshError(f"the mesh {shape} has {world} devices, torchrun started {os.environ['WORLD_SIZE']} ranks")
     elif device == "cuda" and world > torch.cuda.device_count():
         raise MeshError(f"the mesh {shape} needs {world} GPUs, this machine has {torch.cuda.device_count()}")
+
+
+def ranks_per_node() -> int:
+    """How many ranks torchrun has started on this machine; without torchrun a usual number, for all are on it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
 
 
 def launch(
@@ -99,12 +105,10 @@ def _process_group(sizes: dict[str, int], rank: int, local: int, device: str, re
         timeout=timedelta(minutes=10),
         **options,
     )
-    try:
-        yield Mesh(sizes, rank, where, _groups(sizes, rank))
-        dist.barrier()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield Mesh(sizes, rank, where, _groups(sizes, rank))
+    # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def view(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
@@ -188,10 +192,14 @@ def _end(pids: dict[int, int], sign: signal.Signals) -> None:
 
 
 def _explain(folder: str, failed: Mapping[int, int]) -> str:
-    """What the rank that failed first has to say: one that was killed, else the one with the oldest traceback."""
-    for rank, status in failed.items():
-        if os.WIFSIGNALED(status):
-            name = signal.Signals(os.WTERMSIG(status)).name
+    """What the rank that failed first has to say: one that was killed, else the one with the oldest traceback.
+
+    A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback.
+    """
+    killed = {rank: os.WTERMSIG(status) for rank, status in failed.items() if os.WIFSIGNALED(status)}
+    for rank, number in killed.items():
+        if number != signal.SIGABRT:
+            name = signal.Signals(number).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     reports = []
     for name in os.listdir(folder):
@@ -201,6 +209,8 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
                 reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
     if reports:
         return min(reports)[2]
+    if killed:
+        return f"rank {next(iter(killed))} aborted and left no traceback"
     rank, status = next(iter(failed.items()))
     return f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)} and left no traceback"
 
@@ -209,7 +219,6 @@ def _fork(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> in
     pid = os.fork()
     if pid:
         return pid
-    _die_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // Mesh(sizes).world))
     _rank_main(program, sizes, rank, *rest)
     raise AssertionError("a rank does not return")
@@ -228,18 +237,14 @@ def _rank_main(
     program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str, plain: tuple[type[Exception], ...]
 ) -> None:
     """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
+    _die_with_parent()
     # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     signal.signal(signal.SIGINT, _interrupted if rank == 0 else lambda *_: os._exit(130))
     status = 1
     try:
         with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous") as mesh:
-            try:
-                result = program(mesh)
-            except Exception as error:
-                # Before the group is left: the peers, which then fail too, must not be the first to report.
-                _report(folder, rank, error, plain)
-                raise
+            result = program(mesh)
             if rank == 0:
                 with open(os.path.join(folder, "result"), "wb") as file:
                     pickle.dump(result, file)

@@ -9,11 +9,13 @@ from collections.abc import Callable
 import torch
 import torch._dynamo
 
+from funrl.compiled_kernels.attention import flash_attention
 from funrl.models import decoder
 from funrl.models.config import Config
 
 VARIANTS = 64  # compiled versions of the layer that may be kept
 log = logging.getLogger(__name__)
+torch._dynamo.assume_constant_result(flash_attention)  # it cannot follow an import that fails
 
 
 def compile_layer(

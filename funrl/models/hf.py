@@ -5,11 +5,12 @@ Names are strict: a tensor that is missing, unexpected or of the wrong shape is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,30 +149,43 @@ def save(
       head_1D: a row that reads a reward from hidden states, [1, D]. The directory is then one for
         `AutoModelForSequenceClassification` with one label, and `params` have no unembedding.
     """
+    names = hf_names(config)
+    named = ((names[name][0], x.detach().reshape(names[name][1])) for name, x in trees.named(params))
+    write(path, config, named, tokenizer, max_shard_bytes, head_1D)
+
+
+def write(
+    path: str | Path,
+    config: Config,
+    named_weights: Iterable[tuple[str, Tensor]],
+    tokenizer: Any = None,
+    max_shard_bytes: int = 5 * 10**9,
+    head_1D: Tensor | None = None,
+) -> None:
+    """`save` of weights that come one by one, by the names and in the shapes of transformers, such as from
+    `funrl.mesh.reshard.export_weights`. No more than one file's are held.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    names = hf_names(config)
-    theirs = [(names[name][0], x.detach().reshape(names[name][1])) for name, x in trees.named(params)]
-    if head_1D is not None:
-        theirs.append(("score.weight", head_1D.detach()))
-    shards = list(_split(theirs, max_shard_bytes))
-    files = (
-        [WHOLE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    )
-    for file, shard in zip(files, shards, strict=True):
-        partial = folder / f"{file}.partial"
-        save_file({n: x.to("cpu").contiguous() for n, x in shard.items()}, partial, metadata={"format": "pt"})
+    head = [] if head_1D is None else [("score.weight", head_1D.detach())]
+    dtype, partials, shards, total = config.dtype, [], [], 0
+    for shard in _split(itertools.chain(named_weights, head), max_shard_bytes):
+        dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
+        partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
+        save_file(shard, partials[-1], metadata={"format": "pt"})
+        shards.append(list(shard))
+        total += trees.nbytes(shard)
+    count = len(shards)
+    files = [WHOLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for partial, file in zip(partials, files, strict=True):
         os.replace(partial, folder / file)
     for old in folder.iterdir():  # a stale file of weights would be loaded instead of the new ones
         if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", old.name) and old.name not in files:
             old.unlink()
-    if len(shards) > 1:
+    if count > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": trees.nbytes(params)}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    dtype = str(trees.leaves(params)[0].dtype).removeprefix("torch.")
     raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     if head_1D is not None:
         kind = raw["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
@@ -264,13 +278,13 @@ def _slice(stored: Any, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]
     return stored[tuple(index)].reshape(part)[tuple(rest)]
 
 
-def _split(tensors: list[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Shards of at most `limit` bytes, in order; a tensor is never split."""
+def _split(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Shards of at most `limit` bytes, in order and on the CPU; a tensor is never split."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, x in tensors:
         if shard and size + x.nbytes > limit:
             yield shard
             shard, size = {}, 0
-        shard[name], size = x, size + x.nbytes
+        shard[name], size = x.to("cpu").contiguous(), size + x.nbytes
     yield shard

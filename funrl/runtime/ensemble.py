@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.algos.core import needs_of
 from funrl.generate.native import native_engine
 from funrl.generate.types import Engine
-from funrl.mesh.launch import view
+from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import copied
@@ -95,7 +95,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
         reference_layouts=lies("reference"),
         reward_layouts=reward_layouts,
         teacher_layouts=teacher_layouts,
-        to_generate=plan(policy_layouts, generate_layouts, job.dtype),
+        to_generate=plan(policy_layouts, generate_layouts, job.dtype, ranks_per_node()),
         engine=native_engine(job.config, generate_mesh, job.dtype, layer=layer),
         policy_optimizer=make_optimizer(job.settings, job.lr, updates - idle, policy_layouts, mesh),
         critic_optimizer=make_optimizer(job.settings, job.critic_lr, updates, critic_layouts, mesh),

@@ -12,7 +12,8 @@ import functools
 from typing import NamedTuple
 
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.reshard import unshard
+from funrl.mesh.reshard import export_weights
+from funrl.models import hf
 from funrl.rewards.load import RewardError
 from funrl.runtime import ensemble, offload, phases, warmstart
 from funrl.runtime.job import Job
@@ -70,5 +71,6 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
         except RewardError as failure:
             error = str(failure)
         state = place(state, ("params",))
-        observer.finish(unshard(state.policy.params, models.policy_layouts, mesh), error)
+        names = hf.hf_names(job.config)
+        observer.finish(export_weights(state.policy.params, models.policy_layouts, mesh, names), error)
     return Outcome(first, last, error)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
-from funrl import trees
 from funrl.models import hf
 from funrl.runtime.job import Job
 from funrl.runtime.progress import open_progress
@@ -86,12 +87,20 @@ class Observer:
                 self.track(step, metrics)
             self.progress.update(step, metrics)
 
-    def finish(self, weights: trees.Tree, error: str | None, save: Callable[..., None] = hf.save) -> None:
-        """Writes the model (whole weights) by `save`. The report is made of the files once they are closed."""
+    def finish(
+        self, named_weights: Iterable[tuple[str, Tensor]], error: str | None, head_1D: Tensor | None = None
+    ) -> None:
+        """Writes the model; every rank takes part, as its weights come one by one from all ranks.
+
+        Args:
+          named_weights, head_1D: as in `hf.write`.
+          error: what ended the run early.
+        """
         if self.run is None:
+            collections.deque(named_weights, maxlen=0)
             return
         with _writing(self.run):
-            save(self.run.model, self.job.config, weights, self.job.tokenizer)
+            hf.write(self.run.model, self.job.config, named_weights, self.job.tokenizer, head_1D=head_1D)
         if error:
             self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
 

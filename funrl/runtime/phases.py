@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,8 +63,12 @@ def start(job: Job, models: Models, weights: trees.Tree) -> State:
 
 def sync(job: Job, models: Models, state: State, clock: Clock) -> None:
     """Gives the engine the policy's weights in the layout to generate in."""
+
+    def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
+        yield from trees.named(reshard(state.policy.params, models.to_generate, models.mesh))
+
     with clock.phase("reshard"):
-        models.engine.load(trees.named(reshard(state.policy.params, models.to_generate, models.mesh)))
+        models.engine.load(weights())
 
 
 def evaluate(job: Job, models: Models, step: int, clock: Clock, show: Samples) -> dict[str, float]:

@@ -15,20 +15,37 @@ from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
 
+BUCKET_BYTES = 128 << 20  # that are summed in one collective; a larger leaf goes alone
+
 
 def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
-    """Sums every leaf over `axes` in one collective per dtype: latency counts once, not once a leaf."""
+    """Sums every leaf over `axes`, many in one collective: latency counts once, not once a leaf."""
     if mesh.size(axes) == 1:
         return tree
     values = trees.leaves(tree)
     summed: list[Tensor] = list(values)
     for dtype in sorted({v.dtype for v in values}, key=str):
-        which = [i for i, v in enumerate(values) if v.dtype == dtype]
-        bucket = torch.cat([values[i].reshape(-1) for i in which])
-        parts = collectives.psum(bucket, mesh, axes).split([values[i].numel() for i in which])
-        for i, part in zip(which, parts, strict=True):
-            summed[i] = part.view(values[i].shape)
+        for which in _buckets(values, dtype):
+            bucket = torch.cat([values[i].reshape(-1) for i in which])
+            parts = collectives.psum(bucket, mesh, axes).split([values[i].numel() for i in which])
+            for i, part in zip(which, parts, strict=True):
+                summed[i] = part.view(values[i].shape)
     return trees.fill(tree, summed)
+
+
+def _buckets(values: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
+    """The numbers of the values of a dtype, in runs of at most `BUCKET_BYTES`."""
+    bucket: list[int] = []
+    room = BUCKET_BYTES
+    for i, value in enumerate(values):
+        if value.dtype == dtype:
+            if bucket and value.nbytes > max(room, 0):
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+            bucket.append(i)
+            room -= value.nbytes
+    if bucket:
+        yield bucket
 
 
 def own_range(count: int, mesh: Mesh, axes: Axes) -> range:

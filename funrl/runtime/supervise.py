@@ -26,7 +26,7 @@ from funrl.data import arithmetic
 from funrl.data.prompts import prompt_batch
 from funrl.data.supervised import Lesson, lesson, load_lessons, to_batch
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.reshard import copied, unshard
+from funrl.mesh.reshard import copied, export_weights, unshard
 from funrl.mesh.rules import layouts
 from funrl.models import decoder, hf, value
 from funrl.models.compile import compile_layer
@@ -226,8 +226,11 @@ def teach(course: Course, mesh: Mesh, run_dir: str | None) -> Outcome:
             assert rows.length is not None
             said |= {"perf/total_num_tokens": float(rows.length.sum()), "memory/peak_gb": peak_memory_gb(mesh)}
             observer.step(step, said, clock.take())
-        save = _save_rewards if course.reads == "rewards" else hf.save
-        observer.finish(unshard(student.learner.params, methods.layouts, mesh), None, save)
+        params, lies, head_1D = student.learner.params, methods.layouts, None
+        if course.reads == "rewards":
+            head_1D = unshard(params["value"], lies["value"], mesh)
+            params, lies = params["decoder"], lies["decoder"]
+        observer.finish(export_weights(params, lies, mesh, hf.hf_names(job.config)), None, head_1D)
     return Outcome(first, last, None)
 
 
@@ -314,10 +317,6 @@ def _evaluate(course: Course, methods: Methods, student: Student, held: Batch) -
     fractions, metrics = course.loss(said, held)
     loss = {"eval/loss": sum(f.value.item() for f in fractions)}
     return loss | {f"eval/{name.rsplit('/', 1)[-1]}": f.value.item() for name, f in metrics.items()}
-
-
-def _save_rewards(path: Any, config: Any, params: trees.Tree, tokenizer: Any) -> None:
-    hf.save(path, config, params["decoder"], tokenizer, head_1D=params["value"])
 
 
 def lessons_of(settings: SupervisedSettings, kind: str, tokenizer: Any) -> tuple[list[Lesson], list[Lesson]]:

@@ -1,7 +1,11 @@
 """Attention, rotary positions and norm, each against its plain reference."""
 
+import importlib
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funrl.compiled_kernels.attention import attention, attention_reference
 from funrl.compiled_kernels.norm import rms_norm, rms_norm_reference
@@ -29,6 +33,29 @@ def test_attention_equals_reference(heads, kv_heads, kind):
     cotangent = _draw(*out.shape, seed=4).detach()
     grads = zip(*(torch.autograd.grad(o, (q, k, v), cotangent) for o in (out, expected)), strict=True)
     assert all((g - e).abs().max() < 1e-12 for g, e in grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_on_a_gpu_compiles_and_takes_a_kernel_without_a_matrix_of_weights(dtype, masked, monkeypatch):
+    """Without a GPU: on tensors that only say that they are on one."""
+    importlib.import_module("funrl.models.compile")
+    heads = []
+    kernel = F.scaled_dot_product_attention
+
+    def seen(q, k, v, *args, **kwargs):
+        heads.append((q.shape[1], k.shape[1], v.shape[1]))
+        return kernel(q, k, v, *args, **kwargs)
+
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 8, n, 16, device="cuda", dtype=dtype) for n in (4, 2))
+        mask = torch.ones(1, 8, 8, dtype=torch.bool, device="cuda") if masked else None
+        compiled = torch.compile(attention, fullgraph=True, backend="eager")
+        assert compiled(q, k, k, mask, not masked).shape == q.shape
+        monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+        attention(q, k, k, mask, not masked)
+    assert heads == [(4, 2, 2) if dtype == torch.bfloat16 and not masked else (4, 4, 4)]
 
 
 def test_attention_of_one_mask_for_all_rows():

@@ -1,6 +1,7 @@
 """The native engine against transformers, the trainer's log-probabilities, itself split otherwise, and a count."""
 
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,21 @@ def test_bad_input_is_refused(make, prompts, how, message):
     engine.load(trees.named(weights(CONFIGS["llama"])))
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, Sampling(**how), 0)
+
+
+def test_old_weights_are_gone_when_new_ones_are_asked_for():
+    engine = native_engine(CONFIGS["llama"])
+    old = weights(CONFIGS["llama"])
+    engine.load(trees.named(old))
+    watched = weakref.ref(old["embed"])
+    del old
+
+    def new():
+        assert watched() is None
+        yield from trees.named(weights(CONFIGS["llama"]))
+
+    engine.load(new())
+    engine.generate(PROMPTS, Sampling(max_new_tokens=1), 0)
 
 
 def test_weights_are_checked():

@@ -52,7 +52,11 @@ def test_gather_rows_joins_uneven_and_empty_shares_exactly():
 
 
 @pytest.mark.gloo
-def test_psum_tree_sums_every_leaf_in_its_own_dtype():
+@pytest.mark.parametrize("bucket_bytes", [8, 128 << 20])
+def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
+    """Whether a collective has a leaf of its own or shares it."""
+    monkeypatch.setattr(spmd, "BUCKET_BYTES", bucket_bytes)
+
     def tree_of(n):
         return {
             "a": torch.full((2, 3), float(n), dtype=torch.float64),
@@ -70,6 +74,23 @@ def test_psum_tree_sums_every_leaf_in_its_own_dtype():
         for (name, got), (_, expected) in zip(trees.named(sums[axes]), trees.named(tree_of(total)), strict=True):
             assert got.dtype == expected.dtype and got.shape == expected.shape, name
             torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
+
+
+def test_buckets_are_full_and_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(spmd, "BUCKET_BYTES", 16)
+    values = [
+        torch.zeros(n, dtype=d)
+        for n, d in (
+            (2, torch.float32),
+            (1, torch.int64),
+            (2, torch.float32),
+            (1, torch.float32),
+            (9, torch.float32),
+            (0, torch.float32),
+        )
+    ]
+    assert list(spmd._buckets(values, torch.float32)) == [[0, 2], [3], [4, 5]]
+    assert list(spmd._buckets(values, torch.int64)) == [[1]] and list(spmd._buckets(values, torch.bool)) == []
 
 
 def test_psum_tree_on_one_device_copies_nothing():
