@@ -13,6 +13,7 @@ import torch
 from funrl.mesh.plan import Box, Plan, Route, held, volume
 
 DIRECT_BYTES = 256 << 10
+NEAR = 32  # distances between ranks whose messages may be started as one group
 
 
 class Part(NamedTuple):
@@ -56,16 +57,20 @@ class Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> tuple[Step, ...]:
+def program(
+    plan: Plan, rank: int, bucket_bytes: int, native: bool = False, direct_bytes: int | None = None
+) -> tuple[Step, ...]:
     """One rank's steps. Every rank has the same number of steps, of the same dtypes.
 
     A rank stages (sends and receives together) at most `bucket_bytes` in a step, unless that is less than one element
-    from each of its peers. A part of at least `DIRECT_BYTES` is a message by itself, so that it need not be staged
-    where it is contiguous.
+    from each of its peers.
 
     Args:
       native: gathers are all-gathers of the backend, not messages.
+      direct_bytes: a part of as many is a message by itself, so that it need not be staged where it is contiguous;
+        None: `DIRECT_BYTES`.
     """
+    direct = DIRECT_BYTES if direct_bytes is None else direct_bytes
     buckets = _buckets(plan, bucket_bytes)
     last = {item.leaf: i for i, bucket in enumerate(buckets) for item in bucket}
     mine: dict[tuple[int, int, int], tuple[list[Pieces], list[Pieces]]] = {}
@@ -84,7 +89,7 @@ def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> t
         for leaf, at, count in bucket:
             key = plan.takes[leaf], count, dtype.itemsize
             if key not in mine:
-                mine[key] = _mine(plan.routes[key[0]], rank, count, dtype.itemsize)
+                mine[key] = _mine(plan.routes[key[0]], rank, count, direct // dtype.itemsize)
             for direction, transfers in enumerate(mine[key]):
                 for peer, boxes, alone in transfers:
                     if at < len(boxes):
@@ -92,6 +97,20 @@ def program(plan: Plan, rank: int, bucket_bytes: int, native: bool = False) -> t
         sends, receives = (_messages(*three, rank) for three in zip(small, large, tags, strict=True))
         steps.append(Step(dtype, finished, sends, receives))
     return tuple(steps)
+
+
+def groups(step: Step, rank: int) -> list[tuple[list[int], list[int]]]:
+    """The numbers of the receives and the sends of a step that are started together, group after group.
+
+    NCCL cuts a group of hundreds of operations into kernels, on every rank in its own way, and a kernel of one rank can
+    then wait for a later one of another that waits for it (https://github.com/pytorch/pytorch/issues/174288). Here both
+    ranks of a message have it in the group of the same number, which holds those of similar distances only.
+    """
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for way, messages in enumerate((step.receives, step.sends)):
+        for i, message in enumerate(messages):
+            found.setdefault((abs(message.peer - rank) - 1) // NEAR, ([], []))[way].append(i)
+    return [found[number] for number in sorted(found)]
 
 
 def _messages(
@@ -124,8 +143,8 @@ class Pieces(NamedTuple):
     alone: tuple[bool, ...]
 
 
-def _mine(route: Route, rank: int, count: int, itemsize: int) -> tuple[list[Pieces], list[Pieces]]:
-    """What `rank` sends and what it receives on a route, in `count` parts."""
+def _mine(route: Route, rank: int, count: int, large: int) -> tuple[list[Pieces], list[Pieces]]:
+    """What `rank` sends and what it receives on a route, in `count` parts; `large` elements are a message."""
     outgoing: list[tuple[int, Box]] = []
     incoming: list[tuple[int, Box]] = []
     if route.way == "pieces":
@@ -138,7 +157,7 @@ def _mine(route: Route, rank: int, count: int, itemsize: int) -> tuple[list[Piec
 
     def cut(peer: int, box: Box) -> Pieces:
         boxes = _cut(box, count)
-        return Pieces(peer, boxes, tuple(volume(part) * itemsize >= DIRECT_BYTES for part in boxes))
+        return Pieces(peer, boxes, tuple(volume(part) >= large for part in boxes))
 
     return [cut(*one) for one in outgoing], [cut(*one) for one in incoming]
 

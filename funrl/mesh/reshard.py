@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import plan as plans
-from funrl.mesh.buckets import Message, Part, Step, program
+from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, groups, program
 from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
@@ -82,7 +82,9 @@ def reshard(
     """
     work = begin(tree, plan, mesh, donate)
     flying: list[Flight] = []
-    for step in program(plan, mesh.rank, bucket_bytes, _gathers_natively(plan, mesh)):
+    # Of messages that are started as one group there must be few: see `groups`.
+    direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
+    for step in program(plan, mesh.rank, bucket_bytes, _gathers_natively(plan, mesh), direct):
         flying.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(flying) == 2:
@@ -279,8 +281,9 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
         if message.parts not in packed:
             packed[message.parts] = pack(work, step, message)
     arriving = [room(work, step, message) for message in step.receives]
+    received: list[Any] = []
+    sent: list[Any] = []
     if mesh.device.type == "cpu":
-        received, sent = [], []
         for message, x in zip(step.receives, arriving, strict=True):
             with _blaming(mesh.rank, message.peer):
                 received.append(dist.irecv(x, message.peer, tag=message.tag))
@@ -288,10 +291,15 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
             with _blaming(mesh.rank, message.peer):
                 sent.append(dist.isend(packed[message.parts], message.peer, tag=message.tag))
     else:
-        operations = [dist.P2POp(dist.irecv, x, m.peer) for m, x in zip(step.receives, arriving, strict=True)]
-        operations += [dist.P2POp(dist.isend, packed[m.parts], m.peer) for m in step.sends]
-        together = _Together(dist.batch_isend_irecv(operations) if operations else [])
-        received, sent = [together] * len(step.receives), [together] * len(step.sends)
+        received, sent = [None] * len(step.receives), [None] * len(step.sends)
+        for receives, sends in groups(step, mesh.rank):
+            operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer) for i in receives]
+            operations += [dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer) for i in sends]
+            together = _Together(dist.batch_isend_irecv(operations))
+            for i in receives:
+                received[i] = together
+            for i in sends:
+                sent[i] = together
     return Flight(step, received, arriving, sent, list(packed.values()))
 
 

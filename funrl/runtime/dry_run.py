@@ -274,10 +274,10 @@ def _without_what_is_away(
 
 
 def _resharding(models: ensemble.Models, kept: dict[str, float], engine: float) -> Costs:
-    """The new copy for the engine is made while it holds the old one; a few buckets are on their way."""
+    """The engine's new copy is made when its old one is gone; a few buckets are on their way."""
     received = received_bytes(models.to_generate)
     staging = min(2 * BUCKET_BYTES, 2 * max(received, default=0))
-    peak = kept | {"weights": kept["weights"] + 2 * engine, "staging": float(staging)}
+    peak = kept | {"weights": kept["weights"] + engine, "staging": float(staging)}
     traffic = {("reshard", "all"): Traffic(1, float(max(received)))} if max(received, default=0) else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 

@@ -250,6 +250,38 @@ def test_large_parts_go_without_staging(monkeypatch):
     program.cache_clear()
 
 
+@pytest.mark.parametrize("before,after", [("dp64", "dp16,tp4"), ("dp8,tp8", "dp16,tp4"), ("dp128", "dp64,tp2")])
+def test_groups_of_messages_are_small_and_the_same_on_both_ends(before, after, monkeypatch):
+    """What NCCL starts at once: both ranks of a message have it in groups of one number, in the same order."""
+    monkeypatch.setattr(buckets, "NEAR", 8)
+    shapes = {f"w{i}": torch.empty(512, 256, device="meta") for i in range(6)}
+    src = {name: Layout((512, 256), (("data",), ()), sizes_of(before)) for name in shapes}
+    dst = {name: Layout((512, 256), ((), ("tensor",)), sizes_of(after)) for name in shapes}
+    made = plan(src, dst, torch.float32)
+    bucket_bytes = 1 << 18
+    programs = [program(made, rank, bucket_bytes, True, bucket_bytes // 8) for rank in range(made.world)]
+    most = 0
+    for steps in zip(*programs, strict=True):
+        sent, received = {}, {}
+        for rank, step in enumerate(steps):
+            numbers = []
+            for receives, sends in buckets.groups(step, rank):
+                most = max(most, len(receives) + len(sends))
+                peers = [step.receives[i].peer for i in receives] + [step.sends[i].peer for i in sends]
+                (number,) = {(abs(peer - rank) - 1) // 8 for peer in peers}
+                numbers.append(number)
+                for i in sends:
+                    sent.setdefault((rank, step.sends[i].peer), []).append((number, step.sends[i].parts))
+                for i in receives:
+                    received.setdefault((step.receives[i].peer, rank), []).append((number, step.receives[i].parts))
+            assert numbers == sorted(set(numbers))
+            assert sum(len(g[0]) + len(g[1]) for g in buckets.groups(step, rank)) == len(step.sends) + len(
+                step.receives
+            )
+        assert sent == received
+    assert 0 < most <= 4 * 8 + 8
+
+
 def test_gathers_are_native_where_the_backend_is_quick_and_the_mesh_has_the_groups():
     made = plan(layouts_of("dp4,tp2", FULLY), layouts_of("dp4,tp2"), torch.float32)
     gpu = torch.device("cuda")
