@@ -84,12 +84,16 @@ def evaluate(job: Job, models: Models, step: int, clock: Clock, show: Samples) -
 def collect(
     job: Job, models: Models, state: State, step: int, clock: Clock, show: Samples
 ) -> tuple[Batch, State, dict[str, float]]:
-    """A batch of rewarded completions. Prompts that the algorithm's filter drops are replaced, within bounds."""
+    """A batch of rewarded completions. Prompts of which the filter keeps no row are replaced, within bounds.
+
+    What is sampled and not used is counted: prompts that the filter dropped, prompts that it kept and the batch had no
+    room for, and rows that it dropped of the prompts that are used.
+    """
     settings, keep = job.settings, job.algorithm.keep
     examples: list[Example] = []
     parts: list[Rollout] = []
     kept: list[Tensor] = []
-    position, sampled = state.position, 0
+    position, sampled, passed = state.position, 0, 0
     for refill in range(settings.max_refills if keep is not None else 1):
         drawn = prompt_batch(job.task.prompts, settings.batch_prompts, settings.seed, position)
         with clock.phase("generate"):
@@ -98,13 +102,25 @@ def collect(
         if refill == 0 and (step == 1 or step % settings.sample_every == 0 or step == settings.steps):
             _show(job, drawn[:8], done, job.sampling.samples, step, show)
         kept_PS = _kept(job, drawn, done)
-        wanted = kept_PS.any(1).nonzero().squeeze(1).tolist()[: settings.batch_prompts - len(examples)]
+        found = kept_PS.any(1).nonzero().squeeze(1).tolist()
+        wanted, passed = found[: settings.batch_prompts - len(examples)], passed + len(found)
         examples += [drawn[i] for i in wanted]
         kept.append(kept_PS[wanted].flatten())
         parts.append(_prompts_of(done, wanted, job.sampling.samples))
         if len(examples) == settings.batch_prompts:
             break
-    metrics = {"filter_groups/kept_share": len(examples) / sampled, "filter_groups/sampled_prompts": sampled}
+    metrics = {
+        "filter_groups/kept_share": passed / sampled,
+        "filter_groups/sampled_prompts": sampled,
+        "filter_groups/dropped_prompts": sampled - passed,
+        "filter_groups/surplus_prompts": passed - len(examples),
+        "filter_groups/dropped_rows": sum(int((~rows).sum()) for rows in kept),
+    }
+    if 0 < len(examples) < settings.batch_prompts and keep is not None:
+        show.note(
+            f"step {step}: the filter kept {passed} of {sampled} prompts; the batch has {len(examples)} and not "
+            f"{settings.batch_prompts}; a --max_refills above {settings.max_refills} may fill it"
+        )
     if not examples:
         show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
         examples, parts = list(drawn), [done]
@@ -187,6 +203,7 @@ def learn(
     totals: dict[str, list[float]] = {}
     for epoch in range(settings.epochs):
         for rows in _mini_batches(job, batch, step, epoch):
+            learns = bool(rows.mask.any())  # where every token was rejected, not even the optimizer's momentum moves
             for part in parts:
                 with clock.phase(part.phase):
                     learner, old = learners[part.field], getattr(rows, part.old)
@@ -197,7 +214,8 @@ def learn(
                         part.layouts,
                     )  # fmt: skip
                     norm = global_norm(grads, part.layouts, models.mesh)
-                    learners[part.field] = update(part.optimizer, learner, grads)
+                    if learns:
+                        learners[part.field] = update(part.optimizer, learner, grads)
                 for key, x in (metrics | {part.name: loss, f"{part.name.split('/')[0]}/grad_norm": norm}).items():
                     totals.setdefault(key, []).append(float(x))
     return state._replace(**learners), {k: sum(v) / len(v) for k, v in totals.items()}
@@ -290,7 +308,7 @@ def _mini_batches(job: Job, batch: Batch, step: int, epoch: int) -> list[Batch]:
 
 
 def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
-    """Metrics of a scored batch."""
+    """Metrics of a scored batch; what no token has is left out."""
     mask, score_B = batch.mask, batch.score
     assert batch.rollout_logp is not None and batch.length is not None
     assert score_B is not None and batch.truncated is not None
@@ -298,22 +316,24 @@ def _describe(batch: Batch, signal: Signal) -> dict[str, float]:
     advantages = signal.x[signal.mask]
     out = {
         "reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min(),
-        "critic/advantages/mean": advantages.mean(), "critic/advantages/max": advantages.max(),
-        "critic/advantages/min": advantages.min(),
         "response_length/mean": response.mean(), "response_length/max": response.max(),
         "response_length/min": response.min(), "response_length/clip_ratio": batch.truncated.double().mean(),
         "rollout/logp_mean": batch.rollout_logp[mask].mean(),
         "perf/total_num_tokens": batch.length.sum(),
     }  # fmt: skip
+    if len(advantages):
+        out |= {"critic/advantages/mean": advantages.mean(), "critic/advantages/max": advantages.max()}
+        out |= {"critic/advantages/min": advantages.min()}
     if batch.old_logp is not None:
         out |= {k: x.value if isinstance(x, Fraction) else x for k, x in engine_gap(batch).items()}
     if batch.scores is not None and batch.scores.shape[1] > 1:
         out |= {f"reward/{i}/mean": mean for i, mean in enumerate(batch.scores.mean(0), 1)}
-    if batch.value is not None and signal.returns is not None:
+    if batch.value is not None and signal.returns is not None and len(advantages):
         returns, values = signal.returns[signal.mask], batch.value[signal.mask]
-        unexplained = (returns - values).var() / returns.var().clamp_min(1e-12)
-        out |= {"critic/vf_explained_var": 1 - unexplained, "critic/values/mean": values.mean()}
-        out |= {"critic/returns/mean": returns.mean()}
+        out |= {"critic/values/mean": values.mean(), "critic/returns/mean": returns.mean()}
+        if len(returns) > 1:
+            unexplained = (returns - values).var() / returns.var().clamp_min(1e-12)
+            out |= {"critic/vf_explained_var": 1 - unexplained}
     return {k: float(v) for k, v in out.items()}
 
 

@@ -73,7 +73,9 @@ class Settings:
     temperature: float = _flag(1.0, "rollout", "of sampling; the trainer's log-probabilities use it too")
     top_k: int = _flag(0, "rollout", "sample among the k likeliest tokens; 0: all")
     top_p: float = _flag(1.0, "rollout", "sample among the likeliest tokens of this total probability")
-    max_refills: int = _flag(8, "rollout", "batches sampled at most to replace rows that the algorithm's filter drops")
+    max_refills: int = _flag(
+        8, "rollout", "batches sampled at most to replace prompts that the algorithm's filter drops whole"
+    )
 
     lr: float | None = _flag(
         None, "update", "policy's peak learning rate; default: 1e-3 from scratch, 1e-5 with --model"

@@ -7,6 +7,9 @@ import pytest
 import torch
 from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job
 
+from funrl import trees
+from funrl.algos.compose import corrected
+from funrl.algos.corrections import mask_truncated
 from funrl.algos.filters import unequal_scores
 from funrl.generate.types import Completions, Sampling
 from funrl.mesh.launch import launch
@@ -192,17 +195,65 @@ def test_refills_replace_what_the_filter_drops():
     assert batch.tokens.shape[0] == 8
     assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
     assert metrics["filter_groups/sampled_prompts"] == after.position > 4  # some were thrown away
-    assert metrics["filter_groups/kept_share"] == pytest.approx(4 / after.position)
+    thrown = metrics["filter_groups/dropped_prompts"] + metrics["filter_groups/surplus_prompts"]
+    assert thrown == after.position - 4
+    kept = after.position - metrics["filter_groups/dropped_prompts"]
+    assert metrics["filter_groups/kept_share"] == pytest.approx(kept / after.position)
     assert len(set(batch.group.tolist())) == 4
 
 
 def test_refills_are_bounded_and_a_short_batch_is_reported():
     job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
     models, state = begin(job, single())
-    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), Quiet())
+    show = Quiet()
+    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), show)
     assert after.position == 3 * 4
     assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
-    assert metrics == {"filter_groups/kept_share": 3 / 12, "filter_groups/sampled_prompts": 12}
+    assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
+    assert ["the batch has 3 and not 4" in note for note in show.notes] == [True]
+
+
+def counts(metrics):
+    short = {"sampled_prompts": "sampled", "dropped_prompts": "dropped", "surplus_prompts": "surplus"}
+    names = {key: key.removeprefix("filter_groups/") for key in metrics}
+    return {(short | {"dropped_rows": "rows"}).get(name, name): metrics[key] for key, name in names.items()}
+
+
+def test_what_is_sampled_and_not_used_is_counted():
+    """Two of three prompts are kept: the second batch fills the first one up and has a prompt too many; of every
+    second prompt that is kept, one row is."""
+
+    def keep(batch):
+        prompt, sample = batch.group % 3, torch.arange(len(batch.group)) % 2
+        return (prompt == 0) | ((prompt == 1) & (sample == 0))
+
+    job = small_job(lambda: filtered(keep))
+    models, state = begin(job, single())
+    show = Quiet()
+    batch, _, metrics = phases.collect(job, models, state, 1, Clock(), show)
+    # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
+    assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
+    assert len(batch.tokens) == 7 and show.notes == []
+
+
+@pytest.mark.parametrize("compose", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
+    """After a step that moved the optimizer: no loss, no gradient, no change of any weight, no number that is not
+    finite."""
+    job = small_job(lambda: corrected(compose(), mask_truncated()))
+    models, state = begin(job, single())
+    for step, cut in ((1, False), (2, True)):
+        batch, state, _ = phases.collect(job, models, state, step, Clock(), Quiet())
+        batch = batch._replace(truncated=torch.full_like(batch.truncated, cut))
+        batch, state, scored = phases.score_batch(job, models, state, batch, Clock())
+        before = trees.clone((state.policy, state.critic))
+        state, learned = phases.learn(job, models, state, batch, step, Clock())
+        after = (state.policy, state.critic)
+        same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(after), strict=True))
+        assert same == cut
+        assert all(map(math.isfinite, (scored | learned).values()))
+    assert "critic/advantages/max" not in scored and "reward/mean" in scored
+    assert learned["actor/pg_loss"] == 0 and learned["actor/grad_norm"] == 0
 
 
 def test_a_filter_that_drops_everything_is_said_and_ends():
