@@ -14,7 +14,7 @@ class Batch(NamedTuple):
     """
 
     tokens: Tensor  # [B, T] int64, prompt then completion then padding
-    mask: Tensor  # [B, T] bool, true exactly on tokens that the policy sampled
+    mask: Tensor  # [B, T] bool, true exactly on tokens that the policy sampled, less what a correction has rejected
     positions: Tensor | None = None  # [B, T] int64, position of each token in its sequence; None: 0, 1, 2, ...
     segments: Tensor | None = None  # [B, T] int64, which sequence of a packed row; 0 is padding; None: one a row
     length: Tensor | None = None  # [B] int64, tokens of the row that are not padding
@@ -38,6 +38,7 @@ class Batch(NamedTuple):
     old_entropy: Tensor | None = None  # [B, T] nats, of the trainer's policy before the first update on this batch
     entropy_coefficient: Tensor | None = None  # [B, T] factor of an adaptive entropy bonus, one number
     selected: Tensor | None = None  # [B, T] bool, tokens that a piece picked out of the whole batch
+    sampled: Tensor | None = None  # [B, T] bool, the mask before corrections
     label: Tensor | None = None  # [B, T] judgement, 0 to 1: of a step at its end, of a sequence on all tokens
     margin: Tensor | None = None  # [B, T] by how much a chosen sequence should win, on all of its tokens
     kl_baseline: Tensor | None = None  # [B, T] nats, KTO's reference point, the same everywhere

@@ -274,11 +274,6 @@ def token_fraction(x_BT: Tensor, mask_BT: Tensor) -> Fraction:
     return Fraction(where_masked(x_BT, mask_BT).sum(), mask_BT.count_nonzero().to(x_BT.dtype))
 
 
-def row_fraction(x_B: Tensor) -> Fraction:
-    """The mean of x over rows, as a fraction."""
-    return Fraction(x_B.sum(), torch.tensor(float(x_B.shape[0]), dtype=x_B.dtype, device=x_B.device))
-
-
 TOKEN_FIELDS = ("token_reward", "rollout_logp", "old_logp", "ref_logp", "teacher_logp", "value", "sum_pi_squared")
 TOKEN_FIELDS += ("advantage", "returns", "weight", "entropy", "old_entropy", "entropy_coefficient", "selected")
 TOKEN_FIELDS += ("label", "margin", "kl_baseline", "reward_logp")

@@ -113,14 +113,16 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
 
 
 def label_outcomes() -> Advantage:
-    """Sets `batch.label` to the row's raw score on all of its sampled tokens, for `implicit_reward_loss`.
+    """Sets `batch.label` to the row's raw score on all of its sampled tokens, rejected ones included.
+
+    It is what `implicit_reward_loss` learns from.
 
     Needs: score [B] in 0 to 1. Makes: label [B, T]. The signal's x is left alone.
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         assert batch.score is not None
-        label_BT = where_masked(batch.score[:, None].expand(signal.mask.shape), signal.mask)
+        label_BT = where_masked(batch.score[:, None].expand(batch.mask.shape), batch.mask)
         return signal._replace(extra=signal.extra | {"label": label_BT}), state
 
     return Advantage(lambda: (), update, frozenset({"score"}), frozenset({"label"}))
@@ -129,8 +131,8 @@ def label_outcomes() -> Advantage:
 def implicit_reward_loss(beta: float = 0.05) -> Loss:
     """Trains an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
 
-    The sum is over the tokens of the mask: what a correction has rejected is in no Q, and a sequence without a token
-    left is not learnt from.
+    The sum is over the tokens of the mask. The trainer gives it the mask before corrections: a completion's outcome is
+    that of all of its tokens.
 
     L_i = - s log sigmoid(Q) - (1 - s) log sigmoid(-Q),  Q = beta sum_t (log pi_rm - log pi_ref), the mean over
     sequences; s is the mean label of the sequence's tokens.

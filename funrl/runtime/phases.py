@@ -188,6 +188,8 @@ def score_batch(
         signal, advantage_state = job.algorithm.advantage.update(signal, state.advantage, batch)
     metrics = _describe(batch, signal) | {k: f.value.item() for k, f in signal.metrics.items()}
     made = {"advantage": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
+    if state.reward_model is not None:
+        made["sampled"] = batch.mask
     batch = batch._replace(**made, **signal.extra)
     if signal.rows is not None:
         batch = select(batch, signal.rows)
@@ -203,18 +205,18 @@ def learn(
     totals: dict[str, list[float]] = {}
     for epoch in range(settings.epochs):
         for rows in _mini_batches(job, batch, step, epoch):
-            learns = bool(rows.mask.any())  # where every token was rejected, not even the optimizer's momentum moves
             for part in parts:
                 with clock.phase(part.phase):
                     learner, old = learners[part.field], getattr(rows, part.old)
+                    own = rows._replace(mask=getattr(rows, part.mask))
                     old = rows.rollout_logp if old is None else old
                     assert old is not None
                     grads, metrics, loss = gradient(
-                        part.objective, part.loss, learner.params, rows, old, models.mesh, settings.token_budget,
+                        part.objective, part.loss, learner.params, own, old, models.mesh, settings.token_budget,
                         part.layouts,
                     )  # fmt: skip
                     norm = global_norm(grads, part.layouts, models.mesh)
-                    if learns:
+                    if own.mask.any():  # where every token was rejected, not even the optimizer's momentum moves
                         learners[part.field] = update(part.optimizer, learner, grads)
                 for key, x in (metrics | {part.name: loss, f"{part.name.split('/')[0]}/grad_norm": norm}).items():
                     totals.setdefault(key, []).append(float(x))
@@ -232,6 +234,7 @@ class Part(NamedTuple):
     objective: Objective
     optimizer: Transformation
     layouts: trees.Tree
+    mask: str = "mask"  # field of the batch that says which tokens it learns from
 
 
 def _parts(job: Job, models: Models, step: int) -> list[Part]:
@@ -251,7 +254,7 @@ def _parts(job: Job, models: Models, step: int) -> list[Part]:
     if (loss := algorithm.reward_loss) is not None:
         names = ("reward_model", "update_reward", "reward_model/loss", "reward_logp")
         objective = of_logp(loss, models.reward_layouts)
-        parts.append(Part(*names, loss, objective, models.reward_optimizer, models.reward_layouts))
+        parts.append(Part(*names, loss, objective, models.reward_optimizer, models.reward_layouts, "sampled"))
     if step > job.settings.critic_warmup_steps:
         names, loss = ("policy", "update_actor", "actor/pg_loss", "old_logp"), algorithm.policy_loss
         objective = of_logp(loss, models.policy_layouts, True)

@@ -407,7 +407,6 @@ NO_PIECES = {  # public functions that need no row: what is wrong with them fail
     "core.needs_of": "the same",
     "core.check_rank": "test_arguments.py",
     "core.token_fraction": "every metric",
-    "core.row_fraction": "a metric of rows, for pieces of users",
     "core.where_masked": "every piece",
     "core.clean": "test_loss_does_not_see_what_is_outside_the_mask",
     "core.sequence_sums": "every reduction over sequences",

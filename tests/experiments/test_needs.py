@@ -12,7 +12,9 @@ import torch
 
 import funrl.algos
 from funrl import trees
+from funrl.algos.compose import corrected
 from funrl.algos.core import Algorithm, add, chain, needs_of, reduce
+from funrl.algos.corrections import mask_truncated
 from funrl.algos.distillation import distillation
 from funrl.algos.filters import not_truncated
 from funrl.algos.gdpo import gdpo
@@ -185,6 +187,21 @@ def test_the_implicit_reward_model_begins_as_the_policy_and_learns_on_its_own():
     ]
     assert any(moved)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(reference), trees.leaves(state.reference), strict=True))
+
+
+def test_the_implicit_reward_model_learns_from_whole_completions_whatever_is_rejected():
+    """Where every other completion is rejected as truncated, the reward model's step is the same; the policy's not."""
+    ends = []
+    for pieces in ((), (mask_truncated(),)):
+        job, models, state = begin(lambda pieces=pieces: corrected(dataclasses.replace(prime(), keep=None), *pieces))
+        batch, state, _ = phases.collect(job, models, state, 1, Clock(), Quiet())
+        batch = batch._replace(truncated=torch.arange(len(batch.tokens)) % 2 == 0)
+        batch, state, _ = phases.score_batch(job, models, state, batch, Clock())
+        assert batch.sampled.sum() > batch.mask.sum() or not pieces
+        state, metrics = phases.learn(job, models, state, batch, 1, Clock())
+        ends.append((trees.leaves(state.reward_model.params), metrics["reward_model/loss"], metrics["actor/pg_loss"]))
+    assert all(map(torch.equal, ends[0][0], ends[1][0])) and ends[0][1] == ends[1][1]
+    assert ends[0][2] != ends[1][2]
 
 
 def test_in_the_first_steps_only_the_critic_learns():
