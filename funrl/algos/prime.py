@@ -40,6 +40,8 @@ def prime(
       easiest, hardest: prompts are kept whose mean score lies strictly between.
       entropy: factor of the entropy bonus, in units of advantage per nat.
     Needs: score in 0 to 1, group, old_logp, reward_logp, ref_logp. Filter: groups of middling scores.
+
+    Warning: advantages of a group of equal rewards, or of one row, are not 0: see the head of this file.
     """
     rewards = chain(label_outcomes(), leave_one_out(), to_last_token(), implicit_rewards(beta, process))
     return Algorithm(

@@ -49,6 +49,8 @@ def reinforce_plus_plus_baseline(
       kl_loss: factor of the KL, in units of advantage per nat; 0: none, and no reference.
       entropy: factor of the entropy bonus, in units of advantage per nat.
     Needs: score, group, old_logp, and ref_logp where there is a KL.
+
+    Warning: advantages of a group of equal rewards, or of one row, are not 0: see the head of this file.
     """
     return Algorithm(
         advantage=chain(group_center(), to_tokens(), whiten()),
