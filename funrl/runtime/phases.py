@@ -183,10 +183,12 @@ def score_batch(
             )
             batch = batch._replace(value=values)
     with clock.phase("advantage"):
-        assert batch.score is not None
-        signal = Signal(batch.score, batch.mask)
-        signal, advantage_state = job.algorithm.advantage.update(signal, state.advantage, batch)
-    metrics = _describe(batch, signal) | {k: f.value.item() for k, f in signal.metrics.items()}
+        here = _on_cpu(batch)
+        assert here.score is not None
+        signal = Signal(here.score, here.mask)
+        signal, advantage_state = job.algorithm.advantage.update(signal, state.advantage, here)
+        metrics = _describe(here, signal) | {k: f.value.item() for k, f in signal.metrics.items()}
+        signal = trees.map(lambda x: x.to(batch.tokens.device), signal)
     made = {"advantage": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
     if state.reward_model is not None:
         made["sampled"] = batch.mask
@@ -295,7 +297,14 @@ def _kept(job: Job, examples: Sequence[Example], done: Rollout) -> Tensor:
     """[prompts, samples] bool, the rows that the algorithm's filter keeps."""
     if job.algorithm.keep is None:
         return torch.ones(len(examples), job.sampling.samples, dtype=torch.bool, device=done.score.device)
-    return job.algorithm.keep(to_batch(examples, done, job.sampling, job.pad, 0)).view(len(examples), -1)
+    kept = job.algorithm.keep(_on_cpu(to_batch(examples, done, job.sampling, job.pad, 0)))
+    return kept.view(len(examples), -1).to(done.score.device)
+
+
+def _on_cpu(batch: Batch) -> Batch:
+    """The batch where every sum has one order. A GPU may add the rows of a group in another order on every rank, and
+    ranks that differ in a last bit may keep other rows."""
+    return trees.map(lambda x: x.cpu(), batch)
 
 
 def _prompts_of(done: Rollout, prompts: list[int], samples: int) -> Rollout:
