@@ -82,6 +82,7 @@ CASES = [(page, line) for page in PAGES for line in commands(page)]
 def test_commands_run(page, line, tmp_path):
     write_files(page, tmp_path)
     tiny_model(tmp_path / "MODEL_DIR")
+    tiny_model(tmp_path / "TEACHER_DIR")
     prompt = {"prompt": "Tell me of a cat. "}
     (tmp_path / "PROMPTS.jsonl").write_text("".join(json.dumps(prompt) + "\n" for _ in range(20)))
     (tmp_path / "REWARD.py").write_text(
