@@ -23,6 +23,7 @@ LAYOUTS = {
     "dp2,tp2 computed again": {"mesh": "dp2,tp2", "remat": "full"},
     "dp2,ep2 sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep"},
     "dp8": {"mesh": "dp8"},
+    "tp8": {"mesh": "tp8"},
     "dp4,tp2 to dp2,tp4": {"mesh": "dp4,tp2", "generate_mesh": "dp2,tp4"},
 }
 
