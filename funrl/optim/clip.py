@@ -42,12 +42,15 @@ def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None 
     return collectives.psum(mine, mesh, over).sqrt()
 
 
-def clip_by_global_norm(max_norm: float, norm: Callable[[trees.Tree], Tensor] = global_norm) -> Transformation:
+def clip_by_global_norm(
+    max_norm: float, norm: Callable[[trees.Tree], Tensor] = global_norm, in_place: bool = False
+) -> Transformation:
     """Scales the gradients down together to a global norm of at most `max_norm`: g min(1, max_norm / |g|).
 
     Args:
       max_norm: in units of the gradient's norm.
       norm: tree -> scalar; over a mesh, `functools.partial(global_norm, layouts=..., mesh=...)`.
+      in_place: `update` takes over the gradients, whose memory becomes the updates.
 
     References: Pascanu et al., 2013, https://arxiv.org/abs/1211.5063
     Warning: as in optax; torch.nn.utils.clip_grad_norm_ divides by |g| + 1e-6 instead.
@@ -56,6 +59,7 @@ def clip_by_global_norm(max_norm: float, norm: Callable[[trees.Tree], Tensor] = 
     def clip(grads: trees.Tree, params: trees.Tree) -> trees.Tree:
         size = norm(grads)
         factor = torch.where(size < max_norm, torch.ones_like(size), max_norm / size)
-        return trees.map(lambda g: g * factor.to(g.dtype), grads)
+        scale = torch.Tensor.mul_ if in_place else torch.mul
+        return trees.map(lambda g: scale(g, factor.to(g.dtype)), grads)
 
     return stateless(clip)

@@ -37,6 +37,6 @@ def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.T
     }
     norm = functools.partial(global_norm, layouts=layouts, mesh=mesh)
     return chain(
-        clip_by_global_norm(settings.max_grad_norm, norm),
+        clip_by_global_norm(settings.max_grad_norm, norm, in_place=True),
         fused_adamw(schedules[settings.lr_schedule](), weight_decay=settings.weight_decay, mask=matrices),
     )

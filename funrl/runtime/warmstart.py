@@ -73,7 +73,7 @@ def supervise(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, weights: tr
     """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
     steps, loss = job.warmstart_steps, reduce(negative_log_likelihood(), token_mean())
     optimizer = chain(
-        clip_by_global_norm(1.0, lambda g: global_norm(g, layouts, mesh)),
+        clip_by_global_norm(1.0, lambda g: global_norm(g, layouts, mesh), in_place=True),
         fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99),
     )
     objective = policy_objective(job.config, loss, mesh, 1.0, layer, job.dtype, layouts)

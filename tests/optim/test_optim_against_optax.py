@@ -66,7 +66,7 @@ OPTIMIZERS = {
         lambda: optax.chain(optax.add_decayed_weights(0.2, decays), optax.scale_by_schedule(theirs()), optax.scale(-1)),
     ),
     "all together": (
-        lambda: optim.chain(optim.clip_by_global_norm(3.0), optim.fused_adamw(OURS, weight_decay=0.1)),
+        lambda: optim.chain(optim.clip_by_global_norm(3.0, in_place=True), optim.fused_adamw(OURS, weight_decay=0.1)),
         lambda: optax.chain(optax.clip_by_global_norm(3.0), optax.adamw(theirs(), weight_decay=0.1)),
     ),
 }

@@ -71,6 +71,11 @@ def test_clipping_scales_to_the_norm_and_passes_what_is_below():
     for limit, factor in ((10.0, 1.0), (5.0, 1.0), (1.0, 0.2)):
         clipped, _ = optim.clip_by_global_norm(limit).update(g, (), g)
         torch.testing.assert_close(clipped, trees.map(lambda x, f=factor: f * x, g))
+        given = trees.clone(g)
+        same, _ = optim.clip_by_global_norm(limit, in_place=True).update(given, (), given)
+        assert all(
+            x is y and torch.equal(x, z) for x, y, z in zip(*map(trees.leaves, (same, given, clipped)), strict=True)
+        )
 
 
 def test_the_norm_of_low_precision_is_taken_in_float32_and_of_nothing_is_zero():
