@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import functools
 import inspect
@@ -37,7 +38,7 @@ from funrl.runtime.report import ReportError, write_report
 from funrl.runtime.run_directory import RunDirectoryError, open_run
 from funrl.runtime.settings import Settings, SettingsError
 
-PLAIN = (RunDirectoryError, ModelError)  # their messages say all that a user needs
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError)  # their messages say all that a user needs
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 
 
@@ -117,7 +118,8 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
     status, outcome, problem = 0, None, ""
     try:
         with _terminated_as_interrupted():
-            outcome = launch(functools.partial(_rank, command, run_dir), job.sizes, job.device, PLAIN)
+            program, patience = functools.partial(_rank, command, run_dir), command.settings.timeout
+            outcome = launch(program, job.sizes, job.device, PLAIN, datetime.timedelta(minutes=patience))
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if speaks else ""
     except (WorkerError, *PLAIN) as error:
@@ -127,15 +129,15 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
     if speaks and run_dir is not None:
         try:
             print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
-        except BrokenPipeError:
+        except OSError:  # whoever read it has gone
             discard_output()
     return _say(status, problem, speaks)
 
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Ends a run that a job scheduler terminates as it ends one that the user interrupts. Under torchrun, which waits
-    for its ranks, they end at once."""
+    """Ends a run that a job scheduler terminates, or whose terminal is gone, as it ends one that the user interrupts.
+    Under torchrun, which waits for its ranks, they end at once."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -143,11 +145,12 @@ def _terminated_as_interrupted() -> Iterator[None]:
     if "WORLD_SIZE" in os.environ:
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {sign: signal.signal(sign, interrupt) for sign in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _say(status: int, problem: str, speaks: bool) -> int:

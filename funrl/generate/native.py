@@ -336,6 +336,9 @@ def finish(sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, mod
     logp_RT, model_logp_RT = (x[:, :width].masked_fill(beyond_RT, 0) for x in (logp_RT, model_logp_RT))
     if not torch.isfinite(model_logp_RT).all():
         row, step = (~torch.isfinite(model_logp_RT)).nonzero()[0].tolist()
-        raise FloatingPointError(f"the model's logits are not finite at token {step} of completion {row}")
+        raise FloatingPointError(
+            f"the model's logits are not finite at token {step} of completion {row}: its weights are damaged, or it "
+            "has diverged, which a lower --lr may prevent"
+        )
     tokens_RT = tokens_RT[:, :width].masked_fill(beyond_RT, pad)
     return Completions(tokens_RT, lengths_R, logp_RT, model_logp_RT, finished_R)

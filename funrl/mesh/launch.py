@@ -60,6 +60,7 @@ def launch(
     sizes: Mapping[str, int],
     device: str | None = None,
     plain: tuple[type[Exception], ...] = (),
+    patience: timedelta = timedelta(minutes=10),
 ) -> Any:
     """Runs `program(mesh)` on every rank and returns what rank 0 returned.
 
@@ -68,6 +69,7 @@ def launch(
       sizes: size of each mesh axis.
       device: "cpu" or "cuda"; the default is `device_type()`.
       plain: exceptions whose message says all that a user needs; no traceback is shown of them.
+      patience: how long a rank waits for another in a collective before that is an error.
 
     Raises:
       MeshError: the mesh does not fit the devices.
@@ -80,17 +82,19 @@ def launch(
     world = Mesh(sizes).world
     if "WORLD_SIZE" in os.environ:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
-        with _process_group(sizes, rank, local, device, "env://") as mesh:
+        with _process_group(sizes, rank, local, device, "env://", patience) as mesh:
             return program(mesh)
     if world == 1:
         if device == "cuda":
             torch.cuda.set_device(0)
         return program(meshes.single(f"{device}:0" if device == "cuda" else "cpu"))
-    return _supervise(program, sizes, device, plain)
+    return _supervise(program, sizes, device, plain, patience)
 
 
 @contextlib.contextmanager
-def _process_group(sizes: dict[str, int], rank: int, local: int, device: str, rendezvous: str) -> Iterator[Mesh]:
+def _process_group(
+    sizes: dict[str, int], rank: int, local: int, device: str, rendezvous: str, patience: timedelta
+) -> Iterator[Mesh]:
     """The mesh as this rank sees it, with a process group for every combination of its axes."""
     world = Mesh(sizes).world
     where = torch.device(f"{device}:{local}" if device == "cuda" else "cpu")
@@ -102,7 +106,7 @@ def _process_group(sizes: dict[str, int], rank: int, local: int, device: str, re
         init_method=rendezvous,
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=10),
+        timeout=patience,
         **options,
     )
     yield Mesh(sizes, rank, where, _groups(sizes, rank))
@@ -132,26 +136,31 @@ def _groups(sizes: dict[str, int], rank: int) -> dict[tuple[str, ...], str]:
     return groups
 
 
-def _supervise(program: Callable, sizes: dict[str, int], device: str, plain: tuple[type[Exception], ...]) -> Any:
+def _supervise(
+    program: Callable, sizes: dict[str, int], device: str, plain: tuple[type[Exception], ...], patience: timedelta
+) -> Any:
     """Starts the ranks, waits for them, and ends all of them when one fails or the user interrupts."""
     with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
         pids: dict[int, int] = {}
         start = _fork if device == "cpu" else _spawn
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         try:
             for rank in range(Mesh(sizes).world):
-                pids[start(program, sizes, rank, device, folder, plain)] = rank
+                pids[start(program, sizes, rank, device, folder, plain, patience)] = rank
             failed = _wait(pids)
+            first_is_done = 0 not in pids.values() and 0 not in failed
         except KeyboardInterrupt:
             # The terminal has sent the interrupt to every rank too: give them time to leave their files readable.
             _end(pids, signal.SIGINT)
             raise
         finally:
             _end(pids, signal.SIGTERM)
+        result = os.path.join(folder, "result")
+        if first_is_done and not os.path.exists(result):
+            raise WorkerError("rank 0 ended before the program did, as os._exit does")
         if failed:
             raise WorkerError(_explain(folder, failed))
-        with open(os.path.join(folder, "result"), "rb") as file:
+        with open(result, "rb") as file:
             return pickle.load(file)
 
 
@@ -201,6 +210,12 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
         if number != signal.SIGABRT:
             name = signal.Signals(number).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    for rank, status in failed.items():
+        code = os.waitstatus_to_exitcode(status)
+        if code - 128 in (signal.SIGTERM, signal.SIGINT):  # which have not come from here yet
+            return f"rank {rank} was ended by {signal.Signals(code - 128).name}"
+        if code > 0 and not os.path.exists(os.path.join(folder, f"error-{rank}")):
+            return f"rank {rank} ended with status {code} and left no traceback"
     reports = []
     for name in os.listdir(folder):
         if name.startswith("error-"):
@@ -209,10 +224,7 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
                 reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
     if reports:
         return min(reports)[2]
-    if killed:
-        return f"rank {next(iter(killed))} aborted and left no traceback"
-    rank, status = next(iter(failed.items()))
-    return f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)} and left no traceback"
+    return f"rank {next(iter(killed))} aborted and left no traceback"
 
 
 def _fork(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> int:
@@ -234,7 +246,13 @@ def _spawn(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> i
 
 
 def _rank_main(
-    program: Callable, sizes: dict[str, int], rank: int, device: str, folder: str, plain: tuple[type[Exception], ...]
+    program: Callable,
+    sizes: dict[str, int],
+    rank: int,
+    device: str,
+    folder: str,
+    plain: tuple[type[Exception], ...],
+    patience: timedelta,
 ) -> None:
     """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
     _die_with_parent()
@@ -243,7 +261,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, _interrupted if rank == 0 else lambda *_: os._exit(130))
     status = 1
     try:
-        with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous") as mesh:
+        with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous", patience) as mesh:
             result = program(mesh)
             if rank == 0:
                 with open(os.path.join(folder, "result"), "wb") as file:
@@ -257,9 +275,15 @@ def _rank_main(
         _report(folder, rank, error, plain)
     finally:
         with contextlib.suppress(OSError):  # a reader of the output that has gone
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
         os._exit(status)
+
+
+def _flush() -> None:
+    """Writes out what has been printed, where there is somewhere to print to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:

@@ -19,6 +19,7 @@ from funrl.runtime import ensemble, offload, phases, warmstart
 from funrl.runtime.job import Job
 from funrl.runtime.observe import Observer
 from funrl.runtime.spmd import Clock, peak_memory_gb
+from funrl.runtime.step import Divergence
 
 
 class Outcome(NamedTuple):
@@ -37,7 +38,8 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
       mesh: the train mesh.
       run_dir: where rank 0 writes.
 
-    Returns: how it ended. A reward function that fails ends the run too, with everything learned so far saved.
+    Returns: how it ended. A reward function that fails, or a gradient that is not finite, ends the run too, with
+      everything learned so far saved.
     """
     settings, clock = job.settings, Clock()
     with Observer(job, run_dir if mesh.rank == 0 else None) as observer:
@@ -68,7 +70,7 @@ def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
                     last = phases.evaluate(job, models, step, clock, observer)
                     metrics |= last
                 observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, clock.take())
-        except RewardError as failure:
+        except (RewardError, Divergence) as failure:
             error = str(failure)
         state = place(state, ("params",))
         names = hf.hf_names(job.config)

@@ -29,6 +29,7 @@ from funrl.runtime.spmd import Clock
 from funrl.runtime.step import (
     Learner,
     Objective,
+    check_finite,
     engine_gap,
     gradient,
     policy_objective,
@@ -218,6 +219,7 @@ def learn(
                         part.layouts,
                     )  # fmt: skip
                     norm = global_norm(grads, part.layouts, models.mesh)
+                    check_finite(loss, norm, f"step {step}, {part.phase}")
                     if own.mask.any():  # where every token was rejected, not even the optimizer's momentum moves
                         learners[part.field] = update(part.optimizer, learner, grads)
                 for key, x in (metrics | {part.name: loss, f"{part.name.split('/')[0]}/grad_norm": norm}).items():

@@ -41,6 +41,7 @@ class Settings:
     hardware: str | None = _flag(
         None, "devices", "whose memory and speed --dry_run takes: a100, h100, h200, mi300x or cpu; default: h100"
     )
+    timeout: int = _flag(60, "devices", "minutes that a rank waits for another, which may wait for a slow reward")
     compile: str = _flag("auto", "devices", "on, off or auto: compile one decoder layer where it pays (on CUDA)")
 
     model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")

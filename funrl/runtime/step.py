@@ -32,6 +32,10 @@ Objective = Callable[[trees.Tree, Batch, Sequence[Tensor]], tuple[Tensor, Aux]]
 Forward = Callable[[trees.Tree, Batch], Sequence[Tensor]]
 
 
+class Divergence(ArithmeticError):
+    """A gradient that is not finite. It was not applied."""
+
+
 class Learner(NamedTuple):
     """One model that learns: its weights as this rank holds them, and its optimizer's state."""
 
@@ -100,6 +104,15 @@ def gradient(
     peaks = {k: pmax(v, mesh, ROWS) for k, v in peaks.items()}
     value = sum((Fraction(n, d).value for n, d in zip(nums, dens, strict=True)), torch.zeros_like(nums[0]))
     return grads, {k: Fraction(*v).value for k, v in metrics.items()} | peaks, value
+
+
+def check_finite(loss: Tensor, norm: Tensor, what: str) -> None:
+    """Raises Divergence, on every rank alike, where the norm of a gradient over the mesh is not finite."""
+    if not torch.isfinite(norm):
+        raise Divergence(
+            f"{what}: the gradient's norm is {norm.item()} and the loss {loss.item():.4g}; the update was not made. A "
+            "lower --lr or --max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"
+        )
 
 
 def update(optimizer: Transformation, learner: Learner, grads: trees.Tree) -> Learner:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -82,6 +83,39 @@ def test_a_rank_that_is_killed_ends_the_run():
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         launch(program, parse("dp2"), "cpu")
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank 1 was ended by SIGTERM"),
+        (lambda: os._exit(3), "rank 1 ended with status 3 and left no traceback"),
+    ],
+)
+def test_a_rank_that_ends_is_named_and_not_the_one_that_waits_for_it(end, said):
+    def program(m):
+        if m.rank == 1:
+            end()
+            time.sleep(5)
+        time.sleep(0.1)
+
+    with pytest.raises(WorkerError, match=said):
+        launch(program, parse("dp2"), "cpu")
+
+
+def test_a_first_rank_that_leaves_no_result_is_an_error():
+    with pytest.raises(WorkerError, match=r"rank 0 ended before the program did, as os\._exit does"):
+        launch(lambda m: os._exit(0) if m.rank == 0 else None, parse("dp2"), "cpu")
+
+
+def test_a_rank_that_waits_in_vain_says_so_in_time():
+    def program(m):
+        if m.rank == 0:
+            time.sleep(4)
+        collectives.psum(torch.ones(1), m, "data")
+
+    with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*[Tt]imed out"):
+        launch(program, parse("dp2"), "cpu", patience=timedelta(seconds=1))
 
 
 INTERRUPTED = """

@@ -1,12 +1,18 @@
 """`train` with a run directory: the same lines on every mesh, a model that loads, an end by a failing reward."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import gap, run_steps, small_job
+from small_runs import GRPO, gap, run_steps, small_job
 
+from funrl import trees
+from funrl.algos.core import reduce, scale
+from funrl.algos.reductions import token_mean
+from funrl.algos.terms import clipped_surrogate
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
 from funrl.models import hf
@@ -83,3 +89,15 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_learnt(mesh, tmp_path):
     _, saved = hf.load(run_dir / "model", torch.float64)
     learnt = run_steps(2, reward=lambda prompt, completion, **fields: len(completion) / 4)["policy"]
     assert gap(saved, learnt) < 1e-9
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+def test_a_gradient_that_is_not_finite_is_not_applied(mesh, tmp_path):
+    def broken():
+        return replace(GRPO(), policy_loss=reduce(scale(math.inf, clipped_surrogate()), token_mean()))
+
+    outcome, lines, run_dir = train_in(tmp_path / "run", mesh=mesh, compose=broken)
+    assert outcome.error.startswith("step 1, update_actor: the gradient's norm is nan") and "--lr" in outcome.error
+    assert lines == []
+    _, saved = hf.load(run_dir / "model", torch.float64)
+    assert all(x.isfinite().all() for x in trees.leaves(saved))
