@@ -299,10 +299,10 @@ def _report(run_dir: str) -> str:
     """Writes the report of whatever was written, and says what there is to open."""
     try:
         return f"open {write_report(run_dir)}"
-    except ReportError:  # it stopped before its first step, or the disk is full
-        return f"what was written is in {run_dir}"
+    except ReportError as error:  # it stopped before its first step, or the disk is full
+        return f"no report: {error}"
     except KeyboardInterrupt:
-        return f"what was written is in {run_dir}; no report"
+        return "no report"
 
 
 def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
