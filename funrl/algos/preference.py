@@ -179,7 +179,8 @@ def preference(loss: PairLoss, reward: PairReward) -> Term:
       reward: `reference_log_ratio(...)` or `log_likelihood(...)`.
     Needs: what the reward needs.
     Returns: a term; loss [B, T], the same on all tokens of a pair; metrics "preference/accuracy" (the chosen one's
-      reward is higher), "preference/chosen", "preference/rejected" and "preference/margin" (rewards, before beta).
+      reward is higher; a tie counts one half), "preference/chosen", "preference/rejected" and "preference/margin"
+      (rewards, before beta).
     """
 
     @needs(*needs_of(reward))
@@ -191,7 +192,10 @@ def preference(loss: PairLoss, reward: PairReward) -> Term:
 
 
 def pair_metrics(chosen_P: Tensor, rejected_P: Tensor, batch: Batch) -> dict[str, Fraction]:
-    """Means over pairs of the rewards, their difference, and how often the chosen one's is higher."""
+    """Means over pairs of the rewards, their difference, and how often the chosen one's is higher.
+
+    A tie counts one half, so a policy that is its reference has an accuracy of 1/2.
+    """
     present_P = pairs_present(batch)
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
 
@@ -199,7 +203,7 @@ def pair_metrics(chosen_P: Tensor, rejected_P: Tensor, batch: Batch) -> dict[str
         return Fraction(kept(x_P, present_P).sum(), present_P.sum().to(x_P.dtype))
 
     return {
-        "preference/accuracy": mean((chosen_P > rejected_P).to(chosen_P.dtype)),
+        "preference/accuracy": mean((1 + (chosen_P - rejected_P).sign()) / 2),
         "preference/chosen": mean(chosen_P),
         "preference/rejected": mean(rejected_P),
         "preference/margin": mean(chosen_P - rejected_P),

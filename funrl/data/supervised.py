@@ -39,10 +39,16 @@ class Text(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What belongs together: one text, or the chosen and the rejected one; and by how much the first should win."""
+    """What belongs together: one text, or the chosen and the rejected one.
+
+    Attributes:
+      margin: by how much the first text should win.
+      source: the file and the line it is from.
+    """
 
     texts: tuple[Text, ...]
     margin: float | None = None
+    source: str = ""
 
 
 def load_lessons(path: str | Path, kind: str, tokenizer: Any) -> list[Lesson]:
@@ -64,7 +70,7 @@ def load_lessons(path: str | Path, kind: str, tokenizer: Any) -> list[Lesson]:
             continue
         where = f"{path}, line {number}"
         try:
-            lessons.append(lesson(json.loads(line), kind, tokenizer))
+            lessons.append(lesson(json.loads(line), kind, tokenizer)._replace(source=where))
         except (ValueError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
@@ -126,12 +132,13 @@ def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: 
     Args:
       pad: id of the padding token.
       reader: end every text with one more token, and let the mask be true there and nowhere else: a value head's
-        number at that place has seen the whole text.
+        number at that place has seen the whole text. Padding tokens at the end of a text are not read, as in
+        transformers: a tokenizer that pads with its end-of-text token thus has that token not read either.
       device: where the batch goes.
     """
     rows, masks, places, segments = [], [], [], []
     for one in lessons:
-        texts = [Text([*t.tokens, pad], [False] * len(t.tokens) + [True]) for t in one.texts] if reader else one.texts
+        texts = [_read(text, pad) for text in one.texts] if reader else one.texts
         rows.append([i for t in texts for i in t.tokens])
         masks.append([i for t in texts for i in t.learnt])
         places.append([i for t in texts for i in range(len(t.tokens))])
@@ -146,6 +153,32 @@ def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: 
         return batch
     margin_B = torch.tensor([one.margin for one in lessons], device=device)
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
+
+
+def check_lengths(lessons: Sequence[Lesson], positions: int, tokenizer: Any) -> None:
+    """Compares texts with the longest sequence that a model was made for.
+
+    Raises:
+      DataError: naming the first lesson that is longer, and how many there are.
+    """
+    long = [(i, one) for i, one in enumerate(lessons, 1) if max(len(t.tokens) for t in one.texts) > positions]
+    if not long:
+        return
+    number, one = long[0]
+    which, text = max(enumerate(one.texts), key=lambda pair: len(pair[1].tokens))
+    name = "text" if len(one.texts) == 1 else f"prompt with {FIELDS['preferences'][which]!r}"
+    begins = tokenizer.decode(text.tokens[:40])[:60]
+    others = f"; {len(long)} of {len(lessons)} lessons are too long" if len(long) > 1 else ""
+    raise DataError(
+        f"{one.source or f'lesson {number}'}: the {name} has {len(text.tokens)} tokens, but the model has {positions} "
+        f"positions; shorten it, leave it out or take a model with more{others} (it begins {begins!r})"
+    )
+
+
+def _read(text: Text, pad: int) -> Text:
+    """The text without padding at its end, and behind it one token that is learnt."""
+    length = max((i for i, token in enumerate(text.tokens, 1) if token != pad), default=1)
+    return Text([*text.tokens[:length], pad], [False] * length + [True])
 
 
 def _completed(prompt: list[int], name: str, completion: Any, tokenizer: Any) -> Text:

@@ -144,7 +144,8 @@ def save(
       path: made where it is absent; older weights in it are replaced.
       config: its dtype is replaced by that of the weights.
       params: whole tensors.
-      tokenizer: anything with `save_pretrained`, such as a transformers tokenizer.
+      tokenizer: anything with `save_pretrained`, such as a transformers tokenizer. Its padding token is said in
+        config.json where `config` has none; with `head_1D` always, as transformers finds the end of a text by it.
       max_shard_bytes: beyond this the weights are split over several files, with an index.
       head_1D: a row that reads a reward from hidden states, [1, D]. The directory is then one for
         `AutoModelForSequenceClassification` with one label, and `params` have no unembedding.
@@ -172,7 +173,10 @@ def write(
     for shard in _split(itertools.chain(named_weights, head), max_shard_bytes):
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
+        partials[-1].write_bytes(b"")
+        mode = partials[-1].stat().st_mode  # as the umask has it; safetensors makes files that only their owner reads
         save_file(shard, partials[-1], metadata={"format": "pt"})
+        partials[-1].chmod(mode)
         shards.append(list(shard))
         total += trees.nbytes(shard)
     count = len(shards)
@@ -187,6 +191,9 @@ def write(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    padding = getattr(tokenizer, "pad_token_id", None)
+    if padding is not None and (config.pad is None or head_1D is not None):
+        raw["pad_token_id"] = padding
     if head_1D is not None:
         kind = raw["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
         raw |= {"architectures": [kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
@@ -242,6 +249,8 @@ def _tables(folder: Path) -> dict[Path, dict[str, Any]]:
 def _table(file: Path) -> dict[str, Any]:
     """What a safetensors file holds. It begins with the length of a table, then the table in JSON, then the numbers."""
     size = file.stat().st_size
+    if size == 0:
+        raise ModelError(f"{file} is empty; it should hold weights")
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or 8 + length > size:

@@ -128,7 +128,7 @@ def trace(
         tracer.hold_tree(student.learner.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         batch = supervise.judge(course, methods, student, batch, clock)
-        supervise.learn(course, methods, student, batch, clock)
+        supervise.learn(course, methods, student, batch, 1, clock)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
 
 

@@ -45,7 +45,10 @@ class Column:
 
 COLUMNS = (  # the order on screen
     Column("reward/mean", "reward", 7, ".3f"),
+    Column("train/loss", "loss", 7, ".4f"),
+    Column("eval/loss", "held out", 8, ".4f"),
     Column("eval/accuracy", "accuracy", 8, ".3f"),
+    Column("preference/margin", "margin", 7, ".3f"),
     Column("actor/ppo_kl", "KL", 8, ".1e"),
     Column("actor/kl_loss", "KL ref", 8, ".1e"),
     Column("actor/reward_kl_penalty", "KL ref", 8, ".1e"),
@@ -56,6 +59,7 @@ COLUMNS = (  # the order on screen
     Column("perf/tokens_per_s", "tok/s", 6, ".0f"),
     Column("time_s/step", "s/step", 6, ".2f"),
 )
+CURVES = {"reward/mean": "reward", "train/loss": "loss"}  # the first that a step reports is drawn above the live table
 DROPPED_FIRST = (
     "actor/kl_loss",
     "actor/reward_kl_penalty",
@@ -91,7 +95,8 @@ class Stage:
     rows: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=10))
     seen: set[str] = field(default_factory=set)
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))  # (step, seconds)
-    rewards: list[float] = field(default_factory=list)
+    curve: str = ""
+    drawn: list[float] = field(default_factory=list)
 
     @property
     def latest(self) -> dict[str, float]:
@@ -145,8 +150,9 @@ class Progress:
         stage.times.append((step, time.monotonic()))
         stage.rows.append((step, values))
         stage.seen |= set(values)
-        if math.isfinite(values.get("reward/mean", math.nan)):
-            stage.rewards.append(values["reward/mean"])
+        stage.curve = stage.curve or next((key for key in CURVES if key in values), "")
+        if math.isfinite(values.get(stage.curve, math.nan)):
+            stage.drawn.append(values[stage.curve])
         if self._live is not None:
             self._live.refresh()
         elif _is_training(stage):
@@ -203,9 +209,9 @@ class Progress:
         status = Text(f"{elapsed} gone, {_remaining(stage)}", style="dim")
         if not _is_training(stage):
             return Group(*parts, status, Text(_others(stage.latest), no_wrap=True, overflow="ellipsis"))
-        if stage.rewards:
-            status.append(f"   reward {stage.rewards[0]:.3f} to {stage.rewards[-1]:.3f} ")
-            status.append(_spark(stage.rewards, 24, console), style="green")
+        if stage.drawn:
+            status.append(f"   {CURVES[stage.curve]} {stage.drawn[0]:.3f} to {stage.drawn[-1]:.3f} ")
+            status.append(_spark(stage.drawn, 24, console), style="green")
         parts.append(status)
         parts.append(_table(stage, console))
         parts.append(_phase_bar(_shares(stage.latest), console.width))
@@ -236,7 +242,7 @@ def quiet_progress() -> Progress:
 
 
 def _is_training(stage: Stage) -> bool:
-    return bool(stage.seen & {"reward/mean", "eval/accuracy", "eval/reward"})
+    return bool(stage.seen & {"reward/mean", "eval/accuracy", "eval/reward", "eval/loss"})
 
 
 def _table(stage: Stage, console: Console) -> Table:
@@ -251,7 +257,7 @@ def _table(stage: Stage, console: Console) -> Table:
         table.add_column(column.heading, justify="right", min_width=column.width, no_wrap=True)
     rows = list(stage.rows)[-max(3, console.height - 9) :]
     for number, (step, values) in enumerate(rows):
-        style = "bold" if number == len(rows) - 1 else "green" if "eval/accuracy" in values else ""
+        style = "bold" if number == len(rows) - 1 else "green" if {"eval/accuracy", "eval/loss"} & set(values) else ""
         table.add_row(str(step), *(_cell(values, c, empty="") for c in columns), style=style)
     return table
 

@@ -52,7 +52,7 @@ class Chart(NamedTuple):
     dots: bool = False
 
 
-HEADLINE_CHARTS = (
+REWARD_CHARTS = (
     Chart("Reward", "mean of the step's completions", (("reward/mean", "sampled"), ("eval/reward", "held out"))),
     Chart(
         "Accuracy",
@@ -63,7 +63,27 @@ HEADLINE_CHARTS = (
         True,
     ),
 )
+LOSS_CHART = Chart(
+    "Loss", "what the gradient step minimises", (("train/loss", "batch"), ("eval/loss", "held out"))
+)
+LIKELIHOOD_CHARTS = (
+    LOSS_CHART,
+    Chart("Negative log-likelihood", "nats a token", (("actor/nll", "batch"), ("eval/nll", "held out"))),
+)
+PAIR_CHARTS = (
+    LOSS_CHART,
+    Chart(
+        "Pair accuracy",
+        "share of pairs whose chosen text scores higher; a tie is one half",
+        (("preference/accuracy", "batch"), ("eval/accuracy", "held out")),
+        False,
+        (0.0, 1.0),
+    ),
+)
 CHARTS = (
+    Chart("Margin", "chosen score less rejected", (("preference/margin", "batch"), ("eval/margin", "held out"))),
+    Chart("Scores", "of a batch's texts", (("preference/chosen", "chosen"), ("preference/rejected", "rejected"))),
+    Chart("Scores held out", "of held-out texts", (("eval/chosen", "chosen"), ("eval/rejected", "rejected"))),
     Chart("KL", "nats a token, from the policy that sampled", (("actor/ppo_kl", "KL"),)),
     Chart(
         "KL to the reference",
@@ -131,7 +151,7 @@ def render(run: Run) -> str:
     body = "".join(
         (
             _header(run, title),
-            _section("", '<div class="grid two">', [_chart(run, chart) for chart in HEADLINE_CHARTS]),
+            _section("", '<div class="grid two">', [_chart(run, chart) for chart in _headline_charts(run)]),
             _section("Training", _legend(run) + '<div class="grid three">', [_chart(run, chart) for chart in CHARTS]),
             _time(run),
             _samples(run),
@@ -144,6 +164,20 @@ def render(run: Run) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{_text(title)} - funrl</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
     )
+
+
+def _is_supervised(run: Run) -> bool:
+    return any("train/loss" in row for row in run.rows)
+
+
+def _has_pairs(run: Run) -> bool:
+    return any("preference/accuracy" in row for row in run.rows)
+
+
+def _headline_charts(run: Run) -> tuple[Chart, ...]:
+    if not _is_supervised(run):
+        return REWARD_CHARTS
+    return PAIR_CHARTS if _has_pairs(run) else LIKELIHOOD_CHARTS
 
 
 def _values(run: Run, key: str) -> list[tuple[int, float]]:
@@ -200,18 +234,26 @@ def _header(run: Run, title: str) -> str:
 def _title(config: dict[str, Any]) -> str:
     flags = config.get("flags") or {}
     name = str(config.get("experiment") or "run")
-    task = _base(flags.get("prompts")) or flags.get("task")
-    return f"{name.upper() if len(name) <= 5 else name.capitalize()}{f' on {task}' if task else ''}"
+    task = _base(flags.get("data")) or _base(flags.get("prompts")) or flags.get("task")
+    shown = name.upper() if len(name) <= 5 else name.capitalize().replace("_", " ")
+    return f"{shown}{f' on {task}' if task else ''}"
 
 
-def _held_out(run: Run) -> tuple[str, str]:
-    """What says best how a run went: the share of problems solved, or the reward where there is something between."""
+def _headlines(run: Run) -> list[tuple[str, str]]:
+    """The metrics that say best how a run went, with their names, the best of them first.
+
+    Of a run with rewards: the share of problems solved, or the reward where there is something between.
+    """
+    if _is_supervised(run):
+        accuracy = [("eval/accuracy", "held-out pair accuracy")] if _has_pairs(run) else []
+        return [*accuracy, ("eval/loss", "held-out loss"), ("train/loss", "training loss")]
     between = any(
         abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
         for row in run.rows
         if row.get("eval/reward") is not None and row.get("eval/accuracy") is not None
     )
-    return ("eval/reward", "held-out reward") if between else ("eval/accuracy", "held-out accuracy")
+    held_out = ("eval/reward", "held-out reward") if between else ("eval/accuracy", "held-out accuracy")
+    return [held_out, ("reward/mean", "reward")]
 
 
 def _headline(run: Run) -> str:
@@ -219,10 +261,10 @@ def _headline(run: Run) -> str:
     duration = _duration(_seconds(run))
     when = f"in {last} steps" + (f" and {duration}" if duration else "")
     sentence = f"The run took {when.removeprefix('in ')}."
-    for key, name in (_held_out(run), ("reward/mean", "reward")):
+    for key, name in _headlines(run):
         values = _values(run, key)
         if len(values) > 1:
-            ends = _ends(values, smooth=key == "reward/mean")
+            ends = _ends(values, smooth=not key.startswith("eval/"))
             before, after = (number(value) for value in ends)
             verb = "stayed at" if before == after else "rose from" if ends[1] > ends[0] else "fell from"
             rest = f"<b>{before}</b>" if before == after else f"<b>{before}</b> to <b>{after}</b>"
@@ -236,11 +278,12 @@ def _headline(run: Run) -> str:
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Label, value and what stands below it, for whatever the run has measured."""
     tiles = []
-    for key, name in (_held_out(run), ("reward/mean", "reward")):
+    margin = [("eval/margin", "held-out margin")] if _has_pairs(run) else []
+    for key, name in (*_headlines(run), *margin):
         values = _values(run, key)
         if values:
-            before, after = _ends(values, smooth=key == "reward/mean")
-            best = max(value for _, value in values)
+            before, after = _ends(values, smooth=not key.startswith("eval/"))
+            best = (min if key.endswith("/loss") else max)(value for _, value in values)
             below = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
             tiles.append((name.capitalize(), number(after), below))
     seconds, steps = _seconds(run), [value for _, value in _values(run, "time_s/step")]

@@ -33,7 +33,7 @@ Forward = Callable[[trees.Tree, Batch], Sequence[Tensor]]
 
 
 class Divergence(ArithmeticError):
-    """A gradient that is not finite. It was not applied."""
+    """A loss or a gradient that is not finite. It was not applied."""
 
 
 class Learner(NamedTuple):
@@ -107,8 +107,8 @@ def gradient(
 
 
 def check_finite(loss: Tensor, norm: Tensor, what: str) -> None:
-    """Raises Divergence, on every rank alike, where the norm of a gradient over the mesh is not finite."""
-    if not torch.isfinite(norm):
+    """Raises Divergence, on every rank alike, where a loss or its gradient's norm over the mesh is not finite."""
+    if not torch.isfinite(norm) & torch.isfinite(loss):
         raise Divergence(
             f"{what}: the gradient's norm is {norm.item()} and the loss {loss.item():.4g}; the update was not made. A "
             "lower --lr or --max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"

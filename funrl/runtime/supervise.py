@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from funrl.algos.supervised import negative_log_likelihood
 from funrl.batch import Batch
 from funrl.data import arithmetic
 from funrl.data.prompts import prompt_batch
-from funrl.data.supervised import Lesson, lesson, load_lessons, to_batch
+from funrl.data.supervised import Lesson, check_lengths, lesson, load_lessons, to_batch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import copied, export_weights, unshard
 from funrl.mesh.rules import layouts
@@ -43,7 +44,18 @@ from funrl.runtime.rollout import Example
 from funrl.runtime.settings import Settings, SettingsError
 from funrl.runtime.sharding import train_rules
 from funrl.runtime.spmd import Clock, peak_memory_gb
-from funrl.runtime.step import Forward, Learner, Objective, gradient, policy_objective, score, update, value_objective
+from funrl.runtime.step import (
+    Divergence,
+    Forward,
+    Learner,
+    Objective,
+    check_finite,
+    gradient,
+    policy_objective,
+    score,
+    update,
+    value_objective,
+)
 
 LESSONS = 4096  # made of the embedded task
 
@@ -144,8 +156,14 @@ def prepare_course(
 
     def task(settings: Settings, tokenizer: Any) -> Task:
         assert isinstance(settings, SupervisedSettings)
+        if reads == "rewards" and tokenizer.pad_token_id is None:  # transformers needs one to read rewards of a batch
+            tokenizer.pad_token = tokenizer.eos_token
         found.extend(lessons_of(settings, kind, tokenizer))
-        texts = [Example(max((t.tokens for t in one.texts), key=len), "", {}) for part in found for one in part]
+        config = arithmetic.model_config() if settings.model is None else hf.check(settings.model)
+        every = {id(one): one for part in found for one in part}  # the held-out ones may be those of training
+        check_lengths([*every.values()], config.max_positions, tokenizer)
+        # To a job a text is a prompt and one new token.
+        texts = [Example(max((t.tokens[:-1] for t in one.texts), key=len), "", {}) for part in found for one in part]
         if settings.data is not None:
             return Task(Path(settings.data).stem, texts, texts, (), (), None, 1)
         return Task("arithmetic", texts, texts, (), (), arithmetic.demonstrations, 1)
@@ -205,7 +223,10 @@ class Student(NamedTuple):
 
 
 def teach(course: Course, mesh: Mesh, run_dir: str | None) -> Outcome:
-    """The whole run, on this rank: arguments and result are those of `loop.train`."""
+    """The whole run, on this rank: arguments and result are those of `loop.train`.
+
+    A loss or a gradient that is not finite ends the run; what is saved is the model before that update.
+    """
     job, clock = course.job, Clock()
     settings, count = job.settings, job.settings.batch_prompts
     with Observer(job, run_dir if mesh.rank == 0 else None) as observer:
@@ -213,25 +234,31 @@ def teach(course: Course, mesh: Mesh, run_dir: str | None) -> Outcome:
         weights = warmstart.initial_weights(job, mesh, methods.decoder_layouts, methods.layer, observer)
         student = first_student(course, methods, *first_weights(course, methods, weights))
         held = judge(course, methods, student, batch_of(course, course.heldout, mesh.device), Clock())
-        first = last = _evaluate(course, methods, student, held)
-        for step in range(1, settings.steps + 1):
-            drawn = prompt_batch(course.lessons, count, settings.seed, (step - 1) * count)
-            rows = judge(course, methods, student, batch_of(course, drawn, mesh.device), clock)
-            student, said = learn(course, methods, student, rows, clock)
-            said |= first if step == 1 else {}
-            if step % settings.eval_every == 0 or step == settings.steps:
-                with clock.phase("eval"):
-                    last = _evaluate(course, methods, student, held)
-                said |= last
-            assert rows.length is not None
-            said |= {"perf/total_num_tokens": float(rows.length.sum()), "memory/peak_gb": peak_memory_gb(mesh)}
-            observer.step(step, said, clock.take())
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        error = None
+        try:
+            first = last = _evaluate(course, methods, student, held, 0)
+            for step in range(1, settings.steps + 1):
+                drawn = prompt_batch(course.lessons, count, settings.seed, (step - 1) * count)
+                rows = judge(course, methods, student, batch_of(course, drawn, mesh.device), clock)
+                student, said = learn(course, methods, student, rows, step, clock)
+                said |= first if step == 1 else {}
+                if step % settings.eval_every == 0 or step == settings.steps:
+                    with clock.phase("eval"):
+                        last = _evaluate(course, methods, student, held, step)
+                    said |= last
+                assert rows.length is not None
+                said |= {"perf/total_num_tokens": float(rows.length.sum()), "memory/peak_gb": peak_memory_gb(mesh)}
+                observer.step(step, said, clock.take())
+        except Divergence as failure:
+            error = str(failure)
         params, lies, head_1D = student.learner.params, methods.layouts, None
         if course.reads == "rewards":
             head_1D = unshard(params["value"], lies["value"], mesh)
             params, lies = params["decoder"], lies["decoder"]
-        observer.finish(export_weights(params, lies, mesh, hf.hf_names(job.config)), None, head_1D)
-    return Outcome(first, last, None)
+        observer.finish(export_weights(params, lies, mesh, hf.hf_names(job.config)), error, head_1D)
+    return Outcome(first, last, error)
 
 
 def build(course: Course, mesh: Mesh, note: Callable[[str], None]) -> Methods:
@@ -291,16 +318,22 @@ def judge(course: Course, methods: Methods, student: Student, batch: Batch, cloc
 
 
 def learn(
-    course: Course, methods: Methods, student: Student, rows: Batch, clock: Clock
+    course: Course, methods: Methods, student: Student, rows: Batch, step: int, clock: Clock
 ) -> tuple[Student, dict[str, float]]:
-    """One update on a judged batch, and what there is to say of it."""
+    """One update on a judged batch, and what there is to say of it.
+
+    Raises:
+      Divergence: naming the step; the student has not changed.
+    """
     with clock.phase("update_actor"):
         old = torch.zeros_like(rows.mask, dtype=course.job.master)
         grads, metrics, loss = gradient(
             methods.objective, course.loss, student.learner.params, rows, old, methods.mesh,
             course.job.settings.token_budget, methods.layouts,
         )  # fmt: skip
-        metrics |= {"train/loss": loss, "actor/grad_norm": global_norm(grads, methods.layouts, methods.mesh)}
+        norm = global_norm(grads, methods.layouts, methods.mesh)
+        check_finite(loss, norm, f"step {step}")
+        metrics |= {"train/loss": loss, "actor/grad_norm": norm}
         student = student._replace(learner=update(methods.optimizer, student.learner, grads))
     return student, {name: float(x) for name, x in metrics.items()}
 
@@ -311,11 +344,18 @@ def batch_of(course: Course, lessons: Sequence[Lesson], device: torch.device) ->
     return batch if batch.margin is None else batch._replace(margin=batch.margin.to(course.job.master))
 
 
-def _evaluate(course: Course, methods: Methods, student: Student, held: Batch) -> dict[str, float]:
-    """The loss and its metrics on the held-out lessons."""
+def _evaluate(course: Course, methods: Methods, student: Student, held: Batch, step: int) -> dict[str, float]:
+    """The loss and its metrics on the held-out lessons.
+
+    Raises:
+      Divergence: the loss is not finite after `step` updates.
+    """
     (said,) = score(methods.say, student.learner.params, held, methods.mesh, course.job.settings.token_budget)
     fractions, metrics = course.loss(said, held)
     loss = {"eval/loss": sum(f.value.item() for f in fractions)}
+    if not math.isfinite(loss["eval/loss"]):
+        when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
+        raise Divergence(f"the held-out loss is {loss['eval/loss']} {when}")
     return loss | {f"eval/{name.rsplit('/', 1)[-1]}": f.value.item() for name, f in metrics.items()}
 
 
