@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funrl.algos.core import Advantage, Signal
 from funrl.batch import Batch
+from funrl.seeds import derived_seed
 
 
 def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advantage:
@@ -39,7 +40,7 @@ def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advan
             weight_B = (best_B | (score_B == score_B.amin())).double()
         else:
             weight_B = torch.where(best_B, 0.4, 0.1)
-        draws = torch.Generator().manual_seed(seed * 1_000_003 + int(batches))
+        draws = torch.Generator().manual_seed(derived_seed(seed, int(batches)))
         cumulative_B = (weight_B + 1e-8).double().cumsum(0)
         uniform_B = torch.rand(score_B.shape, generator=draws, dtype=torch.float64) * cumulative_B[-1]
         rows = torch.searchsorted(cumulative_B, uniform_B, right=True).clamp_max(score_B.numel() - 1)

@@ -33,11 +33,12 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """All prompts of a file with one `{"prompt": text or messages, ...fields}` per line; blank lines are skipped.
 
     Raises:
-      PromptError: the file is missing or empty; a line is no JSON object, or lacks a usable prompt.
+      PromptError: the file is missing, empty or a directory; a line is no JSON object, or lacks a usable prompt.
     """
     path = Path(path)
     if not path.is_file():
-        raise PromptError(f"{path}: no such file; prompts are JSON lines, each with a field 'prompt'")
+        problem = "this is a directory" if path.is_dir() else "no such file"
+        raise PromptError(f"{path}: {problem}; prompts are JSON lines, each with a field 'prompt'")
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

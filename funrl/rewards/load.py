@@ -1,23 +1,22 @@
-"""A user's reward function: found by name, called with care."""
+"""Users' reward functions: found by name, called with care."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import math
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
+
+import torch
+
+from funrl import loading
 
 Reward = Callable[..., float]  # (prompt, completion, **fields)
+LARGEST = torch.finfo(torch.float32).max  # which the trainer computes in
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be loaded, or that failed on a completion.
+    """A reward function that does not fit the prompts' fields, or that failed on a completion.
 
     Attributes:
       prompt, completion, value: what it failed on and what it gave; None where that is not the trouble.
@@ -28,30 +27,9 @@ class RewardError(ValueError):
         self.prompt, self.completion, self.value = prompt, completion, value
 
 
-def load_reward(text: str) -> Reward:
-    """The function that "FILE.py:function" or "package.module:function" names.
-
-    A file is run as a module of its own, with its folder on the import path, as Python does with a script.
-
-    Raises:
-      RewardError: the file is missing or does not import, has no such function, or it cannot be called.
-    """
-    name, colon, function = text.rpartition(":")
-    if not (name and colon and function):
-        raise RewardError(f"--reward={text}: write FILE.py:function, such as reward.py:score")
-    module = _from_file(text, Path(name)) if name.endswith(".py") else _from_package(text, name)
-    if not hasattr(module, function):
-        there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise RewardError(f"--reward={text}: {name} has no {function!r}; its functions: {', '.join(there) or 'none'}")
-    found = getattr(module, function)
-    if not callable(found):
-        raise RewardError(f"--reward={text}: {function!r} is {found!r}, which cannot be called; a function is needed")
-    return cast(Reward, found)
-
-
 def load_rewards(text: str) -> tuple[Reward, ...]:
-    """The functions that "FILE.py:f,FILE.py:g" names, at least one. Raises: RewardError, as `load_reward`."""
-    return tuple(load_reward(part.strip()) for part in text.split(","))
+    """The functions that "FILE.py:f,FILE.py:g" names, at least one. Raises: LoadError, as `loading.load`."""
+    return tuple(loading.load("reward", part.strip()) for part in text.split(","))
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
@@ -76,7 +54,7 @@ def score(
     """The reward of every completion.
 
     Args:
-      reward: function(prompt, completion, **fields) -> finite number.
+      reward: function(prompt, completion, **fields) -> number that is finite in float32.
       prompts, completions, fields: one of each a row.
 
     Raises:
@@ -95,8 +73,8 @@ def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]
         trace = "".join(traceback.format_exception(type(error), error, own))
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
-    if number is None or not math.isfinite(number):
-        message = f"the reward function gave {value!r}, a finite number is needed{where}"
+    if number is None or not abs(number) <= LARGEST:  # nor is nan
+        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38){where}"
         raise RewardError(message, prompt, completion, value)
     return number
 
@@ -109,40 +87,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-
-
-def _from_file(text: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RewardError(f"--reward={text}: {path}: no such file")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    name = f"funrl_reward_{path.stem}"  # a name of its own: a file called json.py must not become json
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look it up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise _no_import(text, str(path), error) from error
-    return module
-
-
-def _from_package(text: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise _no_import(text, name, error) from error
-
-
-def _no_import(text: str, name: str, error: BaseException) -> RewardError:
-    if isinstance(error, SyntaxError):
-        said, file, line = error.msg, error.filename, error.lineno
-    else:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        said, file, line = str(error), last.filename, last.lineno
-    return RewardError(
-        f'--reward={text}: {name} does not import: {type(error).__name__}: {said} ("{file}", line {line})'
-    )

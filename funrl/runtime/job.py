@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from funrl import loading, seeds
 from funrl.algos.core import Algorithm, needs_of
 from funrl.data import arithmetic
 from funrl.data.prompts import Prompt, load_prompts
@@ -24,7 +23,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import layouts
 from funrl.models import decoder, hf, remat
 from funrl.models.config import Config
-from funrl.rewards.load import check_fields, load_rewards
+from funrl.rewards.load import LARGEST, check_fields, load_rewards
 from funrl.runtime import offload
 from funrl.runtime.rollout import Example
 from funrl.runtime.settings import Settings, SettingsError
@@ -215,11 +214,13 @@ def check_choices(settings: Settings, device: str) -> None:
     least = {
         "steps": 1, "batch_prompts": 1, "samples_per_prompt": 1, "epochs": 1, "minibatches": 1, "token_budget": 1,
         "eval_every": 1, "eval_prompts": 1, "sample_every": 1, "top_k": 0, "lr_warmup_steps": 0, "weight_decay": 0,
-        "eval_temperature": 0, "max_refills": 1, "teacher_top_k": 1, "critic_warmup_steps": 0, "seed": 0,
+        "eval_temperature": 0, "max_refills": 1, "timeout": 1, "teacher_top_k": 1, "critic_warmup_steps": 0, "seed": 0,
     }  # fmt: skip
     for name, low in least.items():
         if getattr(settings, name) < low:
             raise SettingsError(f"--{name}={getattr(settings, name)}: it must be at least {low}")
+    if settings.seed >= seeds.LIMIT:
+        raise SettingsError(f"--seed={settings.seed}: it must be below 2^63 = {seeds.LIMIT}")
     for name in ("temperature", "max_grad_norm", "lr", "critic_lr", "reward_lr", "max_new_tokens"):
         if getattr(settings, name) is not None and getattr(settings, name) <= 0:
             raise SettingsError(f"--{name}={getattr(settings, name)}: it must be above 0")
@@ -285,11 +286,13 @@ def _weights(settings: Settings, rewards: int) -> tuple[float, ...]:
         weights = tuple(float(part) for part in settings.reward_weights.split(","))
     except ValueError:
         weights = ()
-    if len(weights) != rewards or not all(map(math.isfinite, weights)):
+    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
         raise SettingsError(
             f"--reward_weights={settings.reward_weights}: there are {rewards} reward functions; give as many numbers, "
             "with commas between"
         )
+    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
+        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
     return weights
 
 
@@ -330,23 +333,6 @@ def _check_lengths(task: Task, new_tokens: int, config: Config) -> None:
         )
 
 
-def load_function(text: str) -> Callable:
-    """The function named by "package.module:function" or "FILE.py:function"."""
-    name, _, function = text.partition(":")
-    if not function:
-        raise SettingsError(f"--algorithm={text}: write module:function or FILE.py:function")
-    try:
-        if name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise SettingsError(f"--algorithm={text}: {name} does not import: {error!r}") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise SettingsError(f"--algorithm={text}: {name} has no function {function!r}; it has {', '.join(public)}")
-    return found
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that --algorithm names. Raises: LoadError, as `loading.load`."""
+    return loading.load("algorithm", text)

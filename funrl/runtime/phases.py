@@ -37,6 +37,7 @@ from funrl.runtime.step import (
     update,
     value_objective,
 )
+from funrl.seeds import derived_seed
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -98,7 +99,7 @@ def collect(
     for refill in range(settings.max_refills if keep is not None else 1):
         drawn = prompt_batch(job.task.prompts, settings.batch_prompts, settings.seed, position)
         with clock.phase("generate"):
-            done = _roll(job, models, drawn, job.sampling, settings.seed * 1_000_003 + position)
+            done = _roll(job, models, drawn, job.sampling, derived_seed(settings.seed, position))
         position, sampled = position + len(drawn), sampled + len(drawn)
         if refill == 0 and (step == 1 or step % settings.sample_every == 0 or step == settings.steps):
             _show(job, drawn[:8], done, job.sampling.samples, step, show)
@@ -316,9 +317,11 @@ def _prompts_of(done: Rollout, prompts: list[int], samples: int) -> Rollout:
 
 
 def _mini_batches(job: Job, batch: Batch, step: int, epoch: int) -> list[Batch]:
-    seed = (job.settings.seed * 1_000_003 + step) * 1_003 + epoch
+    """All rows in a random order, in as many parts as there are updates in the schedule, and about as large."""
+    seed = derived_seed(job.settings.seed, step, epoch)
     order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(seed)).to(batch.tokens.device)
-    return [select(batch, rows) for rows in order.chunk(job.settings.minibatches)]
+    parts = order.tensor_split(job.settings.minibatches)
+    return [select(batch, rows) for rows in parts if len(rows)]  # a filter may leave fewer rows than parts
 
 
 def _describe(batch: Batch, signal: Signal) -> dict[str, float]:

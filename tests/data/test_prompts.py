@@ -49,7 +49,7 @@ def test_a_bad_file_is_named_with_the_line(tmp_path, text, message):
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(PromptError, match=r"nothing\.jsonl: no such file"):
         load_prompts(tmp_path / "nothing.jsonl")
-    with pytest.raises(PromptError, match="no such file"):
+    with pytest.raises(PromptError, match=f"{tmp_path}: this is a directory; prompts are"):
         load_prompts(tmp_path)
 
 

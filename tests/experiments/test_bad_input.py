@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -47,6 +48,14 @@ def leaves_at_seven(prompt, completion):
 def fails_on_one_rank(prompt, completion):
     return float("nan") if prompt == "7+7=" else 0.5
 """
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Every test is as a program of its own: no file has been run yet."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("funrl_file_")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +134,16 @@ BAD = [  # flags, and what the one line says
     (["--dtype=float16"], "--dtype=float16: it must be one of float32, float64, bfloat16"),
     (["--lr_schedule=cosine", "--steps=2", "--lr_warmup_steps=4"], "--lr_warmup_steps=4: the run makes 4 updates"),
     (["--lr_schedule=linear", "--steps=2", "--lr_warmup_steps=9"], "--lr_warmup_steps=9: the run makes 4 updates"),
+    (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be below 2^63"),
+    (["--reward_weights=0"], "--reward_weights=0: every score would be 0"),
+    ([*DATA, "--reward={own}/r.py:fine,{own}/r.py:fine", "--reward_weights=0,-0"], "every score would be 0"),
+    (["--reward_weights=1e300"], "--reward_weights=1e300: there are 1 reward functions; give as many numbers"),
+    ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory; prompts are JSON lines"),
+    (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),
     (["--algorithm={own}/syntax.py:fn"], "syntax.py does not import: SyntaxError"),
-    (["--algorithm=funrl.experiments.ppo"], "write module:function or FILE.py:function"),
-    (["--algorithm=funrl.experiments.ppo:algorithms"], "has no function 'algorithms'; it has"),
+    (["--algorithm=funrl.experiments.ppo"], "write FILE.py:function or module:function"),
+    (["--algorithm=funrl.experiments.ppo:algorithms"], "has no 'algorithms'; its functions: "),
 ]  # fmt: skip
 
 
@@ -152,6 +167,12 @@ def test_bad_input_is_refused_before_any_work(flags, says, own, tmp_path, capsys
     assert [p for p in sorted(own.rglob("*")) if "__pycache__" not in str(p)] == [
         p for p in before if "__pycache__" not in str(p)
     ]
+
+
+def test_a_seed_made_of_a_time_runs(own, tmp_path, capsys):
+    flags = [*DATA, "--steps=2", "--warmstart_steps=0", "--seed=20261121110907"]
+    assert call(flags, own, tmp_path / "run") == 0, capsys.readouterr().err
+    assert call([*flags, f"--seed={2**63 - 1}"], own, tmp_path / "last") == 0, capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -185,7 +185,7 @@ def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [("own.py:nothing", "has no function 'nothing'; it has"), ("absent.py:mine", "does not import"), ("own", "write ")],
+    [("own.py:nothing", "has no 'nothing'; its functions: "), ("absent.py:mine", "no such file"), ("own", "write ")],
 )
 def test_an_algorithm_that_is_not_there(source, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

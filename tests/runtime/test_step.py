@@ -14,7 +14,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import shard
 from funrl.models.scores import token_scores
-from funrl.runtime import ensemble
+from funrl.runtime import ensemble, phases
 from funrl.runtime.step import gradient, score
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
@@ -233,3 +233,12 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
 def test_a_run_whose_mini_batches_have_fewer_rows_than_ranks(mesh):
     settings = {"batch_prompts": 4, "samples_per_prompt": 2, "minibatches": 7}  # mini-batches of two rows, and of fewer
     assert_same(run_steps(2, mesh=mesh, **settings), run_steps(2, **settings), 1e-9)
+
+
+@pytest.mark.parametrize("rows, minibatches, sizes", [(8, 2, [4, 4]), (9, 6, [2, 2, 2, 1, 1, 1]), (3, 6, [1, 1, 1])])
+def test_a_pass_has_the_mini_batches_of_the_schedule(rows, minibatches, sizes):
+    job, whole = small_job(minibatches=minibatches), torch.arange(rows)[:, None]
+    parts = phases._mini_batches(job, Batch(whole, torch.ones_like(whole, dtype=torch.bool)), 1, 0)
+    assert [len(part.tokens) for part in parts] == sizes
+    order = torch.cat([part.tokens for part in parts]).flatten()
+    assert order.tolist() != list(range(rows)) and sorted(order.tolist()) == list(range(rows))

@@ -1,0 +1,81 @@
+"""Functions that a command line names: a user's reward or algorithm, in a file or in a package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class LoadError(ValueError):
+    """A function that cannot be loaded; the message names the flag, its value and what is wrong."""
+
+
+def load(flag: str, text: str) -> Callable[..., Any]:
+    """The function that "FILE.py:function" or "package.module:function" names.
+
+    A file is run as a module of its own, with its folder on the import path, as Python does with a script. As Python
+    does with a module, it is run once in a process, however many of its functions are asked for.
+
+    Args:
+      flag: the name of the flag, for the message of an error.
+      text: the value of the flag.
+
+    Raises:
+      LoadError: the file is missing or does not import, has no such function, or it cannot be called.
+    """
+    name, colon, function = text.rpartition(":")
+    if not (name and colon and function):
+        raise LoadError(f"--{flag}={text}: write FILE.py:function or module:function, such as {flag}.py:{flag}")
+    path = Path(name)
+    if name.endswith(".py") and not path.is_file():
+        problem = "this is a directory, a file is needed" if path.is_dir() else "no such file"
+        raise LoadError(f"--{flag}={text}: {path}: {problem}")
+    try:
+        module = _from_file(path) if name.endswith(".py") else importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"--{flag}={text}: {name} does not import: {_where(error)}") from error
+    if not hasattr(module, function):
+        there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise LoadError(f"--{flag}={text}: {name} has no {function!r}; its functions: {', '.join(there) or 'none'}")
+    found = getattr(module, function)
+    if not callable(found):
+        raise LoadError(f"--{flag}={text}: {function!r} is {found!r}, which cannot be called; a function is needed")
+    return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    # A name of its own: a file called json.py must not become json, nor one r.py another.
+    name = f"funrl_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _where(error: BaseException) -> str:
+    """An error of an import with the file and the line where it arose."""
+    if isinstance(error, SyntaxError):
+        said, file, line = error.msg, error.filename, error.lineno
+    else:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        said, file, line = str(error), last.filename, last.lineno
+    return f'{type(error).__name__}: {said} ("{file}", line {line})'

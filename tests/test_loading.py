@@ -1,0 +1,102 @@
+"""Functions by name: of a file as of a script, of a package as of an import, and what is said where there is none."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from funrl.loading import LoadError, load
+
+GOOD = """
+from __future__ import annotations
+from dataclasses import dataclass
+import helper_of_functions
+
+helper_of_functions.TIMES.append(__name__)
+
+@dataclass
+class Weights:
+    bonus: float = helper_of_functions.BONUS
+
+constant = 3
+
+def score(prompt, completion, *, answer, **fields):
+    return float(completion == answer) + Weights().bonus
+
+def other(prompt, completion):
+    return 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "helper_of_functions.py").write_text("BONUS = 0.5\nTIMES = []\n")
+    (tmp_path / "json.py").write_text(GOOD)  # the name of a module that exists
+    yield tmp_path
+    sys.modules.pop("helper_of_functions", None)
+
+
+def test_a_function_of_a_file_and_of_a_package(folder):
+    fn = load("reward", f"{folder}/json.py:score")
+    assert fn("1+1=", "2", answer="2", level=3) == 1.5
+    assert sys.modules["json"].__file__ != str(folder / "json.py")
+    assert load("reward", "funrl.rewards.verifiers:exact_match")("", "2", answer=2) == 1.0
+
+
+def test_a_dataclass_of_the_file_works_under_its_own_module_name(folder):
+    weights = load("algorithm", f"{folder}/json.py:score").__globals__["Weights"]
+    assert [f.name for f in dataclasses.fields(weights)] == ["bonus"]
+    assert sys.modules[weights.__module__].Weights is weights
+
+
+def test_a_file_runs_once_whatever_is_asked_of_it(folder, monkeypatch):
+    first = load("algorithm", f"{folder}/json.py:score")
+    monkeypatch.chdir(folder)
+    assert load("algorithm", "json.py:score") is first
+    assert load("reward", "./json.py:other").__globals__ is first.__globals__
+    assert len(sys.modules["helper_of_functions"].TIMES) == 1
+
+
+def test_two_files_of_one_name_are_two(folder):
+    (folder / "below").mkdir()
+    (folder / "below" / "json.py").write_text("def score(prompt, completion):\n    return 7\n")
+    assert load("reward", f"{folder}/below/json.py:score")("", "") == 7
+    assert load("reward", f"{folder}/json.py:score")("", "2", answer="2") == 1.5
+
+
+def test_a_file_that_failed_is_run_again(folder):
+    (folder / "later.py").write_text("1 / 0")
+    with pytest.raises(LoadError):
+        load("reward", f"{folder}/later.py:fn")
+    (folder / "later.py").write_text("def fn():\n    return 1\n\n# another length, so another cached bytecode\n")
+    assert load("reward", f"{folder}/later.py:fn")() == 1
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [
+        ("json.py", "write FILE.py:function or module:function"),
+        ("json.py:", "write FILE.py:function"),
+        (":score", "write FILE.py:function"),
+        ("nothing.py:score", r"nothing\.py: no such file"),
+        ("folder.py:score", r"folder\.py: this is a directory, a file is needed"),
+        ("json.py:scores", "has no 'scores'; its functions: .*score, other"),
+        ("json.py:constant", "'constant' is 3, which cannot be called"),
+        ("broken.py:score", r"does not import: SyntaxError.*broken\.py.*line 2"),
+        ("raises.py:score", r"does not import: ZeroDivisionError.*raises\.py\", line 3"),
+        ("leaves.py:score", "does not import: SystemExit"),
+        ("needs.py:score", "does not import: ModuleNotFoundError.*no_such_module_anywhere"),
+        ("no_such_package.rewards:score", "does not import: ModuleNotFoundError"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["reward", "algorithm"])
+def test_what_cannot_be_loaded_is_explained(flag, folder, monkeypatch, name, message):
+    (folder / "folder.py").mkdir()
+    (folder / "broken.py").write_text("x = 1\ndef score(:\n")
+    (folder / "raises.py").write_text("\n\n1 / 0\n")
+    (folder / "leaves.py").write_text("import sys\nsys.exit(2)\n")
+    (folder / "needs.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.chdir(folder)
+    with pytest.raises(LoadError, match=f"(?s)^--{flag}={name}: .*{message}"):
+        load(flag, name)
