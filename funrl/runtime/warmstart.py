@@ -1,12 +1,14 @@
 """Where the policy's first weights come from: a Hugging Face directory, or a supervised warm start from scratch.
 
-The warm start is cached by everything that its result depends on, so that a second run skips it.
+The warm start is cached by everything that its result depends on, so that a second run skips it. A cache that cannot be
+read is made again and takes the place of the damaged one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +35,7 @@ from funrl.models import decoder, hf
 from funrl.optim import chain, clip_by_global_norm, fused_adamw, global_norm, warmup_cosine
 from funrl.runtime.job import Job
 from funrl.runtime.step import Learner, gradient, policy_objective, update
+from funrl.seeds import derived_seed
 
 BATCH = 128  # demonstrations a step
 LR = 3e-3
@@ -55,11 +58,14 @@ def initial_weights(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage
     if job.warmstart_steps == 0:
         return weights
     cached = cache_directory() / _key(job)
-    hit = torch.tensor(float((cached / "config.json").exists()), device=mesh.device)
+    stored, problem = _read(cached, job, mesh, layouts)
     # One rank's file system may lag behind another's: all of them take the cache, or none.
-    if -collectives.pmax(-hit, mesh, tuple(mesh.sizes)).item() == 1:
+    problems = [p for p in collectives.gather_objects(problem, mesh) if p is not None]
+    if not problems:
         stage.note(f"warm start: {job.warmstart_steps} supervised steps taken from the cache, {cached}")
-        return hf.load(cached, job.master, mesh, layouts)[1]
+        return stored
+    if any(problems):
+        stage.note(f"the cached warm start in {cached} is damaged ({max(problems)}); it is made again")
     start = time.perf_counter()
     weights = supervise(job, mesh, layouts, layer, weights, stage)
     stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
@@ -92,7 +98,7 @@ def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
     """Demonstrations of one step, the same on every rank; the mask is true on their completions."""
     assert job.task.demonstrations is not None
     end = [job.tokenizer.eos_token_id]
-    pairs = job.task.demonstrations(job.settings.seed * 1_000_003 + step, BATCH)
+    pairs = job.task.demonstrations(derived_seed(job.settings.seed, step), BATCH)
     encode = lambda text: job.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     prompts = [encode(p) for p, _ in pairs]
     rows = [p + encode(c) + end for p, (_, c) in zip(prompts, pairs, strict=True)]
@@ -118,15 +124,36 @@ def _key(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def _read(
+    cached: Path, job: Job, mesh: Mesh | None = None, layouts: trees.Tree | None = None
+) -> tuple[trees.Tree | None, str | None]:
+    """The weights of a cached warm start, as `hf.load`, and None; or None and why not, "" where there is none."""
+    try:
+        if not os.path.lexists(cached):
+            return None, ""
+        if hf.hf_names(hf.check(cached)) != hf.hf_names(job.config):
+            return None, "it holds another model"
+        return hf.load(cached, job.master, mesh, layouts)[1], None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        return None, str(error) or type(error).__name__
+
+
 def _store(cached: Path, job: Job, whole: trees.Tree, stage: Any) -> None:
     """Writes beside and renames, so that a reader sees a whole directory or none."""
     beside = None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.mkdtemp(dir=cached.parent)
-        hf.save(beside, job.config, whole, job.tokenizer)
-        with contextlib.suppress(OSError):  # another run was quicker
-            os.rename(beside, cached)
+        made, old = Path(beside) / "made", Path(beside) / "old"
+        hf.save(made, job.config, whole, job.tokenizer)
+        if _read(cached, job)[0] is None:  # else another run was quicker
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(cached, old)  # damaged: nothing takes the name of a directory that is not empty
+            try:
+                os.rename(made, cached)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run was quicker
+                    raise
     except (OSError, SafetensorError) as error:
         stage.note(f"the warm start could not be cached in {cached}: {error}")
     finally:

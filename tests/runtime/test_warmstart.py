@@ -1,6 +1,10 @@
 """The supervised warm start: what it learns, its cache, and weights from a directory."""
 
 import dataclasses
+import functools
+import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from funrl.data import arithmetic
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
-from funrl.models import hf
+from funrl.models import decoder, hf
 from funrl.runtime import ensemble, warmstart
 
 
@@ -87,14 +91,115 @@ def test_the_cache_is_of_one_model_seed_length_and_dtype():
         assert taken(start(small_job(**{"warmstart_steps": 3} | same))[1]), same
 
 
-def test_what_another_run_left_half_written_is_not_taken(cache):
+def cut(file, share):
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * share)])
+
+
+def hole(file):
+    """Zeros in the place of the first half, as a power cut leaves them."""
+    data = file.read_bytes()
+    file.write_bytes(bytes(len(data) // 2) + data[len(data) // 2 :])
+
+
+def another_model(folder):
+    config = dataclasses.replace(small_job().config, mlp=24)
+    hf.save(folder, config, decoder.init(config, torch.Generator().manual_seed(0)))
+
+
+def shifted(file):
+    """The right names, shapes and size, but a tensor that lies behind the end of its place."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    first = min((k for k in table if k != "__metadata__"), key=lambda k: table[k]["data_offsets"])
+    table[first]["data_offsets"][0] += 4
+    text = json.dumps(table, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+DAMAGES = {
+    "weights cut short": lambda folder: cut(folder / hf.WHOLE, 0.5),
+    "weights cut inside their table": lambda folder: cut(folder / hf.WHOLE, 0.01),
+    "weights empty": lambda folder: cut(folder / hf.WHOLE, 0),
+    "weights zero": lambda folder: hole(folder / hf.WHOLE),
+    "weights shifted": lambda folder: shifted(folder / hf.WHOLE),
+    "no weights": lambda folder: (folder / hf.WHOLE).unlink(),
+    "config cut short": lambda folder: cut(folder / "config.json", 0.5),
+    "config empty": lambda folder: cut(folder / "config.json", 0),
+    "config an empty object": lambda folder: (folder / "config.json").write_text("{}"),
+    "config zero": lambda folder: hole(folder / "config.json"),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "another model": another_model,
+    "an empty folder": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+    "a link to nothing in its place": lambda folder: (shutil.rmtree(folder), folder.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_cache_is_said_and_made_again(damage, cache):
     job = small_job(warmstart_steps=3)
     one, _ = start(job)
     (stored,) = cache.iterdir()
-    (stored / "config.json").unlink()
+    damage(stored)
     again, show = start(job)
     assert not taken(show)
+    assert sum(f"the cached warm start in {stored} is damaged (" in note for note in show.notes) == 1
+    assert "it is made again" in show.notes[0] and "\n" not in show.notes[0]
     assert gap(again, one) == 0
+    assert list(cache.iterdir()) == [stored]  # neither a draft nor the damaged one is left
+    healed, show = start(job)
+    assert taken(show) and gap(healed, one) == 0
+
+
+@pytest.mark.gloo
+def test_a_cache_that_one_rank_cannot_read_is_taken_by_none(cache, monkeypatch):
+    job, load = small_job(warmstart_steps=3, mesh="dp2"), hf.load
+    one, _ = start(job)
+
+    def fails(path, dtype=None, mesh=None, layouts=None):
+        if mesh is not None and mesh.rank == 1:
+            raise OSError(116, "Stale file handle")
+        return load(path, dtype, mesh, layouts)
+
+    monkeypatch.setattr(hf, "load", fails)
+    again, show = start(job)
+    assert not taken(show) and "Stale file handle" in show.notes[0]
+    assert gap(again, one) == 0
+    monkeypatch.undo()
+
+
+def test_runs_that_heal_one_cache_at_once_do_not_hurt_each_other(cache, monkeypatch):
+    """Another run heals the cache before this one looks whether to replace it, or while it does."""
+    job = small_job(warmstart_steps=3)
+    one, _ = start(job)
+    (stored,) = cache.iterdir()
+    save, rename = hf.save, os.rename
+
+    def heal():
+        if not (stored / "config.json").exists():
+            shutil.rmtree(stored, ignore_errors=True)
+            save(stored, job.config, one, job.tokenizer)
+
+    def heal_after(act, *args):
+        act(*args)
+        heal()
+
+    def heal_first(act, *args):
+        heal()
+        act(*args)
+
+    for module, name, act, when in (
+        (hf, "save", save, heal_after), (os, "rename", rename, heal_first), (os, "rename", rename, heal_after),
+    ):  # fmt: skip
+        (stored / "config.json").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, functools.partial(when, act))
+            again, show = start(job)
+        assert gap(again, one) == 0 and not any("could not be cached" in note for note in show.notes)
+        assert list(cache.iterdir()) == [stored]
+        assert taken(start(job)[1])
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
