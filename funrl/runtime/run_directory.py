@@ -74,7 +74,8 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
       experiment: the name of the program, such as "ppo".
       config: every flag by name; "mesh" and "seed" are also put at the top of config.json.
     Raises:
-      RunDirectoryError: it cannot be created or written, or it holds a former run or a foreign config.json.
+      RunDirectoryError: it cannot be created or written, or it holds anything of a former run that would mix
+        with this one's or be lost, or a foreign config.json.
     """
     run = RunDirectory(_new_default(experiment) if not run_dir else _given(Path(run_dir)))
     try:
@@ -204,9 +205,12 @@ def _new_default(experiment: str) -> Path:
 
 
 def _refuse_used(run: RunDirectory) -> None:
-    if run.metrics.exists() and run.metrics.stat().st_size:
+    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report)
+    there = [path.name for path in written if os.path.lexists(path)]
+    if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(
-            f"--run_dir={run.path}: holds the metrics of a former run; give another directory or remove this one"
+            f"--run_dir={run.path}: holds {', '.join(there)}, as a former run leaves them; give another directory or "
+            "remove them"
         )
     if run.config.exists():
         try:

@@ -32,13 +32,33 @@ def test_default_name_gets_a_number_when_taken(tmp_path, monkeypatch):
 
 def test_a_former_run_is_refused_and_kept(tmp_path):
     run = open_run(tmp_path, "ppo", {"seed": 1})
-    open_run(tmp_path, "ppo", {"seed": 2})  # no step was written: the directory may be taken
+    open_run(tmp_path, "ppo", {"seed": 2})  # nothing was written but this: the directory may be taken
     lines = open_lines(run.metrics)
     lines.write({"step": 1})
     lines.close()
-    with pytest.raises(RunDirectoryError, match=f"{tmp_path}.*former run"):
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}: holds metrics.jsonl, .*former run"):
         open_run(tmp_path, "ppo", {"seed": 3})
     assert json.loads(run.config.read_text())["seed"] == 2
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "tensorboard", "model", "report.html"])
+def test_one_that_wrote_no_step_or_has_not_yet_is_refused_too(name, tmp_path):
+    run = open_run(tmp_path, "ppo", {"seed": 1})
+    if name in ("tensorboard", "model"):
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("")  # open, and nothing in it yet
+    with pytest.raises(RunDirectoryError, match=f"--run_dir={tmp_path}: holds {name}, as a former run leaves"):
+        open_run(tmp_path, "ppo", {"seed": 2})
+    assert json.loads(run.config.read_text())["seed"] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["config.json", name])
+
+
+def test_all_that_is_in_the_way_is_named(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"holds samples\.jsonl, model, as"):
+        open_run(tmp_path, "ppo", {})
 
 
 def test_a_models_config_is_not_overwritten(tmp_path):
