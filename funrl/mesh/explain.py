@@ -13,11 +13,12 @@ import math
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from absl import app, flags
+from absl import flags
 
 from funrl import trees
 from funrl.mesh import mesh as meshes
@@ -128,23 +129,43 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [line.rstrip() for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]]
 
 
-def define_flags() -> None:
-    flags.DEFINE_string("model", None, "Hugging Face directory or config.json; only config.json is read", required=True)
-    flags.DEFINE_string("mesh", "dp1", "devices in training, such as dp4,tp2")
-    flags.DEFINE_string("generate_mesh", None, "the same devices in generation; the default is --mesh")
-    flags.DEFINE_bool("fsdp", False, "training shards every weight over data too")
-    flags.DEFINE_enum("dtype", None, ["float64", "float32", "bfloat16", "float16"], "default: that of the model")
-    flags.DEFINE_integer("ranks_per_node", RANKS_PER_NODE, "neighbouring ranks that are near each other", lower_bound=1)
-    flags.DEFINE_string("picture", None, "an SVG file to draw what moves into, for at most 16 devices")
+def define_flags(table: flags.FlagValues) -> None:
+    model = "Hugging Face directory or config.json, of which only config.json is read; it must be given"
+    flags.DEFINE_string("model", None, model, table)
+    flags.DEFINE_string("mesh", "dp1", "devices in training, such as dp4,tp2", table)
+    flags.DEFINE_string("generate_mesh", None, "the same devices in generation; the default is --mesh", table)
+    flags.DEFINE_bool("fsdp", False, "training shards every weight over data too", table)
+    flags.DEFINE_enum("dtype", None, ["float64", "float32", "bfloat16", "float16"], "default: the model's", table)
+    near = "neighbouring ranks that are near each other"
+    flags.DEFINE_integer("ranks_per_node", RANKS_PER_NODE, near, lower_bound=1, flag_values=table)
+    flags.DEFINE_string("picture", None, "an SVG file to draw what moves into, for at most 16 devices", table)
 
 
-def main(_: list[str]) -> None:
-    values = flags.FLAGS
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line and returns the exit status: 2 where it asks for what cannot be."""
+    values = flags.FlagValues()
+    define_flags(values)
+    if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):
+        print(f"{__doc__}{values.module_help(values.find_module_defining_flag('model'))}")
+        return 0
     try:
+        rest = values(list(argv))[1:]
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
+        if values.model is None:
+            raise ValueError("--model=DIR_OR_CONFIG is needed; --help lists all flags")
         print(report(values.model, values.mesh, values.generate_mesh or values.mesh, values.fsdp, values.dtype,
                      values.ranks_per_node, values.picture))  # fmt: skip
-    except (MeshError, ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except flags.UnrecognizedFlagError as error:
+        return _refuse(f"--{error.flagname} is not a flag; --help lists all flags")
+    except (MeshError, ValueError, OSError, flags.Error) as error:
+        return _refuse(str(error).removeprefix("flag "))
+    return 0
+
+
+def _refuse(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 2
 
 
 def report(
@@ -187,5 +208,4 @@ def report(
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    sys.exit(main(sys.argv))

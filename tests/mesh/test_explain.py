@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from funrl.mesh import rules
-from funrl.mesh.explain import report, size
+from funrl.mesh.explain import main, report, size
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
 from funrl.models import decoder
@@ -113,6 +113,29 @@ def test_the_command_and_its_picture(config, tmp_path):
     # Every kind of tensor but the three norms: two arrivals in each half of the ranks, hence four numbers.
     numbers = [x.text for x in drawn.iter("{http://www.w3.org/2000/svg}text") if (x.text or "").isdigit()]
     assert len(numbers) == 8 * 4
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([], "--model=DIR_OR_CONFIG is needed; --help lists all flags"),
+        (["--model=nowhere"], "--model=nowhere: there is no nowhere"),
+        (["--modle=x"], "--modle is not a flag; --help lists all flags"),
+        (["dp2"], "'dp2' is not a flag; flags are written --name=value, see --help"),
+        (["--model=x", "--dtype=int8"], "--dtype=int8: value should be one of <float64|float32|bfloat16|float16>"),
+        (["--model=x", "--ranks_per_node=0"], "--ranks_per_node=0: 0 is not a positive integer"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(argv, says, capsys):
+    assert main(["explain", *argv]) == 2
+    said = capsys.readouterr()
+    assert (said.err, said.out) == (f"error: {says}\n", "")
+
+
+def test_help_lists_the_flags(capsys):
+    assert main(["explain", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in ("--model", "--generate_mesh", "--[no]fsdp", "--picture"))
 
 
 def test_errors_name_what_is_wrong(config, tmp_path):
