@@ -63,15 +63,10 @@ REWARD_CHARTS = (
         True,
     ),
 )
-LOSS_CHART = Chart(
-    "Loss", "what the gradient step minimises", (("train/loss", "batch"), ("eval/loss", "held out"))
-)
-LIKELIHOOD_CHARTS = (
-    LOSS_CHART,
-    Chart("Negative log-likelihood", "nats a token", (("actor/nll", "batch"), ("eval/nll", "held out"))),
-)
+LOSS = Chart("Loss", "what the gradient step minimises", (("train/loss", "batch"), ("eval/loss", "held out")))
+LIKELIHOOD = Chart("Negative log-likelihood", "nats a token", (("actor/nll", "batch"), ("eval/nll", "held out")))
 PAIR_CHARTS = (
-    LOSS_CHART,
+    LOSS,
     Chart(
         "Pair accuracy",
         "share of pairs whose chosen text scores higher; a tie is one half",
@@ -81,6 +76,7 @@ PAIR_CHARTS = (
     ),
 )
 CHARTS = (
+    LIKELIHOOD,
     Chart("Margin", "chosen score less rejected", (("preference/margin", "batch"), ("eval/margin", "held out"))),
     Chart("Scores", "of a batch's texts", (("preference/chosen", "chosen"), ("preference/rejected", "rejected"))),
     Chart("Scores held out", "of held-out texts", (("eval/chosen", "chosen"), ("eval/rejected", "rejected"))),
@@ -147,12 +143,16 @@ def read_run(directory: RunDirectory) -> Run:
 
 def render(run: Run) -> str:
     """The page as text."""
-    title = _title(run.config)
+    title, first = _title(run.config), _headline_charts(run)
     body = "".join(
         (
             _header(run, title),
-            _section("", '<div class="grid two">', [_chart(run, chart) for chart in _headline_charts(run)]),
-            _section("Training", _legend(run) + '<div class="grid three">', [_chart(run, chart) for chart in CHARTS]),
+            _section("", '<div class="grid two">', [_chart(run, chart) for chart in first]),
+            _section(
+                "Training",
+                _legend(run) + '<div class="grid three">',
+                [_chart(run, chart) for chart in CHARTS if chart not in first],
+            ),
             _time(run),
             _samples(run),
             _configuration(run),
@@ -171,13 +171,13 @@ def _is_supervised(run: Run) -> bool:
 
 
 def _has_pairs(run: Run) -> bool:
-    return any("preference/accuracy" in row for row in run.rows)
+    return _is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
 
 
 def _headline_charts(run: Run) -> tuple[Chart, ...]:
     if not _is_supervised(run):
         return REWARD_CHARTS
-    return PAIR_CHARTS if _has_pairs(run) else LIKELIHOOD_CHARTS
+    return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
 
 
 def _values(run: Run, key: str) -> list[tuple[int, float]]:
@@ -244,9 +244,10 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
 
     Of a run with rewards: the share of problems solved, or the reward where there is something between.
     """
+    if _has_pairs(run):
+        return [("eval/accuracy", "held-out pair accuracy"), ("eval/loss", "held-out loss")]
     if _is_supervised(run):
-        accuracy = [("eval/accuracy", "held-out pair accuracy")] if _has_pairs(run) else []
-        return [*accuracy, ("eval/loss", "held-out loss"), ("train/loss", "training loss")]
+        return [("eval/loss", "held-out loss"), ("train/loss", "training loss")]
     between = any(
         abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
         for row in run.rows

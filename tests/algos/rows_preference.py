@@ -297,6 +297,11 @@ def check_places():
     logp = both.ref_logp + torch.where(preference.chosen(both), 0.1, -0.1)
     _, metrics = preference.preference(pairs.sigmoid_pairs(), reference_log_ratio())(logp, both)
     assert metrics["preference/accuracy"] == (3, 3)
+    _, same = preference.preference(pairs.sigmoid_pairs(), reference_log_ratio())(both.ref_logp, both)
+    assert same["preference/accuracy"] == (1.5, 3)  # ties
+    moved = both.ref_logp + torch.where(preference.chosen(both), torch.tensor([[0.1], [0.0], [-0.1]]), 0.0)
+    _, each = preference.preference(pairs.sigmoid_pairs(), reference_log_ratio())(moved, both)
+    assert each["preference/accuracy"] == (1.5, 3)  # one won, one tied, one lost
     lengths = both.mask.sum().item()
     assert metrics["preference/margin"].value.item() == pytest.approx(0.1 * lengths / 3)
 

@@ -7,7 +7,7 @@ import torch
 
 from funrl.algos.preference import pair_sums
 from funrl.data import arithmetic
-from funrl.data.supervised import DataError, lesson, load_lessons, to_batch
+from funrl.data.supervised import DataError, Lesson, Text, check_lengths, lesson, load_lessons, to_batch
 from funrl.data.tokenizer import character_tokenizer
 
 TEMPLATE = (
@@ -68,6 +68,30 @@ def test_a_reader_stands_behind_every_text():
     assert batch.mask[0].nonzero().flatten().tolist() == [6, 14]  # 4 + 1 + end, and 7 + 4 + 2 + end
     assert (batch.tokens[batch.mask] == 0).all() and batch.length.tolist() == [15]
     assert batch.positions[0, :15].tolist() == [*range(7), *range(8)]
+
+
+def test_a_reader_does_not_read_padding_at_the_end_of_a_text():
+    """As transformers does not: where the end-of-text token pads, it is not read."""
+    texts = (Text([5, 1, 6, 1, 1], [False, False, True, True, True]), Text([1, 1], [False, True]))
+    batch = to_batch([Lesson(texts)], 1, reader=True)
+    assert batch.tokens[0, :6].tolist() == [5, 1, 6, 1, 1, 1] and batch.length.tolist() == [6]
+    assert batch.mask[0].nonzero().flatten().tolist() == [3, 5]
+
+
+def test_a_text_that_is_too_long_is_named(tokenizer, tmp_path):
+    file = tmp_path / "d.jsonl"
+    lines = [{"prompt": "1+1=", "chosen": "2", "rejected": digits} for digits in ("3", "4" * 9, "5" * 99)]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    lessons = load_lessons(file, "preferences", arithmetic.tokenizer())
+    check_lengths(lessons, 104, arithmetic.tokenizer())
+    with pytest.raises(
+        DataError, match=r"line 5: the prompt with 'rejected' has 104 tokens, but the model has 103 pos"
+    ):
+        check_lengths(lessons, 103, arithmetic.tokenizer())
+    with pytest.raises(DataError, match=r"line 3: .*; 2 of 3 lessons are too long \(it begins '1\+1=444444444"):
+        check_lengths(lessons, 13, arithmetic.tokenizer())
+    with pytest.raises(DataError, match=r"^lesson 1: the text has 2 tokens"):
+        check_lengths([Lesson((Text([2, 3], [False, True]),))], 1, arithmetic.tokenizer())
 
 
 def test_the_embedded_preferences_are_right_and_wrong_sums():

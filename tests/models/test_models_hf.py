@@ -1,6 +1,9 @@
 """Hugging Face directories: what is refused, sharded files, a rank's own slice."""
 
+import dataclasses
 import json
+import os
+import types
 
 import pytest
 import torch
@@ -90,7 +93,7 @@ BROKEN = {
         "cut short or damaged",
     ),
     "cut in the table": (lambda d: _cut(d / "model.safetensors", 100), "is cut short"),
-    "no bytes": (lambda d: _cut(d / "model.safetensors", 0), "is cut short"),
+    "no bytes": (lambda d: _cut(d / "model.safetensors", 0), "model.safetensors is empty; it should hold weights"),
     "not safetensors": (
         lambda d: (d / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"abcd"),
         "is not a safetensors file",
@@ -123,6 +126,27 @@ def test_missing_and_empty_directories(tmp_path):
         hf.check(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="is empty"):
         hf.check(tmp_path)
+
+
+def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, params):
+    before = os.umask(0o027)
+    try:
+        hf.save(tmp_path, CONFIG, params, max_shard_bytes=2000)
+    finally:
+        os.umask(before)
+    assert len(list(tmp_path.iterdir())) > 3
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize(
+    "own, padding, reads, saved", [(None, 7, False, 7), (3, 7, False, 3), (3, 7, True, 7), (3, None, True, 3)]
+)
+def test_the_padding_token_is_said(own, padding, reads, saved, tmp_path, params):
+    """The model's own, or the tokenizer's; that of a reward model says where a text ends, so the tokenizer's."""
+    tokenizer = types.SimpleNamespace(pad_token_id=padding, save_pretrained=lambda folder: None)
+    config, head = dataclasses.replace(CONFIG, pad=own), torch.zeros(1, CONFIG.embed)
+    hf.save(tmp_path, config, params, tokenizer, head_1D=head if reads else None)
+    assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == saved
 
 
 def test_index_naming_what_is_not_there(tmp_path, params):

@@ -50,6 +50,23 @@ def test_plain_header_comes_again_for_a_new_column_and_after_twenty_lines():
     assert "0.875" in lines[3]
 
 
+def test_supervised_runs_show_their_losses():
+    row = {"train/loss": 0.6931, "preference/margin": 0.25, "perf/tokens_per_s": 99.0, "time_s/step": 0.5}
+    file, progress = plain(total=2)
+    with progress:
+        progress.update(1, row | {"eval/loss": 0.7, "eval/accuracy": 0.5})
+        progress.update(2, row | {"train/loss": 12.5})
+    header, first, last = file.getvalue().splitlines()
+    assert header.split()[:6] == ["step", "loss", "held", "out", "accuracy", "margin"]
+    assert first.split()[:5] == ["1/2", "0.6931", "0.7000", "0.500", "0.250"]
+    assert last.split()[:5] == ["2/2", "12.5000", "-", "-", "0.250"]
+    file, progress = live(total=2)
+    with progress:
+        progress.update(1, row | {"eval/loss": 0.7})
+        progress.update(2, row | {"train/loss": 0.5})
+    assert "loss 0.693 to 0.500" in file.getvalue()
+
+
 def test_plain_warm_start_reports_now_and_then():
     file, progress = plain(total=5)
     with progress, progress.stage("warm start", 200):

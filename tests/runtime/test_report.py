@@ -91,6 +91,37 @@ def test_report_has_every_section_and_the_headline(tmp_path):
     assert "<details" in page and "<details open" not in page
 
 
+def a_supervised_run(path, name, pairs):
+    run = open_run(path, name, {"data": "some/where/mine.jsonl", "task": "arithmetic", "prompts": None, "steps": 20})
+    tracker = jsonl(run.metrics)
+    for step in range(1, 21):
+        row = {"train/loss": 2.0 / step, "actor/grad_norm": 1.0, "time_s/step": 1.0}
+        held = {"eval/loss": 3.0 / step}
+        if pairs:
+            row |= {f"preference/{key}": step / 10 for key in ("chosen", "rejected", "margin")}
+            row["preference/accuracy"] = step / 20
+            held |= {f"eval/{key}": step / 20 for key in ("accuracy", "chosen", "rejected", "margin")}
+        else:
+            row["actor/nll"] = held["eval/nll"] = 1.0
+        tracker(step, row | (held if step in (1, 10, 20) else {}))
+    tracker.close()
+    return run
+
+
+@pytest.mark.parametrize("name, pairs", [("sft", False), ("dpo", True), ("reward_model", True)])
+def test_supervised_runs_are_reported_as_such(name, pairs, tmp_path):
+    a_supervised_run(tmp_path, name, pairs)
+    page = write_report(tmp_path).read_text()
+    text = checked(page).text
+    assert f"{ {'sft': 'SFT', 'dpo': 'DPO'}.get(name, 'Reward model') } on mine.jsonl" in text
+    said = "Held-out pair accuracy rose from 0.05 to 1 in" if pairs else "Held-out loss fell from 3 to 0.15 in"
+    assert said in text and "Held-out loss0.15from 3, best 0.15" in text
+    shown = re.findall("<figcaption><b>(.*?)</b>", page)
+    titles = ["Pair accuracy", "Margin", "Scores", "Scores held out"] if pairs else ["Negative log-likelihood"]
+    assert shown == ["Loss", *titles, "Gradient norm"]
+    assert "reward 1 or more" not in text and ("a tie is one half" in text) == pairs
+
+
 def test_report_stands_alone(tmp_path):
     a_run(tmp_path)
     page = write_report(tmp_path).read_text()
