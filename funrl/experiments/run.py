@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from funrl.loading import load
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import ModelError
 from funrl.runtime.dry_report import dry_run
-from funrl.runtime.job import load_function, prepare, resolved
+from funrl.runtime.job import prepare, resolved
 from funrl.runtime.loop import Outcome, train
 from funrl.runtime.progress import discard_output
 from funrl.runtime.report import ReportError, write_report
@@ -100,7 +101,7 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
         if command is None:
             return 0
         if command.settings.dry_run:
-            compose = load_function(command.source)
+            compose = load("algorithm", command.source)
             if speaks:
                 print(kind.dry_run(command.settings, lambda: compose(**dict(command.arguments))))
             return 0
@@ -170,7 +171,7 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any], kind: K
     """
     given = [a.split("=", 1)[1] for a in argv if re.match(r"--?algorithm=", a)]
     source = given[-1] if given else f"{module}:algorithm"
-    compose = load_function(source)
+    compose = load("algorithm", source)
     table = flags.FlagValues()
     for field in kind.fields:
         _define(table, field.name, field.type, defaults.get(field.name, field.default), field.metadata["help"])
@@ -206,7 +207,7 @@ def parse(module: str, argv: Sequence[str], defaults: Mapping[str, Any], kind: K
 @functools.lru_cache(maxsize=1)
 def _job(command: Command) -> Any:
     """Checked once: forked ranks inherit the result, spawned ones make it again."""
-    compose = load_function(command.source)
+    compose = load("algorithm", command.source)
     return command.kind.prepare(command.settings, lambda: compose(**dict(command.arguments)))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl import loading, seeds
+from funrl import seeds
 from funrl.algos.core import Algorithm, needs_of
 from funrl.data import arithmetic
 from funrl.data.prompts import Prompt, load_prompts
@@ -331,8 +331,3 @@ def _check_lengths(task: Task, new_tokens: int, config: Config) -> None:
             f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
             f"has {config.max_positions} positions; shorten one of them (prompt begins {longest.text[:60]!r})"
         )
-
-
-def load_function(text: str) -> Callable[..., Any]:
-    """The function that --algorithm names. Raises: LoadError, as `loading.load`."""
-    return loading.load("algorithm", text)
