@@ -1,37 +1,26 @@
 """Every public piece of funrl.algos through the same properties. A new piece needs a row in one of the rows_*.py.
 
-Terms and preference losses go through further properties in test_terms.py. The last tests see to it that no piece is
-left out.
+Terms and preference losses go through further properties in test_terms.py; test_completeness.py sees to it that no
+piece is left out.
 """
 
-import importlib
-import inspect
 import math
-import pkgutil
 
 import pieces
 import pytest
-import rows_advantages
-import rows_choices
-import rows_corrections
-import rows_preference
-import rows_terms
 import torch
-from pieces import NAMED, Row, example, packed, plain, poisoned, policy_logp, token_signal, widened
+from pieces import example, packed, plain, poisoned, policy_logp, token_signal, widened
+from tables import ROWS
 
-import funrl.algos
 from funrl.algos import reductions
 from funrl.algos.core import Fraction, Signal, reduce
 from funrl.batch import select
 
-TABLES = (rows_advantages, rows_corrections, rows_terms, rows_choices, rows_preference)
-ROWS: list[Row] = [row for table in TABLES for row in table.ROWS]
-
 CONSTANTS = ("advantage", "weight", "old_logp", "ref_logp", "rollout_logp", "teacher_logp", "value", "returns", "label")
 
 
-def of(*kinds, tables=TABLES):
-    rows = [row for table in tables for row in table.ROWS if row.kind in kinds]
+def of(*kinds):
+    rows = [row for row in ROWS if row.kind in kinds]
     return pytest.mark.parametrize("row", rows, ids=[row.name for row in rows])
 
 
@@ -70,7 +59,7 @@ def gradient_by(leaf, total):
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 
-def close(got, want, tolerance=1e-11):
+def assert_close(got, want, tolerance=1e-11):
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
@@ -85,7 +74,7 @@ def test_advantage_equals_its_reference(row):
     expected = row.reference(signal_of(row, batch).x.tolist(), b)
     got = fields_of(signal)
     for name, want in expected.items():
-        close(got[name].double(), torch.tensor(want, dtype=torch.float64))
+        assert_close(got[name].double(), torch.tensor(want, dtype=torch.float64))
     assert {"x"} <= set(got)
     for name in set(got) - {"rows", "mask"}:
         if got[name].dim() == 2 and name in expected:
@@ -98,7 +87,7 @@ def test_term_equals_its_reference(row):
     logp = policy_logp(batch)
     loss, metrics = row.make()(logp, batch)
     want = torch.tensor(row.reference(logp.tolist(), plain(batch)), dtype=torch.float64)
-    close(loss[batch.mask], want[batch.mask])
+    assert_close(loss[batch.mask], want[batch.mask])
     for value in metrics.values():
         if isinstance(value, Fraction):  # a mean over something else than tokens
             assert math.isfinite(value.value.item())
@@ -116,8 +105,8 @@ def test_loss_equals_its_reference(row):
     want = row.reference(logp.tolist(), plain(batch))
     assert len(fractions) == len(want)
     for got, (num, den) in zip(fractions, want, strict=True):
-        close(got.num, torch.tensor(num, dtype=torch.float64))
-        close(got.den, torch.tensor(den, dtype=torch.float64))
+        assert_close(got.num, torch.tensor(num, dtype=torch.float64))
+        assert_close(got.den, torch.tensor(den, dtype=torch.float64))
     assert all(isinstance(m, Fraction) for m in metrics.values())
 
 
@@ -127,8 +116,8 @@ def test_reduction_equals_its_reference(row):
     loss = token_signal(batch)
     got = row.make()(loss, batch.mask)
     num, den = row.reference(loss.tolist(), plain(batch))
-    close(got.num, torch.tensor(num, dtype=torch.float64))
-    close(got.den, torch.tensor(den, dtype=torch.float64))
+    assert_close(got.num, torch.tensor(num, dtype=torch.float64))
+    assert_close(got.den, torch.tensor(den, dtype=torch.float64))
 
 
 @of("filter")
@@ -176,7 +165,7 @@ def test_advantage_in_float32(row):
     for name, value in single.items():
         if value.is_floating_point():
             assert value.dtype == torch.float32, name
-            close(value.double(), exact[name].double(), 2e-4)
+            assert_close(value.double(), exact[name].double(), 2e-4)
 
 
 @of("term", "loss")
@@ -189,7 +178,7 @@ def test_loss_in_float32(row):
             assert all(f.num.dtype == dtype for f in fractions)
             pairs.append([f.value.double() for f in fractions])
         for exact, single in zip(*pairs, strict=True):
-            close(single, exact, 2e-4)
+            assert_close(single, exact, 2e-4)
 
 
 # ---- what must not matter
@@ -247,7 +236,7 @@ def test_the_order_of_rows_does_not_matter(row):
     signal = Signal(signal.x[order], signal.mask[order], weight=None if signal.weight is None else signal.weight[order])
     got = fields_of(piece.update(signal, piece.init(), moved)[0])
     for name, value in fields_of(run(row, batch)[0]).items():
-        close(got[name], value[order])
+        assert_close(got[name], value[order])
 
 
 @of("advantage")
@@ -260,7 +249,7 @@ def test_padding_does_not_matter_to_advantages(row):
     signal = Signal(pad(signal.x) if row.tokens else signal.x, wide.mask, weight=weight)
     got = fields_of(piece.update(signal, piece.init(), wide)[0])
     for name, value in fields_of(run(row, batch)[0]).items():
-        close(got[name][..., : value.shape[-1]], value)
+        assert_close(got[name][..., : value.shape[-1]], value)
 
 
 @of("term", "loss")
@@ -275,8 +264,8 @@ def test_padding_and_packing_do_not_matter_to_losses(row):
         for batch_, logp_ in others:
             fractions_, metrics_ = loss(logp_, batch_)
             for a, b in zip([*fractions, *metrics.values()], [*fractions_, *metrics_.values()], strict=True):
-                close(b.num, a.num)
-                close(b.den, a.den)
+                assert_close(b.num, a.num)
+                assert_close(b.den, a.den)
 
 
 @of("reduction")
@@ -290,8 +279,8 @@ def test_padding_and_packing_do_not_matter_to_reductions(row):
         row.make()(short_loss, short.mask, short.segments),
         row.make()(torch.where(batch.mask, loss, torch.nan), batch.mask),
     ):
-        close(other.num, whole.num)
-        close(other.den, whole.den)
+        assert_close(other.num, whole.num)
+        assert_close(other.den, whole.den)
 
 
 @of("term", "loss", "reduction")
@@ -316,10 +305,10 @@ def test_parts_add_up_to_the_whole(row):
             outs = [loss(leaf[part], select(batch, part)) for part in parts]
             sums = [sum(column[1:], column[0]) for column in zip(*[[*f, *m.values()] for f, m in outs], strict=True)]
             for got, want in zip(sums, whole, strict=True):
-                close(got.num, want.num)
-                close(got.den, want.den)
+                assert_close(got.num, want.num)
+                assert_close(got.den, want.den)
             total = sum(f.num for fractions, _ in outs for f in fractions)
-            close(gradient_by(leaf, total), gradient)
+            assert_close(gradient_by(leaf, total), gradient)
 
 
 @of("term", "loss")
@@ -354,7 +343,7 @@ def test_an_advantage_compiles_whole_with_equal_values(row):
     got, want = torch.compile(step, fullgraph=True, backend="eager")(signal.x), step(signal.x)
     assert set(got) == set(want)
     for name, value in want.items():
-        close(got[name], value)
+        assert_close(got[name], value)
 
 
 @of("term", "loss")
@@ -373,7 +362,7 @@ def test_compiles_whole_with_equal_values_and_gradients(row):
         value, metrics = fn(leaf)
         results.append([value.detach(), gradient_by(leaf, value), *metrics.values()])
     for a, b in zip(*results, strict=True):
-        close(b, a)
+        assert_close(b, a)
 
 
 # ---- needs
@@ -388,7 +377,7 @@ def test_a_piece_reads_no_field_that_it_does_not_name(row):
     bare = type(batch)(**held)
     if row.kind == "advantage":
         signal = signal_of(row, batch)
-        close(piece.update(signal, piece.init(), bare)[0].x, run(row, batch)[0].x)
+        assert_close(piece.update(signal, piece.init(), bare)[0].x, run(row, batch)[0].x)
     elif row.kind == "filter":
         assert torch.equal(piece(bare), piece(batch))
     else:
@@ -396,59 +385,4 @@ def test_a_piece_reads_no_field_that_it_does_not_name(row):
         got, want = piece(logp, bare)[0], piece(logp, batch)[0]
         on = batch.mask if row.kind == "term" else slice(None)
         for a, b in zip(got if row.kind == "loss" else (got,), want if row.kind == "loss" else (want,), strict=True):
-            close(a[on] if row.kind == "term" else a.num, b[on] if row.kind == "term" else b.num)
-
-
-# ---- completeness
-
-
-NO_PIECES = {  # public functions that need no row: what is wrong with them fails the rows of what they serve
-    "core.needs": "marks fields; test_a_piece_reads_no_field_that_it_does_not_name holds it to them",
-    "core.needs_of": "the same",
-    "core.check_rank": "test_arguments.py",
-    "core.token_fraction": "every metric",
-    "core.where_masked": "every piece",
-    "core.clean": "test_loss_does_not_see_what_is_outside_the_mask",
-    "core.sequence_sums": "every reduction over sequences",
-    "core.to_own_tokens": "every term of sequences",
-    "advantages.accumulate": "gae and reward_to_go",
-    "advantages.next_sampled": "gae",
-    "shaping.last_of": "to_last_token",
-    "groups.groups_of": "every piece that compares rows",
-    "groups.group_sum": "the same",
-    "groups.group_min": "the same",
-    "groups.group_max": "the same",
-    "groups.group_mean": "the same",
-    "groups.group_std": "the same",
-    "token_baselines.token_slots": "optimal_token_baseline",
-    "token_baselines.slot_baseline": "optimal_token_baseline",
-    "corrections.log_gap": "every correction",
-    "corrections.gap_over": "every correction",
-}
-
-
-def public_functions():
-    """Public functions of the algos modules, by "module.function"; test_named.py has the named algorithms."""
-    found = {}
-    for info in pkgutil.iter_modules(funrl.algos.__path__):
-        module = importlib.import_module(f"funrl.algos.{info.name}")
-        for name, value in vars(module).items():
-            own = inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-            if own and info.name not in NAMED:
-                found[f"{info.name}.{name}"] = value
-    return found
-
-
-def test_every_public_piece_has_a_row():
-    covered = {row.name.split()[0] for row in ROWS} | {name for row in ROWS for name in row.also}
-    functions = public_functions()
-    assert len(functions) > 100
-    assert set(functions) - covered - set(NO_PIECES) == set(), "add a row for each of these to a tests/algos/rows_*.py"
-    assert covered - set(functions) == set(), "these rows are of functions that are not there"
-    assert set(NO_PIECES) - set(functions) == set(), "these exemptions are of functions that are not there"
-    assert set(NO_PIECES) & covered == set(), "these have rows and need no exemption"
-
-
-def test_row_names_are_unique():
-    names = [row.name for row in ROWS]
-    assert len(names) == len(set(names))
+            assert_close(a[on] if row.kind == "term" else a.num, b[on] if row.kind == "term" else b.num)
