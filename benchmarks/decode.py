@@ -17,12 +17,12 @@ import torch
 from absl import app, flags
 
 from funrl import trees
-from funrl.generate.hf import hf_engine
-from funrl.generate.native import native_engine
-from funrl.generate.types import Sampling
 from funrl.mesh.mesh import single
 from funrl.models import decoder
 from funrl.models.config import Config
+from funrl.rollout.completions import Sampling
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native import native_engine
 
 BATCHES = flags.DEFINE_list("batches", ["1", "16", "64"], "prompts completed together")
 LAYERS = flags.DEFINE_integer("layers", 4, "layers")

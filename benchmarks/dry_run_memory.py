@@ -20,16 +20,17 @@ from pathlib import Path
 import torch
 
 from funrl import trees
+from funrl.cost import dry_run
+from funrl.cost.hardware import HARDWARE
 from funrl.experiments import ppo
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import shard
 from funrl.models import decoder
-from funrl.runtime import dry_run, ensemble, phases
-from funrl.runtime.hardware import HARDWARE
-from funrl.runtime.job import Job
-from funrl.runtime.settings import Settings
-from funrl.runtime.spmd import Clock
+from funrl.trainer import ensemble, phases
+from funrl.trainer.job import Job
+from funrl.trainer.settings import Settings
+from funrl.trainer.spmd import Clock
 
 PROMPT, NEW = 64, 64
 SHAPES = {  # sizes, completions of a step, tokens of a micro-batch

@@ -32,10 +32,10 @@ from funrl.experiments import grpo, ppo
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
 from funrl.models.config import Config
-from funrl.runtime import ensemble, phases
-from funrl.runtime.job import prepare
-from funrl.runtime.settings import Settings
-from funrl.runtime.spmd import Clock
+from funrl.trainer import ensemble, phases
+from funrl.trainer.job import prepare
+from funrl.trainer.settings import Settings
+from funrl.trainer.spmd import Clock
 
 LAYERS = flags.DEFINE_integer("layers", 4, "layers")
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64")

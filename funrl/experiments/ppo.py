@@ -4,7 +4,7 @@
     python -m funrl.experiments.ppo --model=DIR --prompts=FILE.jsonl --reward=FILE.py:function
 
 The first command launches eight ranks by itself, teaches a small decoder from scratch to add numbers by imperfect
-demonstrations, and lets PPO do the rest. The loop is `funrl/runtime/loop.py`; what makes it PPO is all here.
+demonstrations, and lets PPO do the rest. The loop is `funrl/trainer/loop.py`; what makes it PPO is all here.
 
 Left out on purpose: a learned reward model, early stopping on the KL, and shared weights of policy and critic.
 """

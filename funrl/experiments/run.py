@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from funrl.cost.dry_report import dry_run
 from funrl.loading import load
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import ModelError
-from funrl.runtime.dry_report import dry_run
-from funrl.runtime.job import prepare, resolved
-from funrl.runtime.loop import Outcome, train
-from funrl.runtime.progress import discard_output
-from funrl.runtime.report import ReportError, write_report
-from funrl.runtime.run_directory import RunDirectoryError, open_run
-from funrl.runtime.settings import Settings, SettingsError
+from funrl.track.progress import discard_output
+from funrl.track.report import ReportError, write_report
+from funrl.track.run_directory import RunDirectoryError, open_run
+from funrl.trainer.job import prepare, resolved
+from funrl.trainer.loop import Outcome, train
+from funrl.trainer.settings import Settings, SettingsError
 
 PLAIN = (RunDirectoryError, ModelError, FloatingPointError)  # their messages say all that a user needs
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
+from funrl.cost.dry_report import supervised_dry_run
 from funrl.experiments.run import Kind
-from funrl.runtime.dry_report import supervised_dry_run
-from funrl.runtime.supervise import HIDDEN, SupervisedSettings, prepare_course, teach
+from funrl.trainer.supervise import HIDDEN, SupervisedSettings, prepare_course, teach
 
 
 def _kind(**course: Any) -> Kind:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from funrl.algos.preference import pair_sums
-from funrl.data import arithmetic
 from funrl.data.supervised import DataError, Lesson, Text, check_lengths, lesson, load_lessons, to_batch
 from funrl.data.tokenizer import character_tokenizer
+from funrl.tasks import arithmetic
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.role == 'assistant' %}!{% endif %};{% endfor %}"

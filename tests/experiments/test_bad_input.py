@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from funrl.data import arithmetic
 from funrl.experiments.run import main
 from funrl.models import decoder, hf
+from funrl.tasks import arithmetic
 
 REWARDS = """
 import os

@@ -11,11 +11,11 @@ import torch
 
 from funrl import trees
 from funrl.algos import preference
-from funrl.data import arithmetic
 from funrl.data.supervised import lesson, to_batch
 from funrl.experiments import dpo
 from funrl.models import decoder, hf
 from funrl.models import value as values
+from funrl.tasks import arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from funrl.experiments import run
-from funrl.runtime.settings import Settings
+from funrl.trainer.settings import Settings
 
 
 def help_of(experiment, monkeypatch, capsys, columns=100):

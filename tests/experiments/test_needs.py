@@ -26,15 +26,15 @@ from funrl.algos.reductions import token_mean
 from funrl.algos.shaping import adaptive_kl, fixed_kl
 from funrl.algos.terms import clipped_surrogate
 from funrl.algos.terms_covariance import adapt_entropy
-from funrl.data import arithmetic
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
-from funrl.runtime import ensemble, phases, warmstart
-from funrl.runtime import job as jobs
-from funrl.runtime.job import SettingsError, check_needs, prepare
-from funrl.runtime.settings import Settings
-from funrl.runtime.spmd import Clock
+from funrl.tasks import arithmetic
+from funrl.trainer import ensemble, phases, warmstart
+from funrl.trainer import job as jobs
+from funrl.trainer.job import SettingsError, check_needs, prepare
+from funrl.trainer.settings import Settings
+from funrl.trainer.spmd import Clock
 
 MODULES = {m.name: importlib.import_module(f"funrl.algos.{m.name}") for m in pkgutil.iter_modules(funrl.algos.__path__)}
 MAKERS = {name: getattr(module, name) for name, module in MODULES.items() if hasattr(module, name)}

@@ -10,10 +10,10 @@ import torch
 
 from funrl import trees
 from funrl.experiments.run import main
-from funrl.generate.native import native_engine
-from funrl.generate.types import Sampling
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
+from funrl.rollout.completions import Sampling
+from funrl.rollout.native import native_engine
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("FUNRL_DATA", ROOT.parent / "shared" / "data")) / "stories260k"

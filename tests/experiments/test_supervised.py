@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from funrl import trees
-from funrl.data import arithmetic
 from funrl.data.supervised import load_lessons, to_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.experiments.run import main
 from funrl.experiments.supervised import DEMONSTRATIONS, PREFERENCES, REWARDS
 from funrl.models import decoder, hf
 from funrl.models import value as values
+from funrl.tasks import arithmetic
 
 KINDS = {"sft": DEMONSTRATIONS, "dpo": PREFERENCES, "reward_model": REWARDS}
 
@@ -37,7 +37,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path
 
 @pytest.mark.parametrize("broken, said", [(0, "before the first step"), (1, "after step 1; a lower --lr may prevent")])
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, said, tmp_path, capsys, monkeypatch):
-    from funrl.runtime import supervise
+    from funrl.trainer import supervise
 
     calls, score = [], supervise.score
 

@@ -22,7 +22,7 @@ from funrl.mesh.rules import TRAIN, layouts, shard
 from funrl.models import decoder, value
 from funrl.models.config import Config
 from funrl.models.scores import token_scores
-from funrl.runtime.step import gradient
+from funrl.trainer.step import gradient
 
 spmd = pytest.importorskip("spmd_types")
 checker = pytest.importorskip("spmd_types.checker")

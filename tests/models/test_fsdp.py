@@ -20,7 +20,7 @@ from funrl.models import decoder, fsdp, value
 from funrl.models.config import Config
 from funrl.models.remat import rematerialized
 from funrl.models.scores import token_scores
-from funrl.runtime.spmd import psum_tree
+from funrl.trainer.spmd import psum_tree
 
 pytestmark = pytest.mark.gloo
 

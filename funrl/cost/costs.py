@@ -1,0 +1,319 @@
+"""What a piece of the trainer costs, counted while it runs on tensors without memory.
+
+`Tracer` stands between the program and its kernels. Weights are fake tensors: they have a shape and no numbers, and so
+has whatever is computed of them. Token ids, masks and row numbers are real, because the program looks at them. The
+tracer counts live bytes (every storage from its first tensor to its last), FLOPs, and what collectives send.
+
+With `real=True` nothing is faked: the same count of a run that really computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from funrl import trees
+from funrl.cost.hardware import Hardware, op_seconds
+
+aten = torch.ops.aten
+KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
+UPDATES = "update_"  # how the names of phases that learn begin
+_FLASH_CPU = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
+        g.shape, q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
+    ),
+}
+
+
+class Traffic(NamedTuple):
+    """What one kind of collective of one group sends; `nbytes` are of the larger side: the input or the result."""
+
+    count: float
+    nbytes: float
+
+
+@dataclass
+class Costs:
+    """What one phase takes on one rank.
+
+    Attributes:
+      peaks: for each part of the phase (forward, backward, optimizer, other) the bytes by kind at the moment when their
+        sum was the largest.
+      flops: of matrix products and attention.
+      seconds: of all kernels, each bound by arithmetic, memory or its launch; without collectives.
+      traffic: by (collective, name of the process group).
+    """
+
+    peaks: dict[str, dict[str, float]] = field(default_factory=dict)
+    flops: float = 0.0
+    seconds: float = 0.0
+    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> dict[str, float]:
+        """Bytes by kind at the worst moment of all."""
+        return max(self.peaks.values(), key=lambda held: sum(held.values()), default={})
+
+    @property
+    def total(self) -> float:
+        """Bytes at the worst moment."""
+        return sum(self.peak.values())
+
+
+def along(first: Costs, second: Costs, n: float) -> Costs:
+    """The costs `n` steps behind `first` on the line through `first` (n = 0) and `second` (n = 1)."""
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * n
+
+    def lines(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+        return {k: line(a.get(k, 0), b.get(k, 0)) for k in {**a, **b}}
+
+    peaks = {part: lines(first.peaks[part], second.peaks[part]) for part in first.peaks if part in second.peaks}
+    none = Traffic(0, 0)
+    traffic = {
+        k: Traffic(*map(line, first.traffic.get(k, none), second.traffic.get(k, none)))
+        for k in {**first.traffic, **second.traffic}
+    }
+    return Costs(peaks, line(first.flops, second.flops), line(first.seconds, second.seconds), traffic)
+
+
+def times(costs: Costs, n: float) -> Costs:
+    """The same phase `n` times one after the other: the peak stays."""
+    traffic = {k: Traffic(t.count * n, t.nbytes * n) for k, t in costs.traffic.items()}
+    return Costs(costs.peaks, costs.flops * n, costs.seconds * n, traffic)
+
+
+def after(first: Costs, second: Costs) -> Costs:
+    """One phase after the other, as one: the higher peak and the sums."""
+    peaks = {**first.peaks, **second.peaks}
+    for part in peaks:
+        peaks[part] = max(first.peaks.get(part, {}), second.peaks.get(part, {}), key=lambda held: sum(held.values()))
+    traffic = dict(first.traffic)
+    for key, more in second.traffic.items():
+        old = traffic.get(key, Traffic(0, 0))
+        traffic[key] = Traffic(old.count + more.count, old.nbytes + more.nbytes)
+    return Costs(peaks, first.flops + second.flops, first.seconds + second.seconds, traffic)
+
+
+def plus(costs: Costs, kept: Mapping[str, float]) -> Costs:
+    """The same phase with more bytes held all the time."""
+    peaks = {part: {k: held.get(k, 0) + kept.get(k, 0) for k in {**held, **kept}} for part, held in costs.peaks.items()}
+    return Costs(peaks, costs.flops, costs.seconds, costs.traffic)
+
+
+class Tracer(TorchDispatchMode):
+    """Counts what runs inside it. `phase` has the shape of `Clock.phase`: the trainer's own functions mark the phases.
+
+    Args:
+      hardware: whose seconds are counted.
+      weights: shapes of parameters: by them gradients, and weights in another dtype, are known.
+      logits: sizes of the vocabulary, of a rank and of all; [tokens, vocabulary] are logits.
+      cache: the shape of a layer's keys.
+      real: compute instead of faking.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        weights: Iterable[tuple[int, ...]] = (),
+        logits: Sequence[int] = (),
+        cache: tuple[int, ...] | None = None,
+        real: bool = False,
+    ):
+        super().__init__()
+        self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
+        self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
+        self.live: dict[int, tuple[int, str, Any]] = {}
+        self.held: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.sum = 0.0
+        self.phases: dict[str, Costs] = {}
+        self.now, self.highest, self.part, self.learns = Costs(), {}, "other", False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or (func is aten.detach.default and isinstance(args[0], FakeTensor)):
+            return func(*args, **kwargs)
+        self.part = "optimizer" if "_foreach_" in func._schema.name else "other"
+        out = self._run(func, args, kwargs)
+        outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
+        self._count(func, args, kwargs, out, outs)
+        if self._is_free(func, args, outs):
+            return out
+        for x in outs:
+            self.hold(x, self._kind(func, x))
+        return out
+
+    def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
+        """Where the CPU's matrix product takes 16-bit weights through a copy in float32, an accelerator's has none."""
+        if func is not aten._to_copy.default or self.fake is None or not self.hardware.accelerator:
+            return False
+        source = self.live.get(args[0].untyped_storage()._cdata)
+        widens = args[0].element_size() == 2 and outs[0].dtype == torch.float32
+        return widens and source is not None and source[1] == "weights" and args[0].dim() == 2
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self.now, self.highest, self.learns = self.now, Costs(), {}, name.startswith(UPDATES)
+        self._look()
+        try:
+            yield
+        finally:
+            self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
+            self.now, self.highest, self.learns = before, {}, False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor; a real one of zeros where the tracer is real."""
+        if self.fake is None:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        with self.fake:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def hold_tree(self, tree: trees.Tree, kind: str) -> None:
+        """Says of what kind the tensors of a tree are."""
+        for x in trees.leaves(tree):
+            if isinstance(x, Tensor):
+                self.hold(x, kind, overwrite=True)
+
+    def hold(self, x: Tensor, kind: str, overwrite: bool = False) -> None:
+        """Counts the storage of a tensor from now until it is gone."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            if overwrite:
+                nbytes, old, ref = self.live[key]
+                self.live[key] = nbytes, kind, ref
+                self.held[old] -= nbytes
+                self.held[kind] += nbytes
+            return
+        nbytes = storage.nbytes()
+        self.live[key] = nbytes, kind, weakref.ref(storage, lambda _, key=key: self._drop(key))
+        self.held[kind] += nbytes
+        self.sum += nbytes
+        self._look()
+
+    def _drop(self, key: int) -> None:
+        nbytes, kind, _ = self.live.pop(key)
+        self.held[kind] -= nbytes
+        self.sum -= nbytes
+
+    def _look(self) -> None:
+        backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        part = "backward" if backward else "forward" if torch.is_grad_enabled() else self.part
+        if self.sum > self.highest.get(part, -1.0):
+            self.highest[part] = self.sum
+            self.now.peaks[part] = dict(self.held)
+
+    def _kind(self, func: Any, x: Tensor) -> str:
+        if not x.is_floating_point():
+            return "batch"
+        if func.namespace == "_c10d_functional" or (func is aten.cat.default and x.dim() == 1):
+            return "staging"
+        shape = tuple(x.shape)
+        if shape in self.shapes:
+            backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+            summed = self.learns and not torch.is_grad_enabled()
+            return "gradients" if backward or summed else "weights"
+        if shape == self.cache:
+            return "cache"
+        if func in _ROOM:
+            return "staging"
+        return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"
+
+    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if self.fake is None:
+            return func(*args, **kwargs)
+        given = list(_tensors((args, tuple(kwargs.values()))))
+        faked = any(isinstance(x, FakeTensor) for x in given)
+        if not given and _floating(func, args, kwargs):
+            faked = True
+        if not faked:
+            return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        if func in _INDEXING:
+            args = (args[0], [p for i in args[1] for p in _positions(i)], *args[2:])
+        with self.fake:
+            out = func(*args, **kwargs)
+        # A real tensor that was written to stays the tensor that the program goes on with.
+        return args[0] if func._schema.is_mutable and args and not isinstance(args[0], (FakeTensor, list)) else out
+
+    def _count(self, func: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> None:
+        if func.namespace == "_c10d_functional":
+            if func is not torch.ops._c10d_functional.wait_tensor.default:
+                key = func._schema.name.split("::")[1], next(a for a in reversed(args) if isinstance(a, str))
+                nbytes = max(_nbytes(args[:1]), _nbytes(outs))
+                old = self.now.traffic.get(key, Traffic(0, 0))
+                self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
+            return
+        packet = func.overloadpacket
+        formula: Callable | None = _FLASH_CPU.get(packet) or flop_registry.get(packet)
+        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _FLASH_CPU else 0
+        if formula and packet in _FLASH_CPU:
+            flops = formula(*args)
+        if not flops and (
+            func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        ):
+            return
+        dtype = outs[0].dtype if outs else torch.float32
+        self.now.flops += flops
+        self.now.seconds += op_seconds(self.hardware, flops, _nbytes((args, tuple(outs))), dtype)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(x)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in _tensors(values))
+
+
+def _floating(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operator that makes a tensor of nothing makes one of floating point numbers."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype.is_floating_point
+    name = func._schema.name.split("::")[1]
+    return isinstance(args[1], float) if name == "full" else not name.startswith(("arange", "randperm", "randint"))
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """A mask among indices as the positions where it is true; one that is not known is true everywhere."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    known = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
+    return list(known.nonzero().unbind(1))
+
+
+def _scalar(x: Tensor) -> bool | float:
+    if x.dtype != torch.bool and not x.is_floating_point():
+        raise RuntimeError("the program asks for a whole number that a dry run does not compute")
+    return True if x.dtype == torch.bool else 1.0
+
+
+_SPECIAL: dict[Any, Callable] = {  # what the program asks about numbers that are not there
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: lambda *_: True,
+    aten.nonzero.default: lambda x: torch.ones(x.shape, dtype=torch.bool).nonzero(),
+    aten.masked_select.default: lambda x, mask: x[mask],
+}
+_ROOM = (aten.empty.memory_format, aten.new_empty.default, aten.zeros.default)  # to pack and unpack what is sent
+_INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)

@@ -1,0 +1,158 @@
+"""What every dry run is made of: ranks that do not exist, traces of a step, and the lines through two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from funrl import trees
+from funrl.cost.costs import UPDATES, Costs, Tracer, along, plus
+from funrl.cost.hardware import Hardware
+from funrl.mesh import launch
+from funrl.mesh import mesh as meshes
+from funrl.mesh.mesh import Mesh, single
+from funrl.models import decoder
+from funrl.trainer.job import Job
+from funrl.trainer.spmd import Clock
+
+DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
+
+
+class Estimate(NamedTuple):
+    """What one step costs one rank.
+
+    Attributes:
+      job: what was estimated.
+      models: those of `sharding.MODELS` that it has.
+      step: what a step is, in words.
+      tokens: of a row.
+      phases: by name, in the order of a step.
+      axes: name of each process group -> the mesh axes it is over, such as "tp8", and the axes' sizes.
+      parameters: of the model that learns.
+      left_out: what the numbers do not have in them, in words.
+    """
+
+    job: Job
+    models: tuple[str, ...]
+    step: str
+    tokens: int
+    phases: dict[str, Costs]
+    axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
+    parameters: int
+    left_out: tuple[str, ...]
+
+
+class Trace(NamedTuple):
+    """A traced step without generation.
+
+    Attributes:
+      phases: costs of each.
+      resting: bytes of models and optimizers, by kind.
+      row_bytes: of a row of the scored batch.
+    """
+
+    phases: dict[str, Costs]
+    resting: dict[str, float]
+    row_bytes: float
+
+
+def stage_of(phase: str) -> str:
+    """generate, score, update or reshard."""
+    if phase in ("generate", "reshard"):
+        return phase
+    return "update" if phase.startswith(UPDATES) else "score"
+
+
+@contextlib.contextmanager
+def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
+    """Rank 0 of a mesh whose other ranks do not exist; what is sent to them goes nowhere."""
+    world = Mesh(sizes).world
+    if world == 1:
+        yield single()
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield Mesh(sizes, 0, torch.device("cpu"), launch._groups(sizes, 0))
+    finally:
+        dist.destroy_process_group()
+
+
+def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]]:
+    """`Estimate.axes` of one mesh."""
+    shorts = {axis: short for short, axis in meshes.SHORT.items()}
+    return {
+        name: (",".join(f"{shorts[a]}{mesh.sizes[a]}" for a in axes), axes, mesh.sizes)
+        for axes, name in mesh.groups.items()
+    }
+
+
+def tracer_of(job: Job, lies: Sequence[trees.Tree], hardware: Hardware, real: bool) -> Tracer:
+    """A tracer that knows the weights of models in these layouts when it sees them; the first is of a decoder."""
+    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves(list(lies))}
+    shapes |= {tuple(x.shape) for x in trees.leaves(decoder.shapes(job.config))} if job.settings.fsdp else set()
+    vocabulary = trees.leaves(decoder.unembed(lies[0]))[0].local_shape(0)[0]
+    return Tracer(hardware, shapes, (vocabulary,), real=real)
+
+
+def make_weights(tracer: Tracer, lies: trees.Tree, dtype: torch.dtype) -> trees.Tree:
+    """Weights of rank 0 in these layouts, held from now on."""
+    made = trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), lies)
+    tracer.hold_tree(made, "weights")
+    return made
+
+
+class TracedClock(Clock):
+    """A clock that marks the phases of a tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.phase = tracer.phase  # type: ignore[method-assign]
+
+
+def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
+    """Costs by phase of a job, from those of shallower ones.
+
+    Args:
+      costs: of a job.
+    """
+    # A teacher has a depth of its own: there is no one line to be on.
+    if job.config.layers <= DEPTHS[1] or job.teacher is not None:
+        return costs(job)
+    low, high = (costs(_with_layers(job, n)) for n in DEPTHS)
+    return {name: along(low[name], high[name], job.config.layers - DEPTHS[0]) for name in low}
+
+
+def _with_layers(job: Job, layers: int) -> Job:
+    windows = None if job.config.windows is None else job.config.windows[:layers]
+    return job._replace(config=dataclasses.replace(job.config, layers=layers, windows=windows))
+
+
+def micro_batch(job: Job, width: int) -> int:
+    """Rows of one forward pass."""
+    return max(1, job.settings.token_budget // (-(-width // 8) * 8))
+
+
+def at_rows(at: Callable[[int], Trace], rows: int, piece: int, ranks: int) -> dict[str, Costs]:
+    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second, and
+    find no more in memory than it, their rows apart.
+
+    Args:
+      at: the trace of a number of rows of this rank.
+      ranks: which hold the rows of all of them.
+    """
+    if rows <= 2 * piece:
+        return at(rows).phases
+    one, two = at(piece), at(2 * piece)
+    more = {"batch": (rows - 2 * piece) * ranks * two.row_bytes}
+    found = {}
+    for name, costs in two.phases.items():
+        many = along(one.phases[name], costs, rows / piece - 1)
+        found[name] = plus(dataclasses.replace(many, peaks=costs.peaks), more)
+    return found

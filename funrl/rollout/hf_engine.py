@@ -1,0 +1,105 @@
+"""The engine that is transformers' own `generate`: a peer to compare with, slow and plain.
+
+Its samples are not those of the native engine: transformers draws from a generator with a state, so they depend on how
+prompts are split into calls. Its log-probabilities are computed again from the scores that `generate` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh, MeshError
+from funrl.models import decoder
+from funrl.models.config import Config, config_to_hf
+from funrl.models.decoder import SINGLE
+from funrl.models.hf import hf_names
+from funrl.rollout.completions import Completions, Sampling
+from funrl.rollout.native import check_prompts, finish
+
+
+class HFEngine:
+    """An `Engine` over a transformers model; made by `hf_engine`.
+
+    Attributes:
+      model: the transformers model.
+    """
+
+    def __init__(self, config: Config, model: Any):
+        self._config, self.model = config, model
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies whole weights into the transformers model.
+
+        Raises:
+          KeyError: a name is missing, unknown, or given twice.
+          RuntimeError: a shape does not fit.
+        """
+        params = trees.from_named(decoder.shapes(self._config), named_weights)
+        names = hf_names(self._config)
+        state = {names[name][0]: x.detach().reshape(names[name][1]) for name, x in trees.named(params)}
+        if self._config.tied:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        self.model.load_state_dict(state, strict=True)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
+    ) -> Completions:
+        """Completes every prompt in one batch, padded on the left; see `Engine`.
+
+        Raises:
+          ValueError: a prompt is empty, too long, or has ids that are not in the vocabulary.
+        """
+        from transformers import GenerationConfig
+
+        check_prompts(self._config, prompts, sampling)
+        pad, width = self._config.pad or 0, max(len(p) for p in prompts)
+        device = self.model.device
+        # Repeated here, because transformers refuses to return several greedy sequences of a prompt.
+        rows = [p for p in prompts for _ in range(sampling.samples)]
+        tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in rows], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
+        how: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        self.model.generation_config = GenerationConfig(
+            do_sample=not sampling.greedy,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=list(sampling.stop) or None,
+            pad_token_id=pad,
+            output_logits=True,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **({} if sampling.greedy else how),
+        )
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(hash((seed, first_prompt)))
+            out = self.model.generate(inputs=tokens_BT, attention_mask=mask_BT)
+        tokens_RT = out.sequences[:, width:]
+
+        def chosen(logits: tuple[Tensor, ...]) -> Tensor:
+            return torch.stack(logits, 1).log_softmax(-1).gather(2, tokens_RT.unsqueeze(2)).squeeze(2)
+
+        model_logp_RT = chosen(out.logits)
+        logp_RT = model_logp_RT if sampling.greedy else chosen(out.scores)
+        return finish(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
+
+
+def hf_engine(config: Config, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:
+    """An engine without weights yet (they are random until `load`).
+
+    Args:
+      config: of the model.
+      mesh: "tensor" has size 1; the weights are whole on every rank.
+      dtype: of the weights.
+    """
+    if mesh.size("tensor") > 1:
+        raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = config_to_hf(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
+    return HFEngine(config, model.to(mesh.device, dtype).eval())

@@ -1,0 +1,116 @@
+"""What rank 0 shows and writes during a run; on other ranks the same calls do nothing."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from funrl.models import hf
+from funrl.track.progress import open_progress
+from funrl.track.run_directory import RunDirectory, RunDirectoryError
+from funrl.track.samples import Sample, open_samples
+from funrl.track.trackers import jsonl, tensorboard, together
+from funrl.trainer.job import Job
+from funrl.trainer.rollout import Example
+
+
+class Observer:
+    """Progress on the terminal, lines and events in the run directory, model and report at the end.
+
+    Raises:
+      RunDirectoryError: by every method that writes, when the system refuses it, as on a full disk.
+    """
+
+    def __init__(self, job: Job, run_dir: str | None) -> None:
+        self.job, self.run, self.stack = job, RunDirectory(Path(run_dir)) if run_dir else None, contextlib.ExitStack()
+        self.warmstart: contextlib.AbstractContextManager[None] | None = None
+        self.times_shown = 0
+
+    def __enter__(self) -> Observer:
+        if self.run is None:
+            return self
+        title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
+        with _writing(self.run):
+            self.track = together(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
+            self.stack.callback(self.track.close)
+            self.write_sample = open_samples(self.run.samples)
+            self.stack.callback(self.write_sample.close)
+        self.progress = self.stack.enter_context(open_progress(self.job.settings.steps, title))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        # Where an exception is under way already, one of closing files would hide it.
+        with contextlib.suppress(OSError) if exception[0] else _writing(self.run):
+            self.stack.close()
+
+    def note(self, text: str) -> None:
+        if self.run is not None:
+            self.progress.note(text)
+
+    def supervised(self, step: int, steps: int, metrics: dict[str, float]) -> None:
+        """Progress of the warm start."""
+        if self.run is None:
+            return
+        if self.warmstart is None:
+            self.warmstart = self.progress.stage("warm start", steps)
+            self.warmstart.__enter__()
+        self.progress.update(step, metrics)
+        if step == steps:
+            self.warmstart.__exit__(None, None, None)
+
+    def samples(self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> None:
+        if self.run is None:
+            return
+        given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]
+        with _writing(self.run):
+            for sample in given:
+                self.write_sample.write(sample)
+        # Evaluations come with the same prompts: another one is printed each time.
+        turn = self.times_shown % len(given)
+        self.times_shown += 1
+        self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
+
+    def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """One line of metrics, with the time of each phase."""
+        total = sum(seconds.values())
+        tokens = metrics.get("perf/total_num_tokens", 0.0)
+        times = {f"time_s/{phase}": value for phase, value in seconds.items()} | {"time_s/step": total}
+        metrics = metrics | times | {"perf/tokens_per_s": tokens / max(total, 1e-9)}
+        if self.run is not None:
+            with _writing(self.run):
+                self.track(step, metrics)
+            self.progress.update(step, metrics)
+
+    def finish(
+        self, named_weights: Iterable[tuple[str, Tensor]], error: str | None, head_1D: Tensor | None = None
+    ) -> None:
+        """Writes the model; every rank takes part, as its weights come one by one from all ranks.
+
+        Args:
+          named_weights, head_1D: as in `hf.write`.
+          error: what ended the run early.
+        """
+        if self.run is None:
+            collections.deque(named_weights, maxlen=0)
+            return
+        with _writing(self.run):
+            hf.write(self.run.model, self.job.config, named_weights, self.job.tokenizer, head_1D=head_1D)
+        if error:
+            self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
+
+
+@contextlib.contextmanager
+def _writing(run: RunDirectory | None) -> Iterator[None]:
+    """Says of an error of the file system which run directory it struck."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (getattr(error, "strerror", None) or str(error).rsplit("I/O error: ")[-1]).lower()
+        where = getattr(error, "filename", None) or (run.path if run else "")
+        raise RunDirectoryError(f"{where}: cannot be written: {reason}") from error

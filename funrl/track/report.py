@@ -1,0 +1,445 @@
+"""One page about a run: what it reached, its curves, where the time went, what the policy said before and after.
+
+    python -m funrl.track.report runs/ppo-20250101-120000
+
+writes report.html into that directory, from config.json, metrics.jsonl and samples.jsonl. The page stands alone: styles
+and drawings are inside, there is no script, and nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.track.charts import Layer, Series, line_chart, number, smoothing, stacked_chart
+from funrl.track.report_style import STYLE
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, read_lines, write_text
+from funrl.track.samples import Sample, first_and_last, read_samples
+
+PHASES = {  # in the order of a step, with the page's colour of each
+    "generate": 0, "reward": 5, "old_logp": 2, "ref": 6, "value": 4, "advantage": 7, "update_actor": 1,
+    "update_critic": 3, "reshard": 8, "eval": 9, "other": 10,
+}  # fmt: skip
+LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
+SAMPLES = 5  # from the start, and from the end
+
+
+class ReportError(ValueError):
+    """A run directory that no report can be made of; the message says which file and why."""
+
+
+class Run(NamedTuple):
+    """What a run directory says: its config.json, its metrics in the order of steps, its samples."""
+
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+    samples: list[Sample]
+
+
+class Chart(NamedTuple):
+    """One figure: its title, its unit, the keys of its curves with their names, and how it is drawn."""
+
+    title: str
+    unit: str
+    keys: tuple[tuple[str, str], ...]
+    log: bool = False
+    bounds: tuple[float, float] | None = None
+    dots: bool = False
+
+
+REWARD_CHARTS = (
+    Chart("Reward", "mean of the step's completions", (("reward/mean", "sampled"), ("eval/reward", "held out"))),
+    Chart(
+        "Accuracy",
+        "share of held-out problems solved: reward 1 or more",
+        (("eval/accuracy", "held out"),),
+        False,
+        (0.0, 1.0),
+        True,
+    ),
+)
+LOSS = Chart("Loss", "what the gradient step minimises", (("train/loss", "batch"), ("eval/loss", "held out")))
+LIKELIHOOD = Chart("Negative log-likelihood", "nats a token", (("actor/nll", "batch"), ("eval/nll", "held out")))
+PAIR_CHARTS = (
+    LOSS,
+    Chart(
+        "Pair accuracy",
+        "share of pairs whose chosen text scores higher; a tie is one half",
+        (("preference/accuracy", "batch"), ("eval/accuracy", "held out")),
+        False,
+        (0.0, 1.0),
+    ),
+)
+CHARTS = (
+    LIKELIHOOD,
+    Chart("Margin", "chosen score less rejected", (("preference/margin", "batch"), ("eval/margin", "held out"))),
+    Chart("Scores", "of a batch's texts", (("preference/chosen", "chosen"), ("preference/rejected", "rejected"))),
+    Chart("Scores held out", "of held-out texts", (("eval/chosen", "chosen"), ("eval/rejected", "rejected"))),
+    Chart("KL", "nats a token, from the policy that sampled", (("actor/ppo_kl", "KL"),)),
+    Chart(
+        "KL to the reference",
+        "nats a token",
+        (("actor/kl_loss", "in the loss"), ("actor/reward_kl_penalty", "in the reward")),
+    ),
+    Chart("Entropy", "nats a token", (("actor/entropy", "entropy"),)),
+    Chart("Clip fraction", "share of tokens", (("actor/pg_clipfrac", "clipped"),)),
+    Chart("Policy loss", "what the gradient step minimises", (("actor/pg_loss", "loss"),)),
+    Chart("Value loss", "squared reward", (("critic/vf_loss", "loss"),)),
+    Chart("Explained variance", "of the returns, by the critic", (("critic/vf_explained_var", "explained"),)),
+    Chart("Response length", "tokens", (("response_length/mean", "length"),)),
+    Chart(
+        "Log-prob gap",
+        "nats, engine against trainer",
+        (("rollout/logprob_gap_max", "largest"), ("rollout/logprob_gap_mean", "mean")),
+        log=True,
+    ),
+    Chart("Gradient norm", "before clipping", (("actor/grad_norm", "norm"),)),
+    Chart("Throughput", "tokens a second", (("perf/tokens_per_s", "tokens/s"),)),
+    Chart("Memory", "GB at its peak", (("memory/peak_gb", "peak"),)),
+)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes report.html from the files of a run and returns its path.
+
+    Raises:
+      ReportError: the directory or one of its files is missing, empty or broken.
+    """
+    directory = RunDirectory(Path(run_dir))
+    page = render(read_run(directory))
+    try:
+        write_text(directory.report, page)
+    except OSError as error:
+        raise ReportError(f"{directory.report}: cannot be written: {error.strerror}") from None
+    return directory.report
+
+
+def read_run(directory: RunDirectory) -> Run:
+    """Reads the files of a run. Of a step that was written twice (a resumed run), the later line counts."""
+    if not directory.path.is_dir():
+        raise ReportError(f"{directory.path}: no such directory")
+    for path in (directory.config, directory.metrics):
+        if not path.is_file():
+            raise ReportError(f"{directory.path}: is not the directory of a run: it has no {path.name}")
+    try:
+        config = json.loads(directory.config.read_bytes())
+        rows = {row["step"]: row for row in read_lines(directory.metrics) if isinstance(row.get("step"), int)}
+        samples = read_samples(directory.samples)
+    except RunDirectoryError as error:
+        raise ReportError(str(error)) from None
+    except ValueError as error:
+        raise ReportError(f"{directory.config}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
+    if not rows:
+        raise ReportError(f"{directory.metrics}: no step has been written yet")
+    return Run(config, [rows[step] for step in sorted(rows)], samples)
+
+
+def render(run: Run) -> str:
+    """The page as text."""
+    title, first = _title(run.config), _headline_charts(run)
+    body = "".join(
+        (
+            _header(run, title),
+            _section("", '<div class="grid two">', [_chart(run, chart) for chart in first]),
+            _section(
+                "Training",
+                _legend(run) + '<div class="grid three">',
+                [_chart(run, chart) for chart in CHARTS if chart not in first],
+            ),
+            _time(run),
+            _samples(run),
+            _configuration(run),
+        )
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{_text(title)} - funrl</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _is_supervised(run: Run) -> bool:
+    return any("train/loss" in row for row in run.rows)
+
+
+def _has_pairs(run: Run) -> bool:
+    return _is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
+
+
+def _headline_charts(run: Run) -> tuple[Chart, ...]:
+    if not _is_supervised(run):
+        return REWARD_CHARTS
+    return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
+
+
+def _values(run: Run, key: str) -> list[tuple[int, float]]:
+    """The finite values of a metric with their steps."""
+    points = ((row["step"], row.get(key)) for row in run.rows)
+    return [(step, float(v)) for step, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
+
+
+def _chart(run: Run, chart: Chart) -> str:
+    series = [
+        Series(name, _values(run, key), colour, chart.dots or key.startswith("eval/"))
+        for colour, (key, name) in enumerate(chart.keys)
+    ]
+    notes = []
+    broken = [row["step"] for row in run.rows if any(key in row and row[key] is None for key, _ in chart.keys)]
+    if broken:
+        notes.append(f"not finite at {len(broken)} of {len(run.rows)} steps, first at step {broken[0]}")
+    if chart.log and any(value == 0 for one in series for _, value in one.points):
+        notes.append("exact zeros are drawn on the lower edge")
+    steps = run.rows[0]["step"], run.rows[-1]["step"]
+    return line_chart(chart.title, chart.unit, series, steps, chart.log, chart.bounds, "; ".join(notes))
+
+
+def _legend(run: Run) -> str:
+    reach = smoothing(len(run.rows))
+    return f"<p class=lead>Faint: every step. Bold: the mean of {2 * reach + 1} steps.</p>" if reach else ""
+
+
+def _section(heading: str, opening: str, parts: Sequence[str]) -> str:
+    inside = "".join(parts)
+    head = f"<h2>{heading}</h2>" if heading else ""
+    return f"<section>{head}{opening}{inside}</div></section>" if inside else ""
+
+
+def _header(run: Run, title: str) -> str:
+    config, flags = run.config, run.config.get("flags") or {}
+    facts = [
+        ("model", _base(flags.get("model")) or "from scratch"),
+        ("mesh", config.get("mesh") or "dp1"),
+        ("seed", config.get("seed")),
+        ("started", str(config.get("started") or "")[:16].replace("T", " ")),
+    ]
+    chips = "".join(f"<li>{_text(k)} <b>{_text(v)}</b></li>" for k, v in facts if v not in (None, ""))
+    tiles = "".join(
+        f'<div class="tile"><dt>{label}</dt><dd>{value}</dd><dd class="sub">{below}</dd></div>'
+        for label, value, below in _tiles(run)
+    )
+    return (
+        f'<header><p class="over">funrl run</p><h1>{_text(title)}</h1><ul class="chips">{chips}</ul>'
+        f'<p class="headline">{_headline(run)}</p><dl class="tiles">{tiles}</dl></header>'
+    )
+
+
+def _title(config: dict[str, Any]) -> str:
+    flags = config.get("flags") or {}
+    name = str(config.get("experiment") or "run")
+    task = _base(flags.get("data")) or _base(flags.get("prompts")) or flags.get("task")
+    shown = name.upper() if len(name) <= 5 else name.capitalize().replace("_", " ")
+    return f"{shown}{f' on {task}' if task else ''}"
+
+
+def _headlines(run: Run) -> list[tuple[str, str]]:
+    """The metrics that say best how a run went, with their names, the best of them first.
+
+    Of a run with rewards: the share of problems solved, or the reward where there is something between.
+    """
+    if _has_pairs(run):
+        return [("eval/accuracy", "held-out pair accuracy"), ("eval/loss", "held-out loss")]
+    if _is_supervised(run):
+        return [("eval/loss", "held-out loss"), ("train/loss", "training loss")]
+    between = any(
+        abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
+        for row in run.rows
+        if row.get("eval/reward") is not None and row.get("eval/accuracy") is not None
+    )
+    held_out = ("eval/reward", "held-out reward") if between else ("eval/accuracy", "held-out accuracy")
+    return [held_out, ("reward/mean", "reward")]
+
+
+def _headline(run: Run) -> str:
+    last, total = run.rows[-1]["step"], _total(run)
+    duration = _duration(_seconds(run))
+    when = f"in {last} steps" + (f" and {duration}" if duration else "")
+    sentence = f"The run took {when.removeprefix('in ')}."
+    for key, name in _headlines(run):
+        values = _values(run, key)
+        if len(values) > 1:
+            ends = _ends(values, smooth=not key.startswith("eval/"))
+            before, after = (number(value) for value in ends)
+            verb = "stayed at" if before == after else "rose from" if ends[1] > ends[0] else "fell from"
+            rest = f"<b>{before}</b>" if before == after else f"<b>{before}</b> to <b>{after}</b>"
+            sentence = f"{name.capitalize()} {verb} {rest} {when}."
+            break
+    if total and last < total:
+        sentence += f" <mark>Ended at step {last} of {total}.</mark>"
+    return sentence
+
+
+def _tiles(run: Run) -> list[tuple[str, str, str]]:
+    """Label, value and what stands below it, for whatever the run has measured."""
+    tiles = []
+    margin = [("eval/margin", "held-out margin")] if _has_pairs(run) else []
+    for key, name in (*_headlines(run), *margin):
+        values = _values(run, key)
+        if values:
+            before, after = _ends(values, smooth=not key.startswith("eval/"))
+            best = (min if key.endswith("/loss") else max)(value for _, value in values)
+            below = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
+            tiles.append((name.capitalize(), number(after), below))
+    seconds, steps = _seconds(run), [value for _, value in _values(run, "time_s/step")]
+    if seconds:
+        middle = sorted(steps)[len(steps) // 2]
+        tiles.append(("Time", _duration(seconds), f"{number(middle)} s a step (median)"))
+    speed = [value for _, value in _values(run, "perf/tokens_per_s")]
+    if speed:
+        tiles.append(("Throughput", number(sorted(speed)[len(speed) // 2]), "tokens a second (median)"))
+    gap = _values(run, "rollout/logprob_gap_max")
+    if gap:
+        step, worst = max(gap, key=lambda point: point[1])
+        tiles.append(("Log-prob gap", number(worst), f"nats, the largest, at step {step}"))
+    memory = [value for _, value in _values(run, "memory/peak_gb")]
+    if memory:
+        tiles.append(("Memory", f"{number(max(memory))} GB", "at its peak"))
+    return tiles
+
+
+def _ends(values: list[tuple[int, float]], smooth: bool) -> tuple[float, float]:
+    """The first and the last value; of a noisy metric the means of the first and last twentieth."""
+    count = max(1, len(values) // 20) if smooth else 1
+    first, last = values[:count], values[-count:]
+    return sum(v for _, v in first) / count, sum(v for _, v in last) / count
+
+
+def _seconds(run: Run) -> float:
+    return sum(value for _, value in _values(run, "time_s/step"))
+
+
+def _total(run: Run) -> int | None:
+    total = (run.config.get("flags") or {}).get("steps")
+    return total if isinstance(total, int) else None
+
+
+def _time(run: Run) -> str:
+    """Time by phase: one bar for the whole run, and every step."""
+    rows = [row for row in run.rows if isinstance(row.get("time_s/step"), (int, float))]
+    keys = {k.removeprefix("time_s/") for row in rows for k in row if k.startswith("time_s/")} - {"step"}
+    names = [name for name in PHASES if name in keys] + sorted(keys - set(PHASES))
+    if not rows or not names:
+        return ""
+    layers = [
+        Layer(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], PHASES.get(name, 10))
+        for name in names
+    ]
+    rest = [row["time_s/step"] - sum(layer.values[i] for layer in layers) for i, row in enumerate(rows)]
+    if sum(rest) > 0.005 * _seconds(run):
+        layers.append(Layer("other", [max(0.0, value) for value in rest], PHASES["other"]))
+    shares = _shares(layers, len(rows))
+    steps = [row["step"] for row in rows]
+    return _section("Time", '<div class="grid time">', [shares, stacked_chart("By step", "seconds", steps, layers)])
+
+
+def _shares(layers: Sequence[Layer], steps: int) -> str:
+    """One bar for the whole run, and what each phase takes of it."""
+    sums = [sum(layer.values) for layer in layers]
+    whole = sum(sums) or 1.0
+    bar = "".join(
+        f'<i class="c{x.colour}" style="flex:{s / whole:.4f}"></i>' for x, s in zip(layers, sums, strict=True)
+    )
+    rows = "".join(
+        f'<tr><td><i class="key c{layer.colour}"></i>{_text(layer.name)}</td><td>{number(total / steps)} s</td>'
+        f"<td>{_percent(total / whole)}</td></tr>"
+        for layer, total in zip(layers, sums, strict=True)
+    )
+    return (
+        '<figure class="card"><figcaption><b>By phase</b><small>mean of a step, and share of the run</small>'
+        f'</figcaption><div class="bar">{bar}</div><table class="phases">{rows}</table></figure>'
+    )
+
+
+def _samples(run: Run) -> str:
+    early, late = first_and_last(run.samples, SAMPLES)
+    columns = []
+    for name, samples in (("At the start", early), ("At the end", late)):
+        if samples:
+            cards = "".join(_sample(sample) for sample in samples)
+            columns.append(f"<div><h3>{name if late else 'Samples'}</h3>{cards}</div>")
+    return _section("What the policy says", '<div class="grid two samples">', columns)
+
+
+def _sample(sample: Sample) -> str:
+    reward = sample.reward
+    if isinstance(reward, (int, float)):
+        tone, shown = ("good" if reward > 0.5 else "some" if reward > 0 else "bad"), number(reward)
+    else:
+        tone, shown = "bad", "not finite"
+    return (
+        f'<article class="card"><p class="about">step {sample.step} <span class="pill {tone}">reward {shown}</span></p>'
+        f"<pre><span>{_cut(sample.prompt)}</span>{_cut(sample.completion) or '<em>(empty)</em>'}</pre></article>"
+    )
+
+
+def _configuration(run: Run) -> str:
+    """Everything in config.json, folded."""
+    config = dict(run.config)
+    flags, versions = (_table(name, config.pop(name, None) or {}) for name in ("flags", "versions"))
+    return (
+        "<section><h2>Configuration</h2><details class=card><summary>All flags, versions and the machine</summary>"
+        f'<div class="config"><div>{flags}</div><div>{_table("run", config)}{versions}</div></div></details></section>'
+    )
+
+
+def _table(name: str, values: dict[str, Any]) -> str:
+    rows = "".join(f"<tr><th>{_text(key)}</th><td>{_text(_shown(value))}</td></tr>" for key, value in values.items())
+    return f"<table><caption>{_text(name)}</caption>{rows}</table>" if rows else ""
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return " ".join(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return _text(text)
+    more = len(text) - LONGEST_TEXT
+    return f"{_text(text[:LONGEST_TEXT])}<em> ({more} more characters in samples.jsonl)</em>"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.01 else "&lt;1%"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{number(seconds)} s" if seconds else ""
+    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if seconds >= 3600 else f"{minutes} min {int(seconds % 60)} s"
+
+
+def _base(path: Any) -> str:
+    return Path(str(path)).name if path else ""
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value), quote=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line: one run directory."""
+    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
+        print("usage: python -m funrl.track.report RUN_DIR", file=sys.stderr)
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    try:
+        print(write_report(arguments[0]))
+    except ReportError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

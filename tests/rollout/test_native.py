@@ -1,0 +1,286 @@
+"""The native engine against transformers, the trainer's log-probabilities, itself split otherwise, and a count."""
+
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.mesh import rules
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import parse
+from funrl.models import decoder, hf
+from funrl.models.config import Config, ModelError
+from funrl.models.scores import token_scores
+from funrl.rollout import native
+from funrl.rollout.completions import Sampling
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native import native_engine
+
+DATA = Path(os.environ.get("FUNRL_DATA") or Path(__file__).parents[2].parent / "shared" / "data")
+SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
+CONFIGS = {
+    "llama": Config(**SMALL),
+    "llama tied": Config(**SMALL | {"kv_heads": 4}, tied=True),
+    "qwen2": Config(**SMALL, family="qwen2", attention_bias=True),
+    "qwen3": Config(**SMALL | {"head": 16}, family="qwen3", qk_norm=True),
+    "qwen3 window": Config(**SMALL, family="qwen3", qk_norm=True, windows=(None, 6)),
+}
+PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12, 13], [4, 4], [30, 20, 10], [39] * 6, [2, 3, 5, 7, 11, 13, 17]]
+
+
+def weights(config: Config, dtype=torch.float32, seed: int = 0):
+    """Random weights whose distributions are neither flat nor certain."""
+    params = decoder.init(config, torch.Generator().manual_seed(seed), dtype)
+    for name in {"embed", "unembed"} & set(params):
+        params[name] = params[name] * 25
+    return params
+
+
+def engine_of(config: Config, dtype=torch.float32, **how):
+    engine = native_engine(config, dtype=dtype, **how)
+    engine.load(trees.named(weights(config, dtype)))
+    return engine
+
+
+def rows_of(done):
+    """Completions as lists, whatever the width of their padding."""
+    return [row[:n] for row, n in zip(done.tokens.tolist(), done.lengths.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_continuations_are_those_of_transformers(name):
+    config = CONFIGS[name]
+    peer = hf_engine(config)
+    peer.load(trees.named(weights(config)))
+    how = Sampling(greedy=True, max_new_tokens=30, stop=(3, 17))
+    ours, theirs = engine_of(config).generate(PROMPTS, how, 0), peer.generate(PROMPTS, how, 0)
+    assert rows_of(ours) == rows_of(theirs)
+    assert torch.equal(ours.finished, theirs.finished)
+    torch.testing.assert_close(ours.logp, theirs.logp, atol=2e-5, rtol=0)
+    torch.testing.assert_close(ours.model_logp, theirs.model_logp, atol=2e-5, rtol=0)
+
+
+@pytest.mark.data
+def test_a_pretrained_model_tells_the_story_that_transformers_tells():
+    folder = DATA / "stories260k"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there; FUNRL_DATA names another place")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config, params = hf.load(folder)
+    tokenizer, peer = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    prompts = [tokenizer("Once upon a time").input_ids, tokenizer("Tom and Lily saw a big").input_ids]
+    engine = native_engine(config)
+    engine.load(trees.named(params))
+    ours = engine.generate(prompts, Sampling(greedy=True, max_new_tokens=60, stop=config.eos), 0)
+    for prompt, row in zip(prompts, rows_of(ours), strict=True):
+        theirs = peer.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0, len(prompt) :].tolist()
+        assert row == theirs
+    assert "Lily" in tokenizer.decode(ours.tokens[0])
+
+
+@pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.7), Sampling(greedy=True)], ids=str)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3 window"])
+def test_log_probs_are_those_of_the_trainer(name, dtype, close, how):
+    config = CONFIGS[name]
+    done = engine_of(config, dtype).generate(PROMPTS, how, 0)
+    params = weights(config, dtype)
+    for i, prompt in enumerate(PROMPTS):
+        completion = done.tokens[i, : done.lengths[i]].tolist()
+        row = torch.tensor([[*prompt, *completion]])
+        for temperature, ours in ((1.0, done.model_logp), (1.0 if how.greedy else how.temperature, done.logp)):
+            theirs = token_scores(config, params, row, temperature=temperature).logp
+            assert theirs is not None
+            torch.testing.assert_close(ours[i, : len(completion)], theirs[0, len(prompt) :], atol=close, rtol=0)
+
+
+SPLITS = {
+    "one by one": lambda: [1] * 7,
+    "two ranks": lambda: [4, 3],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "top_k": 12, "top_p": 0.9}], ids=str)
+def test_samples_do_not_depend_on_the_split_of_prompts(split, how):
+    sampling = Sampling(**how, max_new_tokens=20, stop=(3, 17, 28), samples=3)
+    engine = engine_of(CONFIGS["qwen3"], torch.float64)
+    whole = engine.generate(PROMPTS, sampling, seed=11, first_prompt=5)
+    rows, logp, first = [], [], 0
+    for count in SPLITS[split]():
+        part = engine.generate(PROMPTS[first : first + count], sampling, seed=11, first_prompt=5 + first)
+        rows += rows_of(part)
+        logp += [x[:n] for x, n in zip(part.logp, part.lengths, strict=True)]
+        first += count
+    assert rows == rows_of(whole)
+    assert len({tuple(r) for r in rows}) > len(PROMPTS)  # the samples of a prompt differ
+    for i, x in enumerate(logp):
+        torch.testing.assert_close(whole.logp[i, : len(x)], x, atol=1e-12, rtol=0)
+
+
+def test_samples_do_not_depend_on_how_many_rows_run_together(monkeypatch):
+    sampling = Sampling(max_new_tokens=20, stop=(3, 17), samples=3)
+    config = CONFIGS["llama"]
+    whole = engine_of(config, torch.float64).generate(PROMPTS, sampling, seed=1)
+    few = engine_of(config, torch.float64, max_rows=4).generate(PROMPTS, sampling, seed=1)
+    # 2 layers x 2 (keys, values) x 2 heads x 8 numbers x 8 bytes are 512 bytes a slot; the longest row has 29
+    little = engine_of(config, torch.float64, cache_bytes=512 * 29 * 2).generate(PROMPTS, sampling, seed=1)
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 10)
+    monkeypatch.setattr(native, "LOGITS", 5 * config.vocab)
+    monkeypatch.setattr(native, "BLOCK", 3)
+    monkeypatch.setattr(native, "NOISE_STEPS", 7)
+    monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": 5})
+    pieces = engine_of(config, torch.float64).generate(PROMPTS, sampling, seed=1)
+    for other in (few, little, pieces):
+        assert rows_of(other) == rows_of(whole)
+
+
+def counting_layer(config: Config):
+    """A layer that notes the shape [B, T] of what goes through the first one of each pass."""
+    seen, calls = [], [0]
+
+    def layer(*args):
+        if calls[0] % config.layers == 0:
+            seen.append(tuple(args[3].shape[:2]))
+        calls[0] += 1
+        return decoder.decoder_layer(*args)
+
+    return layer, seen
+
+
+def test_finished_rows_stop_costing():
+    config = CONFIGS["llama"]
+    layer, seen = counting_layer(config)
+    engine = engine_of(config, layer=layer)
+    done = engine.generate(PROMPTS * 8, Sampling(max_new_tokens=60, stop=(3, 17)), seed=0)
+    needed = int((done.lengths - 1).sum())  # the last token of a row is drawn, and never passed to the model
+    passed = sum(B for B, T in seen[1:])
+    assert 1.5 * needed < len(done.lengths) * int(done.lengths.max())  # there is something to be saved
+    assert needed <= passed <= 1.1 * needed
+    assert len(seen) - 1 <= int(done.lengths.max())  # the loop ends with the last row
+
+
+def test_prompts_are_prefilled_once_for_all_their_samples():
+    config = CONFIGS["llama"]
+    layer, seen = counting_layer(config)
+    done = engine_of(config, layer=layer).generate(PROMPTS, Sampling(max_new_tokens=4, samples=5), seed=0)
+    assert seen == [(7, 9), (35, 1), (35, 1), (35, 1)]
+    assert done.tokens.shape == (35, 4)
+    firsts = done.tokens.view(7, 5, 4)
+    assert any(len({tuple(row) for row in prompt.tolist()}) == 5 for prompt in firsts)
+
+
+def test_the_seed_fixes_the_samples():
+    engine, how = engine_of(CONFIGS["llama"]), Sampling(max_new_tokens=10)
+    first, again, other = (engine.generate(PROMPTS, how, seed).tokens for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert (first != other).float().mean() > 0.5
+
+
+def test_samples_follow_the_model():
+    config = CONFIGS["llama"]
+    done = engine_of(config, torch.float64).generate([[1, 2]], Sampling(max_new_tokens=1, samples=4000), seed=0)
+    hidden, _ = decoder.apply(config, weights(config, torch.float64), torch.tensor([[1, 2]]))
+    expected = (hidden[0, -1] @ weights(config, torch.float64)["unembed"].T).softmax(-1) * 4000
+    counts = torch.bincount(done.tokens[:, 0], minlength=config.vocab)
+    common = expected > 5
+    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() / common.sum()
+    assert statistic < 2  # about 1 +- sqrt(2 / cells)
+
+
+def test_a_stop_token_ends_its_completion_and_is_part_of_it():
+    stop = (3, 17, 28)
+    done = engine_of(CONFIGS["llama"]).generate(PROMPTS * 4, Sampling(max_new_tokens=25, stop=stop), seed=2)
+    free = engine_of(CONFIGS["llama"]).generate(PROMPTS * 4, Sampling(max_new_tokens=25), seed=2)
+    assert 0 < done.finished.sum() < len(done.finished)
+    assert not free.finished.any() and (free.lengths == 25).all()
+    for i, row in enumerate(rows_of(done)):
+        assert row == free.tokens[i, : len(row)].tolist()
+        assert (row[-1] in stop) == bool(done.finished[i])
+        assert not set(stop) & set(row[:-1])
+        assert done.finished[i] or len(row) == 25
+        assert (done.logp[i, : len(row)] < 0).all() and (done.logp[i, len(row) :] == 0).all()
+        assert (done.model_logp[i, len(row) :] == 0).all() and (done.tokens[i, len(row) :] == 0).all()
+
+
+def test_log_probs_can_enter_a_loss():
+    done = engine_of(CONFIGS["llama"]).generate(PROMPTS, Sampling(max_new_tokens=4), seed=0)
+    x = torch.ones_like(done.logp, requires_grad=True)
+    (x * done.logp).sum().backward()
+    assert torch.equal(x.grad, done.logp)
+
+
+def test_no_prompts_are_no_completions():
+    done = engine_of(CONFIGS["llama"]).generate([], Sampling(max_new_tokens=4), seed=0)
+    assert [len(x) for x in done] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "message"),
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1] * 100], {"max_new_tokens": 40}, "100 tokens.*max_new_tokens=40.*128 positions"),
+        ([[1, 40]], {}, "prompt 0 has token 40; the vocabulary has 40"),
+        ([[1, -1]], {}, "prompt 0 has token -1"),
+        ([[1]], {"stop": (77,)}, "stop has token 77"),
+    ],
+)
+@pytest.mark.parametrize("make", [native_engine, hf_engine])
+def test_bad_input_is_refused(make, prompts, how, message):
+    engine = make(CONFIGS["llama"])
+    engine.load(trees.named(weights(CONFIGS["llama"])))
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, Sampling(**how), 0)
+
+
+def test_old_weights_are_gone_when_new_ones_are_asked_for():
+    engine = native_engine(CONFIGS["llama"])
+    old = weights(CONFIGS["llama"])
+    engine.load(trees.named(old))
+    watched = weakref.ref(old["embed"])
+    del old
+
+    def new():
+        assert watched() is None
+        yield from trees.named(weights(CONFIGS["llama"]))
+
+    engine.load(new())
+    engine.generate(PROMPTS, Sampling(max_new_tokens=1), 0)
+
+
+def test_weights_are_checked():
+    config = CONFIGS["llama"]
+    engine = native_engine(config)
+    with pytest.raises(RuntimeError, match="call load first"):
+        engine.generate(PROMPTS, Sampling(), 0)
+    named = trees.named(weights(config))
+    with pytest.raises(KeyError, match="layers/1/attn/q"):
+        engine.load([x for x in named if x[0] != "layers/1/attn/q"])
+    with pytest.raises(ModelError, match=r"norm has shape \[3\], rank 0 holds \[32\]"):
+        engine.load([(n, x if n != "norm" else x[:3]) for n, x in named])
+    engine.load([(n, x if n != "norm" else x * torch.nan) for n, x in named])
+    with pytest.raises(FloatingPointError, match="not finite at token 0 of completion 0"):
+        engine.generate(PROMPTS, Sampling(), 0)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_tensor_parallel_ranks_draw_what_one_device_draws(name):
+    config = CONFIGS[name] if name == "llama" else Config(**SMALL | {"kv_heads": 1}, family="qwen3", qk_norm=True)
+    sampling = Sampling(max_new_tokens=12, stop=(3, 17), samples=2)
+
+    def program(mesh):
+        layouts = rules.layouts(decoder.shapes(config), decoder.axes(config), rules.GENERATE, mesh.sizes)
+        engine = native_engine(config, mesh, torch.float64)
+        engine.load(trees.named(rules.shard(weights(config, torch.float64), layouts, mesh)))
+        done = engine.generate(PROMPTS, sampling, 0)
+        return rows_of(done), done.logp.tolist()
+
+    rows, logp = launch(program, parse("tp2"), "cpu")
+    alone = engine_of(config, torch.float64).generate(PROMPTS, sampling, 0)
+    assert rows == rows_of(alone)
+    torch.testing.assert_close(torch.tensor(logp, dtype=torch.float64), alone.logp, atol=1e-10, rtol=0)

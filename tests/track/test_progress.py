@@ -1,0 +1,192 @@
+"""The display: plain aligned lines for files, a live table for terminals, and a terminal that works afterwards."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from funrl.track.progress import open_progress, quiet_progress
+
+METRICS = {
+    "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
+    "response_length/mean": 6.5, "rollout/logprob_gap_max": 2e-6, "perf/tokens_per_s": 1234.0,
+    "time_s/step": 2.0, "time_s/generate": 1.5, "time_s/update_actor": 0.5,
+}  # fmt: skip
+
+
+def plain(total=3, **options):
+    file = io.StringIO()
+    return file, open_progress(total, "ppo", live=False, console=Console(file=file, width=80), **options)
+
+
+def live(total=3, width=120, height=30):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, height=height, color_system=None)
+    return file, open_progress(total, "ppo on addition", console=console)
+
+
+def test_plain_lines_are_aligned_and_complete():
+    file, progress = plain(total=100)
+    with progress:
+        progress.update(1, METRICS)
+        progress.update(100, METRICS | {"reward/mean": -12.5})
+    header, first, last = file.getvalue().splitlines()
+    assert header.split()[:4] == ["step", "reward", "KL", "entropy"]
+    assert first.split()[:4] == ["1/100", "0.500", "1.2e-03", "0.750"]
+    assert last.split()[:2] == ["100/100", "-12.500"]
+    assert first.endswith("generate 75% update_actor 25%")  # no line is wrapped at the width of 80
+    for heading, value in (("reward", "0.500"), ("KL", "1.2e-03"), ("tok/s", "1234")):
+        assert header.index(heading) + len(heading) == first.index(value) + len(value)
+    assert "\x1b" not in file.getvalue()
+
+
+def test_plain_header_comes_again_for_a_new_column_and_after_twenty_lines():
+    file, progress = plain(total=50)
+    for step in range(1, 24):
+        progress.update(step, METRICS | ({"eval/accuracy": 0.875} if step == 2 else {}))
+    lines = file.getvalue().splitlines()
+    headers = [number for number, line in enumerate(lines) if line.split()[0] == "step"]
+    assert headers == [0, 2, 23] and "accuracy" not in lines[0] and "accuracy" in lines[2]
+    assert "0.875" in lines[3]
+
+
+def test_supervised_runs_show_their_losses():
+    row = {"train/loss": 0.6931, "preference/margin": 0.25, "perf/tokens_per_s": 99.0, "time_s/step": 0.5}
+    file, progress = plain(total=2)
+    with progress:
+        progress.update(1, row | {"eval/loss": 0.7, "eval/accuracy": 0.5})
+        progress.update(2, row | {"train/loss": 12.5})
+    header, first, last = file.getvalue().splitlines()
+    assert header.split()[:6] == ["step", "loss", "held", "out", "accuracy", "margin"]
+    assert first.split()[:5] == ["1/2", "0.6931", "0.7000", "0.500", "0.250"]
+    assert last.split()[:5] == ["2/2", "12.5000", "-", "-", "0.250"]
+    file, progress = live(total=2)
+    with progress:
+        progress.update(1, row | {"eval/loss": 0.7})
+        progress.update(2, row | {"train/loss": 0.5})
+    assert "loss 0.693 to 0.500" in file.getvalue()
+
+
+def test_plain_warm_start_reports_now_and_then():
+    file, progress = plain(total=5)
+    with progress, progress.stage("warm start", 200):
+        for step in range(1, 201):
+            progress.update(step, {"loss": 1 / step})
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "warm start: 200 steps" and lines[-1].startswith("warm start: 200 steps in 0s  loss 0.005")
+    assert 10 <= len(lines) <= 14 and "loss 0.01 " in file.getvalue()
+
+
+def test_the_run_goes_on_after_a_stage():
+    file, progress = plain()
+    with progress:
+        with progress.stage("warm start", 1):
+            progress.update(1, {"loss": 2.0})
+        progress.update(1, METRICS)
+    assert "1/3" in file.getvalue().splitlines()[-1]
+
+
+def test_samples_are_one_safe_line_and_not_too_many():
+    file, progress = plain()
+    progress.update(1, METRICS)
+    for _ in range(5):
+        progress.sample("[bold]12+3=", "15\n[/b]\x1b[2J" + "x" * 1000, 1.0)
+    samples = [line for line in file.getvalue().splitlines() if line.startswith("sample")]
+    assert len(samples) == 1
+    assert samples[0].startswith(r"sample step 1  reward 1  [bold]12+3=15\n[/b]\x1b[2Jxxx") and len(samples[0]) < 260
+    file, progress = plain(sample_seconds=0)
+    for reward in (0.0, float("nan")):
+        progress.sample("p", "c", reward)
+    assert file.getvalue().count("sample") == 2
+
+
+def test_text_the_terminal_cannot_encode_is_written_out():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    progress = open_progress(1, "ppo", live=False, console=Console(file=file))
+    progress.sample("caf\u00e9", "\u4f60", 1.0)
+    progress.note("na\u00efve")
+    assert rb"caf\xe9\u4f60" in raw.getvalue() and rb"na\xefve" in raw.getvalue()
+
+
+def test_live_table_shows_everything():
+    file, progress = live(total=40)
+    with progress:
+        progress.update(0, {"eval/accuracy": 0.25})
+        for step in range(1, 13):
+            progress.update(step, METRICS | {"reward/mean": step / 100})
+        progress.sample("1+1=", "2", 1.0)
+        progress.note("saved the model")
+    shown = file.getvalue()
+    frame = shown[shown.rindex("ppo on addition") :]
+    for text in ("12/40", "reward 0.010 to 0.120", "entropy", "1.2e-03", "1234", "generate 75%", "update_actor 25%"):
+        assert text in frame
+    assert "left" in frame and "0.120" in frame and "0.010" in frame
+    assert "  2    0.020" not in frame  # only the last ten rows stay
+    assert "reward 1  1+1=2" in shown and "saved the model" in shown
+
+
+def test_live_warm_start_is_a_bar():
+    file, progress = live()
+    with progress, progress.stage("warm start", 10):
+        progress.update(4, {"loss": 0.125})
+    frame = file.getvalue()
+    assert "warm start" in frame and " 4/10" in frame and "loss 0.125" in frame and "\u2501" in frame
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_live_table_fits_a_narrow_terminal(width):
+    file, progress = live(width=width, height=12)
+    with progress:
+        for step in range(1, 5):
+            progress.update(step, METRICS | {"eval/accuracy": 0.5, "actor/kl_loss": 0.1})
+    frame = file.getvalue()[file.getvalue().rindex("2K") :]
+    assert all(len(line.rstrip()) <= width for line in frame.splitlines())
+    assert "reward" in frame
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_terminal_is_restored_after_an_error(error):
+    file, progress = live()
+    with pytest.raises(error), progress:
+        progress.update(1, METRICS)
+        raise error
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert file.getvalue().rindex(show) > file.getvalue().rindex(hide)
+    assert progress._live is not None and not progress._live.is_started
+
+
+def test_the_cursor_is_never_left_hidden():
+    file, progress = live()
+    with progress:
+        progress.update(1, METRICS)
+        progress.sample("p", "c", 0.0)
+        assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")  # a kill here does no harm
+
+
+def test_numbers_that_are_not_finite_are_shown():
+    for file, progress in (plain(), live()):
+        with progress:
+            for step in (1, 2, 3):
+                progress.update(step, METRICS | {"reward/mean": float("nan"), "time_s/generate": float("nan")})
+        assert "nan" in file.getvalue()
+
+
+def test_remaining_time_follows_the_pace(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    file, progress = plain(total=63)
+    for step in (1, 2, 3):
+        now[0] += 2.0
+        progress.update(step, METRICS)
+    assert " 2m00s " in file.getvalue().splitlines()[-1]  # 60 steps of 2 s
+
+
+def test_quiet_progress_shows_nothing(capsys):
+    with quiet_progress() as progress:
+        with progress.stage("warm start", 2):
+            progress.update(1, {"loss": 1.0})
+        progress.update(1, METRICS)
+        progress.sample("p", "c", 1.0)
+        progress.note("n")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,261 @@
+"""The report: a page that stands alone, says what the files say, and survives whatever the files lack."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from funrl.track import charts
+from funrl.track.report import ReportError, write_report
+from funrl.track.run_directory import open_run
+from funrl.track.samples import Sample, open_samples
+from funrl.track.trackers import jsonl
+
+VOID = {"meta", "link", "br", "img"}
+
+
+class Checker(HTMLParser):
+    """Asserts that tags nest, and collects what a page refers to."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.text += data
+
+
+def checked(page):
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    return checker
+
+
+def a_run(path, steps=60, keep=lambda key: True, every=10):
+    run = open_run(path, "ppo", {"mesh": "dp4,tp2", "seed": 3, "task": "addition", "steps": steps, "model": None})
+    tracker, samples = jsonl(run.metrics), open_samples(run.samples)
+    for step in range(steps + 1):
+        row = {
+            "reward/mean": step / steps, "actor/ppo_kl": 1e-3, "actor/entropy": 1 - step / 100,
+            "actor/pg_clipfrac": 0.1, "actor/grad_norm": math.nan if step == 7 else 1.0, "critic/vf_loss": 0.5,
+            "response_length/mean": 6.0, "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3),
+            "perf/tokens_per_s": 2000.0 + step,
+            "time_s/step": 2.0, "time_s/generate": 1.0, "time_s/update_actor": 0.5,
+        }  # fmt: skip
+        if step % every == 0:
+            row["eval/accuracy"] = 0.25 + 0.7 * step / steps
+            samples.write(Sample(step, "<i>1+1=", f"{step}&", step / steps))
+        tracker(step, {key: value for key, value in row.items() if keep(key)})
+    tracker.close()
+    samples.close()
+    return run
+
+
+def test_report_has_every_section_and_the_headline(tmp_path):
+    run = a_run(tmp_path)
+    assert write_report(tmp_path) == run.report
+    page = run.report.read_text()
+    text = checked(page).text
+    assert "PPO on addition" in text and "Held-out accuracy rose from 0.25 to 0.95 in 60 steps and 2 min 2 s." in text
+    for part in (
+        "dp4,tp2",
+        "from scratch",
+        "What the policy says",
+        "At the start",
+        "At the end",
+        "Configuration",
+        "By phase",
+    ):
+        assert part in text
+    for title in (
+        "Reward", "Accuracy", "KL", "Entropy", "Clip fraction", "Value loss", "Response length", "Log-prob gap",
+        "Gradient norm", "Throughput",
+    ):  # fmt: skip
+        assert f"<figcaption><b>{title}</b>" in page
+    assert "not finite at 1 of 61 steps, first at step 7" in text
+    assert re.search(r"generate1 s50%.*update_actor0\.5 s25%.*other0\.5 s25%", text)
+    assert "<details" in page and "<details open" not in page
+
+
+def a_supervised_run(path, name, pairs):
+    run = open_run(path, name, {"data": "some/where/mine.jsonl", "task": "arithmetic", "prompts": None, "steps": 20})
+    tracker = jsonl(run.metrics)
+    for step in range(1, 21):
+        row = {"train/loss": 2.0 / step, "actor/grad_norm": 1.0, "time_s/step": 1.0}
+        held = {"eval/loss": 3.0 / step}
+        if pairs:
+            row |= {f"preference/{key}": step / 10 for key in ("chosen", "rejected", "margin")}
+            row["preference/accuracy"] = step / 20
+            held |= {f"eval/{key}": step / 20 for key in ("accuracy", "chosen", "rejected", "margin")}
+        else:
+            row["actor/nll"] = held["eval/nll"] = 1.0
+        tracker(step, row | (held if step in (1, 10, 20) else {}))
+    tracker.close()
+    return run
+
+
+@pytest.mark.parametrize("name, pairs", [("sft", False), ("dpo", True), ("reward_model", True)])
+def test_supervised_runs_are_reported_as_such(name, pairs, tmp_path):
+    a_supervised_run(tmp_path, name, pairs)
+    page = write_report(tmp_path).read_text()
+    text = checked(page).text
+    assert f"{ {'sft': 'SFT', 'dpo': 'DPO'}.get(name, 'Reward model') } on mine.jsonl" in text
+    said = "Held-out pair accuracy rose from 0.05 to 1 in" if pairs else "Held-out loss fell from 3 to 0.15 in"
+    assert said in text and "Held-out loss0.15from 3, best 0.15" in text
+    shown = re.findall("<figcaption><b>(.*?)</b>", page)
+    titles = ["Pair accuracy", "Margin", "Scores", "Scores held out"] if pairs else ["Negative log-likelihood"]
+    assert shown == ["Loss", *titles, "Gradient norm"]
+    assert "reward 1 or more" not in text and ("a tie is one half" in text) == pairs
+
+
+def test_report_stands_alone(tmp_path):
+    a_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert "http" not in page and "url(" not in page and "@import" not in page
+    tags = checked(page).tags
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in tags}
+    assert not any({"src", "href", "onload"} & set(attributes) for _, attributes in tags)
+    assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
+
+
+def test_samples_are_escaped_and_carry_their_rewards(tmp_path):
+    a_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert "<i>1+1=" not in page and "<span>&lt;i&gt;1+1=</span>0&amp;" in page
+    assert 'pill bad">reward 0<' in page and 'pill good">reward 1<' in page
+    start, end = page.index("At the start"), page.index("At the end")
+    assert start < page.index("<pre>") < end < page.rindex("<pre>")
+
+
+@pytest.mark.parametrize("gone", ["eval/", "time_s/", "critic/", "rollout/", "reward/", "actor/"])
+def test_missing_keys_leave_their_figures_out(tmp_path, gone):
+    a_run(tmp_path, keep=lambda key: not key.startswith(gone))
+    page = write_report(tmp_path).read_text()
+    checked(page)
+    titles = {"eval/": "Accuracy", "time_s/": "By step", "critic/": "Value loss", "rollout/": "Log-prob gap"}
+    title = titles.get(gone, {"reward/": "Reward", "actor/": "Entropy"}.get(gone))
+    assert f"<b>{title}</b>" not in page and page.count("<figure") >= 4
+
+
+@pytest.mark.parametrize("steps", [1, 2, 31, 2000])
+def test_runs_of_any_length(tmp_path, steps):
+    a_run(tmp_path, steps=steps, every=max(1, steps // 7))
+    page = write_report(tmp_path).read_text()
+    checked(page)
+    assert all(re.fullmatch(r"[\d MLHZh]*", drawn) for drawn in re.findall(r' d="([^"]*)"', page))
+    assert len(page) < 300_000  # a long run is drawn with few points
+
+
+def test_one_step_with_nothing_but_a_number(tmp_path):
+    run = open_run(tmp_path, "sft", {})
+    run.metrics.write_text('{"step": 0}\n')
+    text = checked(write_report(tmp_path).read_text()).text
+    assert "The run took 0 steps." in text
+
+
+def test_an_interrupted_run_says_so(tmp_path):
+    run = a_run(tmp_path)
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(b"".join(lines[:30]) + lines[30][:25])
+    assert "Ended at step 29 of 60." in checked(write_report(tmp_path).read_text()).text
+
+
+def test_errors_name_the_file(tmp_path):
+    with pytest.raises(ReportError, match=r"none: no such directory"):
+        write_report(tmp_path / "none")
+    with pytest.raises(ReportError, match=r"it has no config\.json"):
+        write_report(tmp_path)
+    run = open_run(tmp_path, "ppo", {})
+    with pytest.raises(ReportError, match=r"it has no metrics\.jsonl"):
+        write_report(tmp_path)
+    run.metrics.write_text("")
+    with pytest.raises(ReportError, match=r"no step has been written"):
+        write_report(tmp_path)
+    run.metrics.write_text('{"step": 1}\n{broken\n{"step": 2}\n')
+    with pytest.raises(ReportError, match=r"metrics\.jsonl, line 2"):
+        write_report(tmp_path)
+    run.config.write_text("{")
+    with pytest.raises(ReportError, match=r"config\.json: not JSON"):
+        write_report(tmp_path)
+
+
+def test_command_line(tmp_path):
+    a_run(tmp_path / "run")
+
+    def call(*arguments):
+        command = [sys.executable, "-m", "funrl.track.report", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    good, bad, none = call(tmp_path / "run"), call(tmp_path / "gone"), call()
+    assert (good.returncode, good.stdout.strip()) == (0, str(tmp_path / "run" / "report.html"))
+    assert (bad.returncode, bad.stderr) == (1, f"report: {tmp_path / 'gone'}: no such directory\n")
+    assert none.returncode == 2 and "usage" in none.stderr
+
+
+def test_numbers_are_short():
+    cases = {
+        0: "0", 1: "1", 0.8312: "0.831", 0.5: "0.5", 12.345: "12.3", 123.4: "123", 1234.5: "1234", 12345: "12.3k",
+        2.5e6: "2.5M", 3e9: "3G", 3.21e-7: "3.2e-7", 1e-4: "1e-4", -0.25: "&minus;0.25", 0.99999: "1", 100: "100",
+    }  # fmt: skip
+    assert {value: charts.number(value) for value in cases} == cases
+
+
+@pytest.mark.parametrize(
+    "values", [(0.0, 1.0), (0.98, 1.02), (-3.0, 8.0), (5.0, 5.0), (-2.0, -2.0), (0.0, 0.0), (1e-9, 3e-9)]
+)
+def test_linear_ticks_are_round_even_and_enclose(values):
+    scale = charts.linear_scale(values)
+    assert scale.low <= min(values) and max(values) <= scale.high * (1 + 1e-12) and 2 <= len(scale.ticks) <= 8
+    steps = [b - a for a, b in zip(scale.ticks, scale.ticks[1:], strict=False)]
+    assert max(steps) == pytest.approx(min(steps))
+    mantissa = steps[0] / 10 ** math.floor(math.log10(steps[0]) + 1e-9)
+    assert min(abs(mantissa - round_one) for round_one in (1, 2, 2.5, 5)) < 1e-6
+    labels = [charts._tick(tick, scale) for tick in scale.ticks]
+    assert len(set(labels)) == len(labels)
+
+
+def test_log_scale_puts_zero_on_the_edge():
+    scale = charts.log_scale([0.0, 2e-7, 5e-4])
+    assert (scale.low, scale.high) == pytest.approx((1e-7, 1e-3)) and scale.at(0.0) == 0.0
+    assert scale.at(1e-5) == pytest.approx(0.5)
+
+
+def test_drawing_keeps_spikes_and_smoothing_keeps_constants():
+    points = [(i, 1.0) for i in range(5000)]
+    points[1234] = (1234, 99.0)
+    kept = charts._extremes(points)
+    assert len(kept) <= charts.MOST_POINTS and (1234, 99.0) in kept
+    assert all(value == pytest.approx(3.0) for _, value in charts.smoothed([(i, 3.0) for i in range(100)], log=True))
+    line = charts.smoothed([(i, float(i)) for i in range(90)])  # a line stays itself where the window is whole
+    assert line[45] == (45, pytest.approx(45.0)) and line[0][1] == pytest.approx(1.5)
+
+
+def test_stacked_layers_end_at_their_sum():
+    layers = [charts.Layer("a", [1.0, 1.0], 0), charts.Layer("b", [2.0, 3.0], 1)]
+    figure = charts.stacked_chart("t", "s", [1, 2], layers)
+    first, second = re.findall(r'class="fill c\d" d="M([^Z]*)Z"', figure)
+    # The axis ends at 4: a is 1 high (y = 750), b reaches 3 and 4 (y = 250 and 0).
+    assert first == "0 750L500 750L500 750L1000 750L1000 1000L500 1000L500 1000L0 1000"
+    assert second == "0 250L500 250L500 0L1000 0L1000 750L500 750L500 750L0 750"
+    assert "a 1, b 3" in figure
+
+
+def test_resumed_steps_count_once(tmp_path):
+    run = open_run(tmp_path, "ppo", {})
+    rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}, {"step": 2, "reward/mean": 0.4}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Reward rose from 0.1 to 0.4 in 2 steps." in checked(write_report(tmp_path).read_text()).text

@@ -1,0 +1,152 @@
+"""The run directory: refused before any work if it cannot serve, and valid JSON whatever is written."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from funrl.track.run_directory import RunDirectoryError, open_lines, open_run, read_lines, valid
+from funrl.track.samples import Sample, first_and_last, open_samples, read_samples
+
+
+def test_config_has_flags_versions_mesh_and_seed(tmp_path):
+    run = open_run(tmp_path / "new" / "run", "ppo", {"mesh": "dp4,tp2", "seed": 7, "lr": 1e-3, "model": None})
+    config = json.loads(run.config.read_text())
+    assert config["flags"] == {"mesh": "dp4,tp2", "seed": 7, "lr": 1e-3, "model": None}
+    assert (config["experiment"], config["mesh"], config["seed"]) == ("ppo", "dp4,tp2", 7)
+    assert set(config["versions"]) == {"funrl", "python", "torch", "transformers"}
+    assert config["versions"]["torch"] == torch.__version__
+    assert [p.name for p in run.path.iterdir()] == ["config.json"]  # no draft and no probe is left
+
+
+def test_default_name_gets_a_number_when_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: "20250101-120000")
+    names = [open_run(None, "grpo", {}).path.as_posix() for _ in range(3)]
+    assert names == [f"runs/grpo-20250101-120000{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_a_former_run_is_refused_and_kept(tmp_path):
+    run = open_run(tmp_path, "ppo", {"seed": 1})
+    open_run(tmp_path, "ppo", {"seed": 2})  # nothing was written but this: the directory may be taken
+    lines = open_lines(run.metrics)
+    lines.write({"step": 1})
+    lines.close()
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}: holds metrics.jsonl, .*former run"):
+        open_run(tmp_path, "ppo", {"seed": 3})
+    assert json.loads(run.config.read_text())["seed"] == 2
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "tensorboard", "model", "report.html"])
+def test_one_that_wrote_no_step_or_has_not_yet_is_refused_too(name, tmp_path):
+    run = open_run(tmp_path, "ppo", {"seed": 1})
+    if name in ("tensorboard", "model"):
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("")  # open, and nothing in it yet
+    with pytest.raises(RunDirectoryError, match=f"--run_dir={tmp_path}: holds {name}, as a former run leaves"):
+        open_run(tmp_path, "ppo", {"seed": 2})
+    assert json.loads(run.config.read_text())["seed"] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["config.json", name])
+
+
+def test_all_that_is_in_the_way_is_named(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"holds samples\.jsonl, model, as"):
+        open_run(tmp_path, "ppo", {})
+
+
+def test_a_models_config_is_not_overwritten(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(RunDirectoryError, match=r"no run has written"):
+        open_run(tmp_path, "ppo", {})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "llama"}
+
+
+def test_a_directory_that_cannot_be_created_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunDirectoryError, match=f"--run_dir={path}: cannot be created"):
+            open_run(path, "ppo", {})
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(self, _):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)  # the tests may run as root, whom no mode stops
+    with pytest.raises(RunDirectoryError, match=f"--run_dir={tmp_path}: cannot be written: permission denied"):
+        open_run(tmp_path, "ppo", {})
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_directory_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
+        open_run(tmp_path, "ppo", {})
+
+
+def test_every_value_becomes_valid_json():
+    value = {
+        "nan": math.nan, "inf": -math.inf, "tensor": torch.tensor(2.5), "bad": torch.tensor(math.nan),
+        "bf16": torch.tensor(1.5, dtype=torch.bfloat16), "numpy": np.float32(0.5), "numpy64": np.float64(math.inf),
+        "int": np.int64(3), "array": torch.tensor([1.0, math.inf]), "path": Path("a"), "flag": True, 1: (None,),
+    }  # fmt: skip
+    text = json.dumps(valid(value), allow_nan=False)
+    assert json.loads(text) == {
+        "nan": None, "inf": None, "tensor": 2.5, "bad": None, "bf16": 1.5, "numpy": 0.5, "numpy64": None, "int": 3,
+        "array": [1.0, None], "path": "a", "flag": True, "1": [None],
+    }  # fmt: skip
+
+
+def test_lines_are_readable_while_open_and_after_a_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = open_lines(path)
+    texts = ["plain", "two\nlines", "\u2028 separator", "lone \ud800 surrogate", "\x00\x1b"]
+    for step, text in enumerate(texts):
+        lines.write({"step": step, "text": text})
+        assert [line["step"] for line in read_lines(path)] == list(range(step + 1))
+    assert all(json.loads(line) for line in path.read_bytes().splitlines())
+    whole = path.read_bytes()
+    for cut in range(len(whole) - 20, len(whole)):  # ended inside the last write: its line alone is lost
+        path.write_bytes(whole[:cut])
+        steps = [line["step"] for line in read_lines(path)]
+        assert steps in ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert [line["text"] for line in read_lines(path)][:3] == texts[:3]
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 2: not JSON"):
+        list(read_lines(path))
+    path.write_text('{"step": 1}\n3\n')
+    with pytest.raises(RunDirectoryError, match=r"line 2: a JSON object is needed, not int"):
+        list(read_lines(path))
+
+
+def test_samples_come_back_and_bad_rewards_are_none(tmp_path):
+    writer = open_samples(tmp_path / "samples.jsonl")
+    writer.write(Sample(1, "1+1=", "2", 1.0))
+    writer.write(Sample(2, "1+1=", "3", math.nan))
+    writer.close()
+    assert read_samples(tmp_path / "samples.jsonl") == [Sample(1, "1+1=", "2", 1.0), Sample(2, "1+1=", "3", None)]
+    assert read_samples(tmp_path / "none.jsonl") == []
+
+
+def test_first_and_last_pairs_prompts_and_shares_nothing():
+    def at(step, prompts):
+        return [Sample(step, p, f"{p}{step}", 0.0) for p in prompts]
+
+    early, late = first_and_last(at(9, "dcab") + at(1, "abxd") + at(5, "ab"), 3)
+    assert [s.prompt for s in early] == [s.prompt for s in late] == ["a", "b", "d"]
+    assert {s.step for s in early} == {1} and {s.step for s in late} == {9}
+    early, late = first_and_last(at(1, "abc"), 5)  # one step: two halves, no sample twice
+    assert (len(early), len(late)) == (1, 1) and not set(early) & set(late)
+    assert first_and_last([], 5) == ([], []) and first_and_last(at(1, "a"), 5) == (at(1, "a"), [])

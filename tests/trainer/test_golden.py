@@ -1,0 +1,93 @@
+"""Five PPO steps with fixed seeds, in float64 on the CPU, against numbers in tests/golden/ppo.json.
+
+A change of the program that is meant to keep the numbers keeps them on every mesh. One that is meant to change them
+writes them anew, and the difference is looked at:
+
+    python tests/trainer/test_golden.py
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import PPO, small_job, steps_program
+
+from funrl import trees
+from funrl.mesh.launch import launch
+
+FILE = Path(__file__).parent.parent / "golden" / "ppo.json"
+STEPS = 5
+METRICS = (
+    "reward/mean", "reward/max", "response_length/mean", "critic/advantages/max", "critic/returns/mean",
+    "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy",
+    "critic/vf_loss", "critic/grad_norm", "rollout/logprob_gap_max",
+)  # fmt: skip
+
+
+def golden_run(mesh):
+    """Metrics of each step, and of the sampled tokens and the final weights what tells them apart."""
+    compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
+    job = small_job(
+        compose, mesh=mesh, batch_prompts=8, samples_per_prompt=4, max_new_tokens=6, warmstart_steps=20, epochs=2,
+        lr_schedule="linear", lr_warmup_steps=2, weight_decay=0.01, token_budget=160, steps=STEPS, reward=None,
+    )  # fmt: skip
+    job = job._replace(task=job.task._replace(rewards=(answer_reward,)))
+    done = launch(steps_program(job, STEPS), job.sizes, "cpu")
+    steps = []
+    for metrics, batch in zip(done["metrics"], done["batches"], strict=True):
+        tokens = batch.tokens[batch.mask]
+        number = int((tokens * torch.arange(1, len(tokens) + 1)).sum())
+        steps.append(
+            {"sampled/count": len(tokens), "sampled/number": number} | {k: metrics[k] for k in sorted(said(metrics))}
+        )
+    ends = {name: norms(done[name]) for name in ("policy", "critic")}
+    return {"written by": "python tests/trainer/test_golden.py", "steps": steps, "end": ends}
+
+
+def said(metrics):
+    return [k for k in metrics if k in METRICS or "kl" in k]
+
+
+def norms(tree):
+    """The Euclidean norm of every leaf."""
+    return {name: x.norm().item() for name, x in trees.named(tree)}
+
+
+def answer_reward(prompt, completion, answer, **fields):
+    """The share of places that hold the right digit, less a little for each that is too many or too few."""
+    right = sum(a == b for a, b in zip(completion, answer, strict=False))
+    return right / len(answer) - 0.1 * abs(len(completion) - len(answer))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run, golden = golden_run(mesh), json.loads(FILE.read_text())
+    assert len(run["steps"]) == len(golden["steps"]) == STEPS
+    for step, (ours, theirs) in enumerate(zip(run["steps"], golden["steps"], strict=True), 1):
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=1e-9, abs=1e-9), f"step {step}, {name}"
+    for model, values in golden["end"].items():
+        assert run["end"][model] == pytest.approx(values, rel=1e-9, abs=1e-9)
+
+
+def test_the_golden_run_is_one_that_would_notice():
+    """It samples, clips, moves and rewards: no number is the same at every step or 0 throughout."""
+    steps = json.loads(FILE.read_text())["steps"]
+    for name in {*METRICS, "sampled/number"} - {"reward/max"}:
+        values = [step[name] for step in steps]
+        assert len(set(values)) > 1 and max(map(abs, values)) > 0, name
+    assert max(step["actor/pg_clipfrac"] for step in steps) > 0.01
+    assert max(step["rollout/logprob_gap_max"] for step in steps) < 1e-10
+
+
+if __name__ == "__main__":
+    import os
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # the warm start is part of the run
+        FILE.write_text(json.dumps(golden_run("dp1"), indent=1) + "\n")

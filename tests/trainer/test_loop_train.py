@@ -1,0 +1,103 @@
+"""`train` with a run directory: the same lines on every mesh, a model that loads, an end by a failing reward."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import GRPO, gap, run_steps, small_job
+
+from funrl import trees
+from funrl.algos.core import reduce, scale
+from funrl.algos.reductions import token_mean
+from funrl.algos.terms import clipped_surrogate
+from funrl.data.prompts import prompt_batch
+from funrl.mesh.launch import launch
+from funrl.models import hf
+from funrl.track.run_directory import open_run
+from funrl.trainer.loop import train
+
+pytestmark = pytest.mark.gloo
+MEASURED = ("time_s/", "perf/tokens_per_s", "memory/")  # these differ from run to run
+
+
+def train_in(folder, **settings):
+    """The outcome, the lines of metrics and the run directory of a run of three steps."""
+    job = small_job(eval_every=2, sample_every=2, **settings)
+    run_dir = str(open_run(str(folder), "ppo", {"seed": 0}).path)
+    outcome = launch(lambda mesh: train(job, mesh, run_dir), job.sizes, "cpu")
+    return outcome, lines_of(Path(run_dir) / "metrics.jsonl"), Path(run_dir)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return train_in(tmp_path_factory.mktemp("runs") / "one")
+
+
+def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
+    outcome, lines, run_dir = alone
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ["eval/accuracy" in line for line in lines] == [True, True, True]
+    assert (lines[0]["eval/reward"], lines[2]["eval/reward"]) == (
+        outcome.first["eval/reward"],
+        outcome.last["eval/reward"],
+    )
+    assert outcome.error is None
+    for name in ("reward/mean", "actor/pg_loss", "actor/ppo_kl", "actor/grad_norm", "critic/vf_loss", "time_s/step",
+                 "response_length/mean", "rollout/logprob_gap_max", "perf/tokens_per_s", "memory/peak_gb"):  # fmt: skip
+        assert all(isinstance(line[name], float) for line in lines), name
+    samples = lines_of(run_dir / "samples.jsonl")
+    assert {s["step"] for s in samples} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("mesh", ["dp2,tp2", "dp4"])
+def test_the_same_lines_and_samples_on_every_mesh(alone, mesh, tmp_path):
+    _, expected, one = alone
+    _, lines, run_dir = train_in(tmp_path / "other", mesh=mesh)
+    for a, b in zip(lines, expected, strict=True):
+        assert a.keys() == b.keys()
+        kept = [k for k in b if not k.startswith(MEASURED)]
+        assert {k: a[k] for k in kept} == pytest.approx({k: b[k] for k in kept}, rel=1e-9, abs=1e-9)
+    said = [s | {"reward": pytest.approx(s["reward"])} if "reward" in s else s for s in lines_of(one / "samples.jsonl")]
+    assert lines_of(run_dir / "samples.jsonl") == said
+
+
+def test_the_saved_model_is_the_one_that_was_trained(alone):
+    """`run_steps` is the loop without observer and evaluations: these change nothing."""
+    config, saved = hf.load(alone[2] / "model", torch.float64)
+    assert config.embed == 16
+    assert gap(saved, run_steps(3)["policy"]) < 1e-9
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+def test_a_reward_that_fails_ends_the_run_with_what_was_learnt(mesh, tmp_path):
+    """Prompts 8 to 11 are those of step 3; the reward fails at one of them, on one rank."""
+    bad = prompt_batch(small_job().task.prompts, 4, 0, 8)[1].text
+
+    def reward(prompt, completion, **fields):
+        return float("nan") if prompt == bad else len(completion) / 4
+
+    outcome, lines, run_dir = train_in(tmp_path / "run", mesh=mesh, reward=reward)
+    assert repr(bad) in outcome.error and "nan" in outcome.error.lower()
+    assert [line["step"] for line in lines] == [1, 2]
+    _, saved = hf.load(run_dir / "model", torch.float64)
+    learnt = run_steps(2, reward=lambda prompt, completion, **fields: len(completion) / 4)["policy"]
+    assert gap(saved, learnt) < 1e-9
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+def test_a_gradient_that_is_not_finite_is_not_applied(mesh, tmp_path):
+    def broken():
+        return replace(GRPO(), policy_loss=reduce(scale(math.inf, clipped_surrogate()), token_mean()))
+
+    outcome, lines, run_dir = train_in(tmp_path / "run", mesh=mesh, compose=broken)
+    assert outcome.error.startswith("step 1, update_actor: the gradient's norm is nan") and "--lr" in outcome.error
+    assert lines == []
+    _, saved = hf.load(run_dir / "model", torch.float64)
+    assert all(x.isfinite().all() for x in trees.leaves(saved))

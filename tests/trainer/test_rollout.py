@@ -1,0 +1,300 @@
+"""From prompts to a batch: alignment, masks, engine and trainer, filters and refills."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job
+
+from funrl import trees
+from funrl.algos.compose import corrected
+from funrl.algos.corrections import mask_truncated
+from funrl.algos.filters import unequal_scores
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import parse, single
+from funrl.models import decoder
+from funrl.rewards.load import RewardError
+from funrl.rollout.completions import Completions, Sampling
+from funrl.trainer import phases
+from funrl.trainer.rollout import Example, Rollout, completion_texts, rollout, to_batch
+from funrl.trainer.spmd import Clock
+
+# Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
+EXAMPLES = [Example([5, 6], "p", {}), Example([7, 8, 4, 3, 2, 6, 5], "q", {})]
+DONE = Completions(
+    tokens=torch.tensor([[11, 12, 13], [9, 0, 0], [14, 9, 0], [15, 16, 17]]),
+    lengths=torch.tensor([3, 1, 2, 3]),
+    logp=-torch.tensor([[0.1, 0.2, 0.3], [0.4, 0, 0], [0.5, 0.6, 0], [0.7, 0.8, 0.9]]),
+    model_logp=-torch.tensor([[1.1, 1.2, 1.3], [1.4, 0, 0], [1.5, 1.6, 0], [1.7, 1.8, 1.9]]),
+    finished=torch.tensor([False, True, True, False]),
+)
+SCORES = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.25, 0.0]], dtype=torch.float64)
+ROLLOUT = Rollout(DONE, SCORES @ torch.tensor([1.0, 0.5], dtype=torch.float64), SCORES)
+SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
+
+
+def test_position_t_of_a_batch_speaks_of_token_t():
+    batch = to_batch(EXAMPLES, ROLLOUT, SAMPLING, pad=0, first_group=40)
+    assert batch.tokens.shape == (4, 16)  # 7 + 3 tokens at most, rounded up to a multiple of 8
+    assert batch.tokens[1].tolist() == [5, 6, 9] + [0] * 13
+    assert batch.tokens[3].tolist() == [7, 8, 4, 3, 2, 6, 5, 15, 16, 17] + [0] * 6
+    assert batch.length.tolist() == [5, 3, 9, 10]
+    assert batch.group.tolist() == [40, 40, 41, 41]
+    assert batch.truncated.tolist() == [True, False, False, True]
+    assert batch.score.tolist() == [1.0, 0.0, 0.5, 0.25]
+    assert batch.scores.tolist() == SCORES.tolist()
+    sampled = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.mask, strict=True)]
+    assert sampled == [[11, 12, 13], [9], [14, 9], [15, 16, 17]]  # never the prompt, never padding, with the stop
+    said = [row[mask].tolist() for row, mask in zip(batch.rollout_logp, batch.mask, strict=True)]
+    assert said[2] == pytest.approx([-0.5, -0.6])
+    assert batch.rollout_logp[~batch.mask].abs().max() == 0
+
+
+def test_the_model_s_own_distribution_is_reported_where_tokens_were_truncated_away():
+    for sampling in (Sampling(top_k=3, samples=2, stop=(9,)), Sampling(top_p=0.9, samples=2, stop=(9,))):
+        batch = to_batch(EXAMPLES, ROLLOUT, sampling, 0, 0)
+        assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
+
+
+def test_the_stop_token_is_not_part_of_the_text():
+    assert completion_texts(DONE, str) == ["[11, 12, 13]", "[]", "[14]", "[15, 16, 17]"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.gloo
+def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count):
+    """An engine that repeats its prompt's first token: rows, widths and rewards must come back in order."""
+    examples = [Example([10 + i] * (1 + i % 3), f"p{i}", {"n": i}) for i in range(count)]
+
+    class Echo:
+        def generate(self, prompts, sampling, seed, first_prompt=0):
+            lengths = torch.tensor([len(p) for p in prompts for _ in range(2)], dtype=torch.int64)
+            width = int(lengths.max()) if len(lengths) else 1
+            tokens = torch.tensor([[p[0]] * width for p in prompts for _ in range(2)], dtype=torch.int64)
+            tokens = tokens.view(len(lengths), width) * (torch.arange(width) < lengths[:, None])
+            logp = -tokens.double() / 3
+            return Completions(tokens, lengths, logp, 2 * logp, lengths > 1)
+
+    def program(mesh):
+        score = lambda rows, texts: [[r.fields["n"], len(t)] for r, t in zip(rows, texts, strict=True)]  # noqa: E731
+        return rollout(Echo(), examples, SAMPLING, 0, score, lambda ids: "x" * len(ids), mesh, (1.0, 0.01))
+
+    whole = launch(program, parse("dp3,tp2"), "cpu")
+    expected = program(single())
+    for a, b in zip((*whole.completions, *whole[1:]), (*expected.completions, *expected[1:]), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, torch.nn.functional.pad(b, (0, a.shape[-1] - b.shape[-1])) if a.ndim == 2 else b)
+    assert whole.score.tolist() == [
+        e.fields["n"] + 0.01 * n for e in examples for n in [len(e.tokens) - (len(e.tokens) > 1)] * 2
+    ]
+
+
+@pytest.mark.gloo
+def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
+    job = small_job(mesh="dp2,tp2", reward=None)
+    seen = job.task.prompts
+
+    def reward(prompt, completion, **fields):
+        if prompt == drawn[-1].text:
+            raise ValueError("no such animal")
+        return 0.0
+
+    drawn = phases.prompt_batch(seen, job.settings.batch_prompts, job.settings.seed, 0)
+    job = job._replace(task=job.task._replace(rewards=(reward,)))
+
+    def program(mesh):
+        models, state = begin(job, mesh)
+        try:
+            phases.collect(job, models, state, 1, Clock(), Quiet())
+        except RewardError as error:
+            return str(error)
+        return ""
+
+    said = launch(program, job.sizes, "cpu")
+    assert "no such animal" in said and repr(drawn[-1].text) in said
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
+def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
+    job = small_job(dtype=dtype, max_new_tokens=12, **settings)
+    models, state = begin(job, single())
+    batch, _, metrics = scored_batch(job, models, state)
+    assert batch.mask.sum() > 20
+    assert (batch.old_logp - batch.rollout_logp).abs()[batch.mask].max() < bound
+    assert metrics["rollout/logprob_gap_max"] < bound
+    assert batch.old_logp[~batch.mask].abs().max() == 0
+
+
+def test_old_log_probabilities_are_those_of_the_plain_model():
+    """Token by token, from the softmax of the logits of the tokens before it, without batching."""
+    job = small_job(temperature=0.7)
+    models, state = begin(job, single())
+    batch, _, _ = scored_batch(job, models, state)
+    params = state.policy.params
+    for row in range(4):
+        n = int(batch.length[row])
+        hidden, _ = decoder.apply(job.config, params, batch.tokens[row : row + 1, :n])
+        logp = (hidden[0] @ decoder.unembed(params).T / 0.7).log_softmax(-1)
+        for t in batch.mask[row].nonzero().squeeze(1).tolist():
+            assert batch.old_logp[row, t].item() == pytest.approx(logp[t - 1, batch.tokens[row, t]].item(), abs=1e-12)
+
+
+def test_rewards_and_samples_stay_with_their_prompts():
+    job = small_job(reward=lambda prompt, completion, **fields: len(prompt) + len(completion) / 10)
+    models, state = begin(job, single())
+    batch, after, _ = scored_batch(job, models, state)
+    drawn = phases.prompt_batch(job.task.prompts, 4, 0, 0)
+    decode = phases.decoder_of(job.tokenizer)
+    for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.mask, strict=True)):
+        prompt, text = drawn[row // 2], decode(tokens[mask].tolist())
+        assert tokens[: len(prompt.tokens)].tolist() == prompt.tokens
+        assert batch.score[row].item() == pytest.approx(len(prompt.text) + len(text) / 10)
+    assert after.position == 4
+
+
+def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
+    job, show = small_job(reward=lambda prompt, completion, answer, **_: float(completion[:1] == "1")), Quiet()
+    models, state = begin(job, single())
+    one = phases.evaluate(job, models, 0, Clock(), show)
+    assert one == phases.evaluate(job, models, 7, Clock(), show)
+    assert set(one) == {"eval/reward", "eval/accuracy"} and 0 <= one["eval/accuracy"] <= 1
+    (step, prompts, texts, scores), again = show.shown
+    assert (step, again[0]) == (0, 7) and again[1:] == (prompts, texts, scores)
+    assert prompts == [e.text for e in job.task.heldout[:6]]
+    assert one["eval/reward"] == pytest.approx(sum(scores) / 6)  # all six held-out prompts are shown
+    # Greedy: every token is the likeliest one.
+    example = job.task.heldout[0]
+    ids = job.tokenizer.encode(texts[0], add_special_tokens=False)
+    for i, token in enumerate(ids):
+        hidden, _ = decoder.apply(job.config, state.policy.params, torch.tensor([example.tokens + ids[:i]]))
+        assert (hidden[0, -1] @ decoder.unembed(state.policy.params).T).argmax().item() == token
+
+
+@pytest.mark.gloo
+def test_evaluation_with_fewer_held_out_prompts_than_ranks():
+    job = small_job(mesh="dp4", eval_prompts=2)
+    one = small_job(eval_prompts=2)
+
+    def program(job):
+        return lambda mesh: phases.evaluate(job, begin(job, mesh)[0], 0, Clock(), Quiet())
+
+    assert launch(program(job), job.sizes, "cpu") == launch(program(one), one.sizes, "cpu")
+
+
+def filtered(keep=None):
+    """GRPO with a filter; the default keeps the groups whose scores differ."""
+    return dataclasses.replace(GRPO(), keep=keep or unequal_scores())
+
+
+def test_refills_replace_what_the_filter_drops():
+    job = small_job(filtered, max_refills=40)
+    models, state = begin(job, single())
+    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), Quiet())
+    assert batch.tokens.shape[0] == 8
+    assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
+    assert metrics["filter_groups/sampled_prompts"] == after.position > 4  # some were thrown away
+    thrown = metrics["filter_groups/dropped_prompts"] + metrics["filter_groups/surplus_prompts"]
+    assert thrown == after.position - 4
+    kept = after.position - metrics["filter_groups/dropped_prompts"]
+    assert metrics["filter_groups/kept_share"] == pytest.approx(kept / after.position)
+    assert len(set(batch.group.tolist())) == 4
+
+
+def test_refills_are_bounded_and_a_short_batch_is_reported():
+    job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
+    models, state = begin(job, single())
+    show = Quiet()
+    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), show)
+    assert after.position == 3 * 4
+    assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
+    assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
+    assert ["the batch has 3 and not 4" in note for note in show.notes] == [True]
+
+
+def counts(metrics):
+    short = {"sampled_prompts": "sampled", "dropped_prompts": "dropped", "surplus_prompts": "surplus"}
+    names = {key: key.removeprefix("filter_groups/") for key in metrics}
+    return {(short | {"dropped_rows": "rows"}).get(name, name): metrics[key] for key, name in names.items()}
+
+
+def test_what_is_sampled_and_not_used_is_counted():
+    """Two of three prompts are kept: the second batch fills the first one up and has a prompt too many; of every
+    second prompt that is kept, one row is."""
+
+    def keep(batch):
+        prompt, sample = batch.group % 3, torch.arange(len(batch.group)) % 2
+        return (prompt == 0) | ((prompt == 1) & (sample == 0))
+
+    job = small_job(lambda: filtered(keep))
+    models, state = begin(job, single())
+    show = Quiet()
+    batch, _, metrics = phases.collect(job, models, state, 1, Clock(), show)
+    # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
+    assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
+    assert len(batch.tokens) == 7 and show.notes == []
+
+
+@pytest.mark.parametrize("compose", [GRPO, PPO], ids=["grpo", "ppo"])
+def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
+    """After a step that moved the optimizer: no loss, no gradient, no change of any weight, no number that is not
+    finite."""
+    job = small_job(lambda: corrected(compose(), mask_truncated()))
+    models, state = begin(job, single())
+    for step, cut in ((1, False), (2, True)):
+        batch, state, _ = phases.collect(job, models, state, step, Clock(), Quiet())
+        batch = batch._replace(truncated=torch.full_like(batch.truncated, cut))
+        batch, state, scored = phases.score_batch(job, models, state, batch, Clock())
+        before = trees.clone((state.policy, state.critic))
+        state, learned = phases.learn(job, models, state, batch, step, Clock())
+        after = (state.policy, state.critic)
+        same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(after), strict=True))
+        assert same == cut
+        assert all(map(math.isfinite, (scored | learned).values()))
+    assert "critic/advantages/max" not in scored and "reward/mean" in scored
+    assert learned["actor/pg_loss"] == 0 and learned["actor/grad_norm"] == 0
+
+
+def test_a_filter_that_drops_everything_is_said_and_ends():
+    job = small_job(lambda: filtered(lambda batch: torch.zeros(len(batch.score), dtype=torch.bool)), max_refills=2)
+    models, state = begin(job, single())
+    show = Quiet()
+    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), show)
+    assert after.position == 8 and len(batch.tokens) == 8
+    assert any("dropped all of 8" in note for note in show.notes)
+    assert metrics["filter_groups/kept_share"] == 0
+
+
+def test_a_filter_of_rows_leaves_groups_of_unequal_sizes_that_train():
+    """Every third row is dropped: groups keep two samples or one, and the rows keep their own rewards."""
+    job = small_job(lambda: filtered(lambda batch: torch.arange(len(batch.score)) % 3 != 2))
+    models, state = begin(job, single())
+    batch, state, _ = scored_batch(job, models, state)
+    assert [batch.group.tolist().count(g) for g in sorted(set(batch.group.tolist()))] == [2, 1, 1, 2]
+    texts = [phases.decoder_of(job.tokenizer)(t[m].tolist()) for t, m in zip(batch.tokens, batch.mask, strict=True)]
+    assert batch.score.tolist() == [digits_reward("", text) for text in texts]
+    _, learned = phases.learn(job, models, state, batch, 1, Clock())
+    assert math.isfinite(learned["actor/grad_norm"])
+
+
+@pytest.mark.gloo
+def test_a_filter_chooses_the_same_rows_on_every_mesh():
+    def program(job):
+        def run(mesh):
+            models, state = begin(job, mesh)
+            return phases.collect(job, models, state, 1, Clock(), Quiet())[0]
+
+        return run
+
+    one, two = (small_job(filtered, mesh=m, max_refills=2) for m in ("dp1", "dp4,tp2"))
+    a, b = (launch(program(job), job.sizes, "cpu") for job in (one, two))
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.score, b.score) and torch.equal(a.group, b.group)
+
+
+def test_without_a_filter_nothing_is_sampled_twice():
+    job = small_job(PPO)
+    models, state = begin(job, single())
+    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), Quiet())
+    assert metrics == {} and after.position == 4
+    assert math.isclose(batch.rollout_logp[batch.mask].exp().mean().item(), 1 / 16, rel_tol=0.5)  # nearly uniform
