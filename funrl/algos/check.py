@@ -35,8 +35,8 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
         what the chain itself makes. Optional reads need not be among them.
     Raises:
       PieceError: a field is read that nothing writes (named, with who would write it and who reads it); the chain never
-        comes to tokens, or its pieces are in the wrong order; a filter does not give a truth value per row; a loss gives
-        no scalars, not as many numerators as denominators, or does not depend on what is trained.
+        comes to tokens, or its pieces are in the wrong order; a filter does not give a truth value per row; a loss
+        gives no scalars, not as many numerators as denominators, or does not depend on what is trained.
     """
     names = frozenset(available) | {"tokens", "mask"}
     before = example(names - set(fields_by("step")))
@@ -44,8 +44,8 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
         _check_filter(algorithm, before)
     rows = before
     if algorithm.advantage is not None:
-        rows = _advantage_on(algorithm.advantage, before)
         check_order(algorithm.advantage)
+        rows = _advantage_on(algorithm.advantage, before)
     step = {name: x for name, x in as_dict(example(names)).items() if FIELDS[name].writer == "step"}
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in step.items()}
     for role, loss in algorithm.losses.items():
@@ -143,9 +143,9 @@ def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch) -> None:
     except MissingField as error:
         raise PieceError(f"the loss of {role!r} cannot be computed: {error}") from error
     if len(nums) != len(dens) or any(x.dim() for x in (*nums, *dens)):
-        shapes = [[list(x.shape) for x in xs] for xs in (nums, dens)]
+        tops, bottoms = ([list(x.shape) for x in xs] for xs in (nums, dens))
         raise PieceError(
-            f"the loss of {role!r} gave numerators {shapes[0]} and denominators {shapes[1]}: scalars, as many"
+            f"the loss of {role!r} gave numerators {tops} and denominators {bottoms}: as many scalars are needed"
         )
     if not any(num.requires_grad for num in nums):
         raise PieceError(f"the loss of {role!r} depends on nothing that is trained: it has no gradient")

@@ -119,8 +119,8 @@ def label_outcomes() -> Advantage:
         score_B = batch.score
         if not torch.compiler.is_compiling() and not bool(((score_B >= 0) & (score_B <= 1)).all()):
             raise ValueError(
-                f"scores are from {score_B.min().item():g} to {score_B.max().item():g}: label_outcomes() needs them in 0 "
-                "to 1, since the implicit reward model learns them as probabilities; rescale the reward function"
+                f"scores are from {score_B.min().item():g} to {score_B.max().item():g}: label_outcomes() needs them in "
+                "0 to 1, since the implicit reward model learns them as probabilities; rescale the reward function"
             )
         label_BT = where_masked(batch.across.own(score_B)[:, None].expand(batch.mask.shape), batch.mask)
         return signal._replace(extra=signal.extra | {"label": label_BT}), state

@@ -48,7 +48,7 @@ def surrogate(ratio: Ratio | None = None) -> Term:
 
 
 def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ratio: Ratio | None = None) -> Term:
-    """-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log pi: every token keeps a gradient, the clip bounds only its weight.
+    """-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log pi: every token keeps a gradient, the clip bounds its weight.
 
     Args:
       clip_low: how far the weight may fall below 1, 0 to 1; None: to 0.

@@ -1,7 +1,7 @@
 """SimPO: DPO on mean-token log-likelihoods with a target margin and no reference.
 
 References: Meng et al., 2024, https://arxiv.org/abs/2405.14734.
-verl: none in its main tree. TRL: CPOTrainer with loss_type="simpo", whose simpo_gamma is `margin`; its cpo_alpha is to be 0.
+verl: none in its main tree. TRL: CPOTrainer with loss_type="simpo", whose simpo_gamma is `margin`, with cpo_alpha=0.
 """
 
 from __future__ import annotations
