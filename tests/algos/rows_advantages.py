@@ -236,7 +236,7 @@ ROWS = [
         lambda: algos.chain(algos.batch_scale(1e-4), algos.group_center()),
         lambda x, b: {"x": [v / (deviation(x) + 1e-4) for v in by_group(lambda o, g, k: o - mean(g))(x, b)["x"]]},
     ),
-    Row("gae", "advantage", algos.gae, gae(1.0, 1.0), tokens=True),
+    Row("gae", "advantage", algos.gae, gae(1.0, 1.0), tokens=True, also=("generalised_advantages",)),
     Row("gae discounted", "advantage", lambda: algos.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),
     Row(
         "gae decoupled",

@@ -251,7 +251,7 @@ TERMS = [
         "clipped_surrogate",
         algos.clipped_surrogate,
         ppo_tokens(0.2, 0.2),
-        also=("clipped_surrogate_loss", "log_ratio", "run_ratio", "bounded_exp"),
+        also=("clipped_surrogate_loss", "log_ratio", "bounded_exp"),
     ),
     TermRow(
         "clipped_surrogate dual",

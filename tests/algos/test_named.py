@@ -111,7 +111,7 @@ def test_golden_numbers(name):
     want, got = flat(json.loads(GOLDEN.read_text())[name]), flat(numbers(name))
     assert set(got) == set(want)
     for key, value in got.items():
-        assert math.isclose(value, want[key], rel_tol=1e-9, abs_tol=1e-12), key
+        assert math.isclose(value, want[key], rel_tol=1e-12, abs_tol=1e-12), key
 
 
 def test_golden_file_has_no_strangers():
