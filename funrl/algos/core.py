@@ -22,16 +22,9 @@ import torch
 from torch import Tensor
 
 from funrl.algos.masks import clean, where_masked
-from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, merge, token_mean_of
+from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, token_mean_of
+from funrl.algos.metrics import merge as merge
 from funrl.batch import Batch, Reads, select
-
-__all__ = [
-    "Advantage", "Algorithm", "Divergence", "Filter", "Loss", "Max", "Mean", "Metric", "Metrics", "PieceError",
-    "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "apply_advantage", "begin", "chain",
-    "check_called", "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_piece",
-    "run_term", "scale", "stateless", "sum_losses", "token_mean_of", "value_of", "weighted",
-]  # fmt: skip
-
 
 Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
