@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,22 +50,48 @@ def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]])
 
 
 def score(
-    reward: Reward, prompts: Sequence[str], completions: Sequence[str], fields: Sequence[Mapping[str, Any]]
+    reward: Reward,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    fields: Sequence[Mapping[str, Any]],
+    one_of_several: bool = False,
 ) -> list[float]:
     """The reward of every completion.
 
     Args:
       reward: function(prompt, completion, **fields) -> number that is finite in float32.
       prompts, completions, fields: one of each a row.
+      one_of_several: None and NaN say that this reward does not apply to the row, which counts in the others only.
+
+    Returns: a number a row, NaN where the reward does not apply.
 
     Raises:
       RewardError: it raised, or gave something that is no finite number, for a row; the message shows that row, and
         the function's own traceback.
     """
-    return [_one(reward, p, c, f) for p, c, f in zip(prompts, completions, fields, strict=True)]
+    return [_one(reward, p, c, f, one_of_several) for p, c, f in zip(prompts, completions, fields, strict=True)]
 
 
-def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
+def weighted_sum(scores: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    """The score of every row: the sum of its rewards times their weights, over those that apply.
+
+    Args:
+      scores: of each reward function, the numbers of all rows as of `score`.
+      weights: of each reward function.
+
+    Raises:
+      RewardError: no reward function applies to a row.
+    """
+    totals = []
+    for row, parts in enumerate(zip(*scores, strict=True)):
+        applying = [weight * part for weight, part in zip(weights, parts, strict=True) if not math.isnan(part)]
+        if not applying:
+            raise RewardError(f"row {row}: none of the {len(weights)} reward functions gave a number for it")
+        totals.append(sum(applying))
+    return totals
+
+
+def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any], one_of_several: bool) -> float:
     where = f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
     try:
         value = reward(prompt, completion, **fields)
@@ -73,6 +100,8 @@ def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]
         trace = "".join(traceback.format_exception(type(error), error, own))
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
+    if one_of_several and (value is None or (number is not None and math.isnan(number))):
+        return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
         message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38){where}"
         raise RewardError(message, prompt, completion, value)

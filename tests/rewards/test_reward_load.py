@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from funrl.loading import LoadError
-from funrl.rewards.load import RewardError, load_rewards, score
+from funrl.rewards.load import RewardError, load_rewards, score, weighted_sum
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -66,3 +66,17 @@ def test_a_field_that_the_function_does_not_take_is_shown():
 def test_the_error_crosses_processes():
     error = pickle.loads(pickle.dumps(RewardError("it failed", "p", "c", 3)))
     assert (str(error), error.prompt, error.completion, error.value) == ("it failed", "p", "c", 3)
+
+
+def test_one_of_several_rewards_may_not_apply_to_a_row():
+    values = [1.0, None, math.nan, np.float32("nan"), 2.0]
+    rows = (["p"] * 5, ["c"] * 5, [{"i": i} for i in range(5)])
+    some = score(lambda p, c, i: values[i], *rows, one_of_several=True)
+    assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
+    others = [0.5] * 5
+    assert weighted_sum([some, others], [2.0, 1.0]) == [2.5, 0.5, 0.5, 0.5, 4.5]
+    with pytest.raises(RewardError, match="row 1: none of the 1 reward functions gave a number"):
+        weighted_sum([some], [1.0])
+    for value in (math.inf, "1.0", [None]):
+        with pytest.raises(RewardError, match="finite number is needed"):
+            score(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)
