@@ -125,7 +125,7 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
 
     The numbers are drawn in float32, so every dtype begins with the same model.
     """
-    residual = 1 / math.sqrt(2 * config.layers)  # what each of the 2 L residual branches adds is made smaller
+    residual = 1 / math.sqrt(2 * config.layers)  # of each of the 2 L branches that add to the residual stream
 
     def draw(name: str, x: Tensor) -> Tensor:
         last = name.rsplit("/", 1)[-1]
