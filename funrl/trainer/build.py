@@ -1,0 +1,164 @@
+"""The roles of a run as one rank sees them: what is made once, and the weights and the state that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.mesh.launch import ranks_per_node, view
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan, plan
+from funrl.mesh.reshard import copied, reshard
+from funrl.mesh.rules import COMPUTE, GENERATE, layouts
+from funrl.models import hf
+from funrl.models.compile import compile_layer
+from funrl.models.placed import Placed, place
+from funrl.models.model import Model
+from funrl.models.remat import rematerialized
+from funrl.rollout.completions import Engine
+from funrl.rollout.native import native_engine
+from funrl.trainer.clock import Clock
+from funrl.trainer.job import Job
+from funrl.trainer.optimizer import make_optimizer
+from funrl.trainer.roles import LOSS_METRICS, Role, RoleState, writes_of
+from funrl.trainer.sharding import stored_rules
+from funrl.trainer.state import State
+
+
+class Generator(NamedTuple):
+    """The engine, and how the policy's weights come to it.
+
+    Attributes:
+      engine: on `mesh`.
+      to_engine: the plan from the policy's stored layouts to the engine's.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    to_engine: Plan
+
+
+class Parts(NamedTuple):
+    """What is made once.
+
+    Attributes:
+      mesh: to train on.
+      begin: the model that the run begins with.
+      roles: by name; those that learn in the order of the algorithm's losses.
+      generator: None where nothing is generated.
+    """
+
+    mesh: Mesh
+    begin: Placed
+    roles: Mapping[str, Role]
+    generator: Generator | None
+
+
+def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
+    """Meshes, layouts and functions. Called by every rank."""
+    settings, layers = job.settings, {}
+    compiles = "off" if settings.remat == "selective" else settings.compile
+
+    def placed(name: str, model: Model) -> Placed:
+        if model.config not in layers:
+            layers[model.config] = compile_layer(model, compiles, mesh.device.type, note)
+        layer = rematerialized(model, layers[model.config], settings.remat)
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
+
+    roles = {name: _role(job, name, placed(name, model)) for name, model in job.models.items()}
+    learning = {name: roles[name] for name in job.algorithm.losses}
+    ordered = {name: role for name, role in roles.items() if name not in learning} | learning
+    generator = _generator(job, roles["policy"], layers[job.model.config]) if job.generates else None
+    return Parts(mesh, placed(job.lead, job.model), ordered, generator)
+
+
+def _role(job: Job, name: str, placed) -> Role:
+    settings, loss = job.settings, job.algorithm.losses.get(name)
+    writes = writes_of(name, job.algorithm)
+    if name == "policy" and not needs_old_scores(job):
+        writes = {}
+    common = {"temperature": settings.temperature if job.generates else 1.0, "topk": settings.teacher_top_k}
+    if loss is None:
+        return Role(placed, writes, **common)
+    first_step = settings.critic_warmup_steps + 1 if name == "policy" else 1
+    updates = (settings.steps - first_step + 1) * job.epochs * job.minibatches
+    return Role(
+        placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed.stored, placed.mesh),
+        mask="sampled" if name == "implicit_reward" else "mask",
+        first_step=first_step,
+        metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
+        watch_entropy=name == "policy" and job.generates,
+        **common,
+    )  # fmt: skip
+
+
+def _generator(job: Job, policy: Role, layer: Callable | None) -> Generator:
+    placed = policy.placed
+    mesh = view(placed.mesh, job.generate_sizes)
+    engine = native_engine(placed.model, mesh, job.dtype, layer=layer)
+    wanted = layouts(placed.model.shapes, placed.model.axes, GENERATE, job.generate_sizes)
+    return Generator(engine, mesh, plan(placed.stored, wanted, job.dtype, ranks_per_node()))
+
+
+def needs_old_scores(job: Job) -> bool:
+    """Whether the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
+    of its forward pass, unless something before or beside the policy's loss reads them."""
+    algorithm = job.algorithm
+    if not job.generates:
+        return False
+    others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
+    before = reads(algorithm.advantage, algorithm.filter, *others).required
+    single = job.epochs * job.minibatches == 1 and job.settings.critic_warmup_steps == 0
+    asked = set(writes_of("policy", algorithm)) - {"old_logp"}
+    return bool("old_logp" in before or asked) or not single or "implicit_reward" in algorithm.losses
+
+
+def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
+    """This rank's weights of every role. Those that begin as the policy are copies, for it is updated in place.
+
+    Args:
+      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.lead` takes them over.
+    """
+    weights = {}
+    for name, role in parts.roles.items():
+        placed, dtype = role.placed, job.dtype if role.loss is None else job.master
+        if name in job.directories:
+            weights[name] = hf.load(job.directories[name], placed.model, dtype, parts.mesh, placed.stored)
+            continue
+        bare = placed.stored["decoder"] if placed.model.unembed is None else placed.stored
+        tree = {key: begin[key] for key in bare}
+        if name != job.lead:
+            tree = copied(tree, {key: parts.begin.stored[key] for key in bare}, bare, parts.mesh, dtype)
+        weights[name] = with_zero_head(tree) if placed.model.unembed is None else tree
+    return weights
+
+
+def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], source: trees.Tree) -> State:
+    """The state before the first step, of weights that it takes over.
+
+    Args:
+      source: the source's state.
+    """
+    states = {
+        name: RoleState(weights[name], role.optimizer.init(weights[name]))
+        for name, role in parts.roles.items()
+        if role.optimizer is not None
+    }
+    advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
+    return State(states, advantage, source)
+
+
+def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
+    """Gives the engine the policy's weights in the layout to generate in; nothing where nothing is generated."""
+    if parts.generator is None:
+        return state
+    engine, _, to_engine = parts.generator
+    with (clock or Clock()).phase("reshard"):
+        # A generator: the weights are made when they are asked for, and the engine's old ones are gone by then.
+        named = (pair for pair in trees.named(reshard(state.roles["policy"].params, to_engine, parts.mesh)))
+        engine.load(named, state.version + 1)
+    return state._replace(version=state.version + 1)

@@ -1,0 +1,182 @@
+"""What a run learns from: prompts with rewards, or given texts; of the embedded task or of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.data.prompts import Prompt, load_prompts
+from funrl.data.supervised import check_lengths, load_examples, text_example
+from funrl.data.tokenizer import encode_prompt
+from funrl.models.config import Config
+from funrl.rewards.load import LARGEST, check_fields, load_rewards
+from funrl.tasks import arithmetic
+from funrl.trainer.rollout import Example
+from funrl.trainer.settings import Settings, SettingsError
+
+NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+TEXTS = 4096  # made of the embedded task
+
+Demonstrations = Callable[[int, int], list[tuple[str, str]]]
+
+
+class Task(NamedTuple):
+    """Prompts to complete.
+
+    Attributes:
+      name: of the task, for the report.
+      prompts: to train on.
+      heldout: to evaluate on.
+      rewards: functions(prompt, completion, **fields) -> float.
+      weights: of each of them in a completion's score; one more where a reward model scores completions too.
+      demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
+      max_new_tokens: what a completion needs.
+    """
+
+    name: str
+    prompts: Sequence[Example]
+    heldout: Sequence[Example]
+    rewards: tuple[Callable[..., float], ...]
+    weights: tuple[float, ...]
+    demonstrations: Demonstrations | None
+    max_new_tokens: int
+
+
+class Texts(NamedTuple):
+    """Texts to learn from.
+
+    Attributes:
+      name: of the data, for the report.
+      examples: to train on.
+      heldout: to evaluate on.
+      kind: "demonstrations" or "preferences".
+      demonstrations: as in `Task`.
+    """
+
+    name: str
+    examples: Sequence[Any]
+    heldout: Sequence[Any]
+    kind: str
+    demonstrations: Demonstrations | None
+
+
+def prompts_of(settings: Settings, tokenizer: Any) -> Task:
+    """The task that the flags name: prompts and rewards of files, or the embedded one.
+
+    Raises:
+      SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
+    """
+    rewarded = settings.reward is not None or settings.reward_model is not None
+    if settings.prompts is None and not rewarded:
+        if settings.model is not None:
+            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
+        return embedded_prompts(settings, tokenizer)
+    if not rewarded:
+        raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
+    if settings.prompts is None:
+        flag = "reward" if settings.reward is not None else "reward_model"
+        raise SettingsError(f"--{flag}={getattr(settings, flag)} needs --prompts=FILE.jsonl")
+    rewards = () if settings.reward is None else load_rewards(settings.reward)
+    try:
+        examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
+    except ValueError as error:
+        raise SettingsError(f"--prompts: {error}") from error
+    for reward in rewards:
+        check_fields(str(settings.reward), reward, [e.fields for e in examples])
+    train, heldout = split(examples, settings.eval_prompts)
+    weights = reward_weights(settings, len(rewards) + (settings.reward_model is not None))
+    return Task(Path(settings.prompts).stem, train, heldout, rewards, weights, None, NEW_TOKENS)
+
+
+def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
+    """The embedded task as prompts."""
+    train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
+    heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
+    return Task(
+        "arithmetic", train, heldout, (arithmetic.reward,), reward_weights(settings, 1), arithmetic.demonstrations,
+        arithmetic.MAX_NEW_TOKENS,
+    )  # fmt: skip
+
+
+def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config) -> Texts:
+    """The texts that the flags name: those of a file, or made of the embedded task.
+
+    Args:
+      kind: "demonstrations" or "preferences".
+      config: of the model, which has a longest sequence.
+
+    Raises:
+      SettingsError, DataError: the first thing that cannot work.
+    """
+    if settings.data is None:
+        texts = embedded_texts(settings, kind, tokenizer)
+    else:
+        train, heldout = split(load_examples(settings.data, kind, tokenizer), settings.eval_prompts)
+        texts = Texts(Path(settings.data).stem, train, heldout, kind, arithmetic.demonstrations)
+    held = [] if texts.heldout is texts.examples else texts.heldout
+    check_lengths([*texts.examples, *held], config.max_positions, tokenizer)
+    return texts
+
+
+def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
+    """The embedded task as demonstrations without errors, or as pairs of a right and a wrong answer."""
+    if settings.model is not None:
+        raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
+    count = settings.eval_prompts
+    if kind == "preferences":
+        names = ("prompt", "chosen", "rejected")
+        train = arithmetic.preferences(settings.seed, TEXTS, split="train")
+        heldout = arithmetic.preferences(0, count, split="heldout")
+    else:
+        names = ("prompt", "completion")
+        train = arithmetic.demonstrations(settings.seed, TEXTS, error=0.0)
+        heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
+
+    def made(rows: Sequence[Sequence[Any]]) -> list[Any]:
+        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer) for row in rows]
+
+    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations)
+
+
+def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Examples to train on, and at most a tenth of them to evaluate on."""
+    held = min(heldout, len(examples) // 10)
+    # With fewer than ten there is none to spare: evaluation uses those to train on.
+    return (examples[:-held], examples[-held:]) if held else (examples, examples)
+
+
+def to_example(prompt: Prompt, tokenizer: Any) -> Example:
+    """A prompt as token ids; chat messages go through the tokenizer's chat template."""
+    tokens, text = encode_prompt(tokenizer, prompt.prompt)
+    if not tokens:
+        raise SettingsError(f"prompt {prompt.prompt!r} has no tokens")
+    return Example(tokens, text, prompt.fields)
+
+
+def reward_weights(settings: Settings, rewards: int) -> tuple[float, ...]:
+    """One number a reward function, and one for a reward model behind them."""
+    if settings.reward_weights is None:
+        return (1.0,) * rewards
+    try:
+        weights = tuple(float(part) for part in settings.reward_weights.split(","))
+    except ValueError:
+        weights = ()
+    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
+        raise SettingsError(
+            f"--reward_weights={settings.reward_weights}: there are {rewards} rewards; give as many numbers, with "
+            "commas between"
+        )
+    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
+        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
+    return weights
+
+
+def check_prompt_lengths(task: Task, new_tokens: int, config: Config) -> None:
+    """Raises SettingsError where the longest prompt and its completion are longer than a model's positions."""
+    longest = max((*task.prompts, *task.heldout), key=lambda e: len(e.tokens))
+    if len(longest.tokens) + new_tokens > config.max_positions:
+        raise SettingsError(
+            f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
+            f"has {config.max_positions} positions; shorten one of them (prompt begins {longest.text[:60]!r})"
+        )
