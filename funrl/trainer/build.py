@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import torch
-
 from funrl import trees
 from funrl.algos.core import reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
-from funrl.mesh.reshard import copied, reshard
-from funrl.mesh.rules import COMPUTE, GENERATE, layouts
-from funrl.models import hf
-from funrl.models.compile import compile_layer
-from funrl.models.placed import Placed, place
-from funrl.models.model import Model
-from funrl.models.remat import rematerialized
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import COMPUTE
+from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
+from funrl.models.model import Layer
 from funrl.rollout.completions import Engine
 from funrl.rollout.native import native_engine
 from funrl.trainer.clock import Clock
@@ -60,23 +55,23 @@ class Parts(NamedTuple):
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
-    settings, layers = job.settings, {}
+    settings, compiled = job.settings, {}
     compiles = "off" if settings.remat == "selective" else settings.compile
 
     def placed(name: str, model: Model) -> Placed:
-        if model.config not in layers:
-            layers[model.config] = compile_layer(model, compiles, mesh.device.type, note)
-        layer = rematerialized(model, layers[model.config], settings.remat)
+        if model.layer not in compiled:
+            compiled[model.layer] = compile_layer(model, compiles, mesh.device.type, note)
+        layer = rematerialized(compiled[model.layer], settings.remat)
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
 
     roles = {name: _role(job, name, placed(name, model)) for name, model in job.models.items()}
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
-    generator = _generator(job, roles["policy"], layers[job.model.config]) if job.generates else None
+    generator = _generator(job, roles["policy"], compiled[job.model.layer]) if job.generates else None
     return Parts(mesh, placed(job.lead, job.model), ordered, generator)
 
 
-def _role(job: Job, name: str, placed) -> Role:
+def _role(job: Job, name: str, placed: Placed) -> Role:
     settings, loss = job.settings, job.algorithm.losses.get(name)
     writes = writes_of(name, job.algorithm)
     if name == "policy" and not needs_old_scores(job):
@@ -96,12 +91,11 @@ def _role(job: Job, name: str, placed) -> Role:
     )  # fmt: skip
 
 
-def _generator(job: Job, policy: Role, layer: Callable | None) -> Generator:
+def _generator(job: Job, policy: Role, layer: Layer) -> Generator:
     placed = policy.placed
     mesh = view(placed.mesh, job.generate_sizes)
     engine = native_engine(placed.model, mesh, job.dtype, layer=layer)
-    wanted = layouts(placed.model.shapes, placed.model.axes, GENERATE, job.generate_sizes)
-    return Generator(engine, mesh, plan(placed.stored, wanted, job.dtype, ranks_per_node()))
+    return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -127,13 +121,11 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     for name, role in parts.roles.items():
         placed, dtype = role.placed, job.dtype if role.loss is None else job.master
         if name in job.directories:
-            weights[name] = hf.load(job.directories[name], placed.model, dtype, parts.mesh, placed.stored)
-            continue
-        bare = placed.stored["decoder"] if placed.model.unembed is None else placed.stored
-        tree = {key: begin[key] for key in bare}
-        if name != job.lead:
-            tree = copied(tree, {key: parts.begin.stored[key] for key in bare}, bare, parts.mesh, dtype)
-        weights[name] = with_zero_head(tree) if placed.model.unembed is None else tree
+            weights[name] = hf.load(job.directories[name], dtype, parts.mesh, placed.stored)[1]
+        elif placed.model is parts.begin.model and name == job.lead:
+            weights[name] = begin
+        else:
+            weights[name] = placed.copy_from(parts.begin, begin, dtype)
     return weights
 
 

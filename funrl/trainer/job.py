@@ -16,10 +16,7 @@ from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
-from funrl.models.decoder import decoder_model
-from funrl.models.hf import load_model
-from funrl.models.model import Model
-from funrl.models.value import with_value_head
+from funrl.models import Model, decoder_model, hf, with_value_head
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.roles import VALUES, WRITES, role_names
@@ -104,7 +101,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
         model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
     else:
         with blaming("model"):
-            model = load_model(settings.model)
+            model = hf.check(settings.model)
             tokenizer = load_tokenizer(settings.model)
     algorithm = compose()
     check_algorithm(algorithm, settings)
@@ -129,7 +126,7 @@ def models_of(
     settings: Settings,
     model: Model,
     tokenizer: Any,
-    read: Callable[[str], Model] = load_model,
+    read: Callable[[str], Model] = hf.check,
 ) -> tuple[dict[str, Model], dict[str, str]]:
     """The model of every role of a run, and the directories of those that do not begin as `model`.
 
@@ -150,7 +147,9 @@ def models_of(
             if tokenizer is not None and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
                 raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
         else:
-            models[name] = with_value_head(model) if name in VALUES else model
+            if name not in VALUES and model.unembed is None:
+                raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
+            models[name] = with_value_head(model) if name in VALUES and model.value is None else model
     return models, directories
 
 
@@ -203,10 +202,14 @@ def task_of(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Mod
     """What the run learns from: an algorithm with an advantage completes prompts, one without reads texts."""
     if algorithm.advantage is not None:
         return prompts_of(settings, tokenizer)
-    kind = "preferences" if algorithm.pairs else "demonstrations"
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
-    return texts_of(settings, kind, tokenizer, model.config)
+    return texts_of(settings, kind_of(algorithm), tokenizer, model.config)
+
+
+def kind_of(algorithm: Algorithm) -> str:
+    """What texts an algorithm without an advantage learns from: those of `funrl.data.supervised`."""
+    return "preferences" if algorithm.example == "pair" else "demonstrations"
 
 
 def warmstart_steps(settings: Settings, task: Task | Texts) -> int:

@@ -70,4 +70,4 @@ def means(told: Mapping[str, list[Tensor]]) -> dict[str, float]:
     if not told:
         return {}
     values = torch.stack([torch.stack([x.double() for x in values]).mean() for values in told.values()])
-    return dict(zip(told, values.tolist(), strict=True))
+    return {name: value.item() for name, value in zip(told, values.cpu(), strict=True)}

@@ -50,10 +50,10 @@ def train_step(
     """
     grads, metrics, loss = gradient(role, state.params, micro_batches, denominators)
     norm = global_norm(grads, role.placed.stored, role.placed.mesh)
-    said = torch.stack([loss.double(), norm.double(), tokens.double()]).tolist()  # the host waits once an update
-    check_finite(said[0], said[1], what)
+    told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
+    check_finite(told[0].item(), told[1].item(), what)
     metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
-    if said[2] == 0:
+    if told[2] == 0:
         return state, metrics
     with torch.no_grad():
         updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)

@@ -53,7 +53,7 @@ def initial_weights(job: Job, placed: Placed, stage: Stage) -> trees.Tree:
     """
     mesh = placed.mesh
     if job.settings.model is not None:
-        return hf.load(job.settings.model, job.model, job.master, mesh, placed.stored)
+        return hf.load(job.settings.model, job.master, mesh, placed.stored)[1]
     generator = torch.Generator().manual_seed(job.settings.seed)
     weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:
@@ -129,7 +129,7 @@ def _read(cached: Path, job: Job, placed: Placed | None = None) -> tuple[trees.T
         if hf.load_model(cached).names != job.model.names:
             return None, "it holds another model"
         where = () if placed is None else (placed.mesh, placed.stored)
-        return hf.load(cached, job.model, job.master, *where), None
+        return hf.load(cached, job.master, *where)[1], None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         return None, str(error) or type(error).__name__
 
