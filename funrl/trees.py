@@ -14,32 +14,45 @@ import torch
 from torch import Tensor
 
 Tree = Any
+NAMESPACE = "funrl"  # of node types that `register_node` adds
+
+
+def register_node(kind: type, flatten: Callable, unflatten: Callable) -> None:
+    """Makes a class an inner node of trees.
+
+    Args:
+      flatten: node -> (children, what is needed to unflatten, the children's names).
+      unflatten: (what is needed, children) -> node.
+    """
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
 
 
 def map(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
     """Applies `fn` leaf by leaf. Trees after the first may be deeper: then `fn` gets their subtrees."""
-    return optree.tree_map(fn, tree, *rest)
+    return optree.tree_map(fn, tree, *rest, namespace=NAMESPACE)
 
 
 def leaves(tree: Tree) -> list:
     """The leaves in the tree's own order (dict keys sorted)."""
-    return optree.tree_leaves(tree)
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def named(tree: Tree) -> list[tuple[str, Any]]:
     """The leaves with their names, in the same order as `leaves`."""
-    paths, values, _ = optree.tree_flatten_with_path(tree)
+    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     return [("/".join(str(key) for key in path), value) for path, value in zip(paths, values, strict=True)]
 
 
 def map_named(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
     """Applies `fn(name, leaf, ...)` leaf by leaf."""
-    return optree.tree_map_with_path(lambda path, *xs: fn("/".join(str(key) for key in path), *xs), tree, *rest)
+    return optree.tree_map_with_path(
+        lambda path, *xs: fn("/".join(str(key) for key in path), *xs), tree, *rest, namespace=NAMESPACE
+    )
 
 
 def fill(tree: Tree, values: Iterable) -> Tree:
     """A tree of the same structure whose leaves are `values`, in the order of `leaves`."""
-    return optree.tree_unflatten(optree.tree_structure(tree), list(values))
+    return optree.tree_unflatten(optree.tree_structure(tree, namespace=NAMESPACE), list(values))
 
 
 def from_named(tree: Tree, values: Iterable[tuple[str, Any]]) -> Tree:
