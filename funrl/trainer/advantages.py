@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from funrl import trees
-from funrl.algos.core import Algorithm, Signal
-from funrl.batch import Batch, select
+from funrl.algos import core
+from funrl.algos.core import Algorithm
+from funrl.batch import Batch
 from funrl.trainer.step import engine_gap
 
 
@@ -17,17 +18,14 @@ def advantages(algorithm: Algorithm, state: Any, batch: Batch) -> tuple[Batch, A
       state: of the chain; begins as `algorithm.advantage.init()`.
       batch: scored rows; the same on every rank.
 
-    Returns: the rows to train on, with what the chain makes ("sampled" is the mask before it); the chain's state; metrics.
+    Returns: the rows to train on, with what the chain makes; the chain's state; metrics.
     """
     if algorithm.advantage is None:
         return batch, state, {}
     here = on_cpu(batch)
-    signal, state = algorithm.advantage.update(Signal(here.score, here.mask), state, here)
-    metrics = describe(here, signal) | {name: float(metric.value) for name, metric in signal.metrics.items()}
-    signal = trees.map(lambda x: x.to(batch.tokens.device), signal)
-    made = {"advantage": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
-    batch = batch._replace(sampled=batch.mask, **made, **signal.extra)
-    return (batch if signal.rows is None else select(batch, signal.rows)), state, metrics
+    made, state, metrics = core.advantages(algorithm.advantage, state, here)
+    told = describe(here, made) | {name: float(metric.value) for name, metric in metrics.items()}
+    return trees.map(lambda x: x.to(batch.tokens.device), made), state, told
 
 
 def on_cpu(batch: Batch) -> Batch:
@@ -36,11 +34,15 @@ def on_cpu(batch: Batch) -> Batch:
     return trees.map(lambda x: x.cpu(), batch)
 
 
-def describe(batch: Batch, signal: Signal) -> dict[str, float]:
-    """Metrics of a scored batch; what no token has is left out."""
+def describe(batch: Batch, made: Batch) -> dict[str, float]:
+    """Metrics of a scored batch; what no token has is left out.
+
+    Args:
+      batch, made: before and after the advantage chain.
+    """
     mask, score_B = batch.mask, batch.score
     response = mask.sum(1).double()
-    advantage = signal.x[signal.mask]
+    advantage = made.advantage[made.mask]
     out = {
         "reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min(),
         "response_length/mean": response.mean(), "response_length/max": response.max(),
@@ -53,11 +55,11 @@ def describe(batch: Batch, signal: Signal) -> dict[str, float]:
         out |= {"critic/advantages/min": advantage.min()}
     if batch.get("old_logp") is not None:
         out |= {name: metric.value for name, metric in engine_gap(batch).items()}
-    scores, values = batch.get("scores"), batch.get("value")
+    scores = batch.get("scores")
     if scores is not None and scores.shape[1] > 1:
-        out |= {f"reward/{i}/mean": mean for i, mean in enumerate(scores.mean(0), 1)}
-    if values is not None and signal.returns is not None and len(advantage):
-        returns, values = signal.returns[signal.mask], values[signal.mask]
+        out |= {f"reward/{i}/mean": column.nanmean() for i, column in enumerate(scores.unbind(1), 1)}
+    if made.get("value") is not None and made.get("returns") is not None and len(advantage):
+        returns, values = made.returns[made.mask], made.value[made.mask]
         out |= {"critic/values/mean": values.mean(), "critic/returns/mean": returns.mean()}
         if len(returns) > 1:
             unexplained = (returns - values).var() / returns.var().clamp_min(1e-12)

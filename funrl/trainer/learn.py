@@ -60,7 +60,7 @@ def update(
     """One update of one role on a mini-batch; see `train_step`."""
     assert role.loss is not None
     rows = rows._replace(mask=getattr(rows, role.mask))
-    denominators = role.loss.denominators(rows.mask, rows.get("segments"))
+    denominators = role.loss.denominators(rows)
     pieces = [piece for _, piece in own_micro_batches(rows, role.placed.mesh, token_budget)]
     return train_step(role, state, pieces, denominators, rows.mask.count_nonzero(), what)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Filter, loss_value
+from funrl.algos.core import Filter
 from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
 from funrl.rollout.completions import Sampling
@@ -177,7 +177,7 @@ def text_source(
         reads = role._replace(writes={"read": "values" if role.placed.model.unembed is None else "logp"})
         with clock.phase("eval"):
             said = score_role(reads, states[name].params, held, token_budget)["read"]
-            value, metrics = loss_value(role.loss, said, held)
+            value, metrics = role.loss(said, held)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise Divergence(f"the held-out loss is {value.item()} {when}")

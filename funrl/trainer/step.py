@@ -6,6 +6,7 @@ whole mini-batch first, and the numerators of every micro-batch are divided by t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Max, Mean, Metrics, where_masked
+from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
+from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, sum_rest
 from funrl.optim import apply_updates_, global_norm
@@ -81,12 +83,12 @@ def gradient(
     if peaks:
         names, most = zip(*peaks.items(), strict=True)
         values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
-    return grads, values, _total(numerators, denominators)
+    return grads, values, value_of(numerators, tuple(denominators))
 
 
 def objective(
     params: trees.Tree, role: Role, rows: Batch, denominators: Sequence[Tensor]
-) -> tuple[Tensor, tuple[tuple[Tensor, ...], Metrics]]:
+) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
     """A role's loss on some rows of a mini-batch, and its numerators and metrics.
 
     A role with an unembedding is asked for log-probabilities, and for what else of the present policy its loss reads;
@@ -97,28 +99,35 @@ def objective(
     assert loss is not None
     if placed.model.unembed is None:
         numerators, metrics = loss.numerators(placed.values(params, rows), rows)
-        return _total(numerators, denominators), (numerators, metrics)
-    read = loss.reads.required | loss.reads.optional
+        return value_of(numerators, tuple(denominators)), (numerators, metrics)
+    read = fields_of(loss)
     want = ("logp", "entropy") if role.watch_entropy or "entropy" in read else ("logp",)
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
     scores = placed.token_scores(params, rows, want, role.temperature, ids)
     seen: dict[str, Any] = {}
     if role.watch_entropy:
-        seen["actor/entropy"] = Mean.over_tokens(scores.entropy.detach(), rows.mask)
+        seen["actor/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
     if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:
         rows = rows._replace(old_logp=scores.logp.detach())
         seen |= engine_gap(rows)
     numerators, metrics = loss.numerators(
         scores.logp, rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp)
     )
-    return _total(numerators, denominators), (numerators, metrics | seen)
+    return value_of(numerators, tuple(denominators)), (numerators, metrics | seen)
+
+
+@functools.cache
+def fields_of(loss: Loss) -> frozenset[str]:
+    """The fields of the batch that a loss reads."""
+    found = reads(loss)
+    return found.required | found.optional
 
 
 def engine_gap(batch: Batch) -> dict[str, Any]:
     """How far the trainer's log-probabilities are from those of the engine that sampled, in nats: mean and largest."""
     gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), batch.mask)
     return {
-        "rollout/logprob_gap_mean": Mean.over_tokens(gap_BT, batch.mask),
+        "rollout/logprob_gap_mean": token_mean_of(gap_BT, batch.mask),
         "rollout/logprob_gap_max": Max(gap_BT.max()),
     }
 
@@ -130,12 +139,6 @@ def check_finite(loss: float, norm: float, what: str) -> None:
             f"{what}: the gradient's norm is {norm} and the loss {loss:.4g}; the update was not made. A lower --lr or "
             "--max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"
         )
-
-
-def _total(numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> Tensor:
-    """The loss: the sum of numerators, each over its denominator; one of 0 stands for 1."""
-    parts = [n / torch.where(d == 0, 1, d).to(n) for n, d in zip(numerators, denominators, strict=True)]
-    return torch.stack(parts).sum()
 
 
 def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
