@@ -22,7 +22,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.roles import VALUES, WRITES, role_names
 from funrl.trainer.settings import Settings, SettingsError, check_settings
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
-from funrl.trainer.tasks import NEW_TOKENS, Task, Texts, check_prompt_lengths, prompts_of, texts_of
+from funrl.trainer.tasks import NEW_TOKENS, Given, Task, Texts, check_prompt_lengths, prompts_of, texts_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 GENERATED = ("source", "step", "advantage")  # writers whose fields every run that generates provides
@@ -80,12 +80,13 @@ class Job(NamedTuple):
         return self.settings.minibatches if self.generates else 1
 
 
-def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
+def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
     """Checks every flag and file and reads the small ones.
 
     Args:
       settings: the flags.
       compose: makes the algorithm.
+      given: what is given in Python instead of by flags.
 
     Raises:
       ValueError: the first thing that cannot work, named, with its value and the way out.
@@ -97,17 +98,13 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
     check_devices(sizes, device)
-    if settings.model is None:
-        model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
-    else:
-        with blaming("model"):
-            model = hf.check(settings.model)
-            tokenizer = load_tokenizer(settings.model)
+    given = given or Given()
+    model, tokenizer = first_model(settings, given)
     algorithm = compose()
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
-    task = task_of(algorithm, settings, tokenizer, model)
+    task = task_of(algorithm, settings, tokenizer, model, given)
     warmstart = warmstart_steps(settings, task)
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop)
@@ -119,6 +116,16 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm]) -> Job:
         settings, sizes, generating, device, DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
     )  # fmt: skip
+
+
+def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
+    """The model that a run begins with, and its tokenizer."""
+    if given.model is not None:
+        return given.model, given.tokenizer or arithmetic.tokenizer()
+    if settings.model is None:
+        return decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
+    with blaming("model"):
+        return hf.check(settings.model), load_tokenizer(settings.model)
 
 
 def models_of(
@@ -198,13 +205,15 @@ def check_meshes(
     return generating
 
 
-def task_of(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model) -> Task | Texts:
+def task_of(
+    algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given
+) -> Task | Texts:
     """What the run learns from: an algorithm with an advantage completes prompts, one without reads texts."""
     if algorithm.advantage is not None:
-        return prompts_of(settings, tokenizer)
+        return prompts_of(settings, tokenizer, given)
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
-    return texts_of(settings, kind_of(algorithm), tokenizer, model.config)
+    return texts_of(settings, kind_of(algorithm), tokenizer, model.config, given)
 
 
 def kind_of(algorithm: Algorithm) -> str:

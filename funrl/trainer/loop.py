@@ -8,7 +8,7 @@ rank holds of a model are its shards. The boxes are functions of files beside th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from funrl import trees
@@ -36,13 +36,14 @@ class Outcome(NamedTuple):
     error: str | None
 
 
-def train(job: Job, mesh: Mesh, observer: Observer) -> Outcome:
+def train(job: Job, mesh: Mesh, observer: Observer, own_source: Callable[..., Source] | None = None) -> Outcome:
     """The whole run, on this rank.
 
     Args:
       job: what to do; the same on every rank.
       mesh: to train on.
       observer: told what happens, and given the model at the end.
+      own_source: makes the source, instead of `make_source` and with its arguments.
 
     Returns: how it ended. A reward function that fails, or a gradient that is not finite, ends the run too, with
       everything learned so far saved.
@@ -51,7 +52,7 @@ def train(job: Job, mesh: Mesh, observer: Observer) -> Outcome:
     begin = warmstart.initial_weights(job, parts.begin, observer)
     weights = first_weights(job, parts, begin)
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
-    source = make_source(job, parts, frozen, clock, observer)
+    source = (own_source or make_source)(job, parts, frozen, clock, observer)
     state = first_state(job, parts, weights, source.init())
     del begin, weights
     state = checkpoint.resumed(job, parts, state, observer)

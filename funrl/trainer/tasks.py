@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.prompts import Prompt, load_prompts
+from funrl.data.prompts import Prompt, check_prompts, load_prompts
 from funrl.data.supervised import check_lengths, load_examples, text_example
 from funrl.data.tokenizer import encode_prompt
-from funrl.models.config import Config
+from funrl.models import Config, Model
 from funrl.rewards.load import LARGEST, check_fields, load_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.rollout import Example
@@ -19,6 +19,22 @@ NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task s
 TEXTS = 4096  # made of the embedded task
 
 Demonstrations = Callable[[int, int], list[tuple[str, str]]]
+
+
+class Given(NamedTuple):
+    """What a caller in Python gives as it is, instead of a flag that names it.
+
+    Attributes:
+      model: instead of --model; its weights begin at random.
+      tokenizer: of that model; None: the embedded task's.
+      records: instead of --prompts or --data: dicts such as their lines.
+      rewards: instead of --reward.
+    """
+
+    model: Model | None = None
+    tokenizer: Any = None
+    records: Sequence[Mapping[str, Any]] | None = None
+    rewards: tuple[Callable[..., float], ...] | None = None
 
 
 class Task(NamedTuple):
@@ -61,32 +77,35 @@ class Texts(NamedTuple):
     demonstrations: Demonstrations | None
 
 
-def prompts_of(settings: Settings, tokenizer: Any) -> Task:
-    """The task that the flags name: prompts and rewards of files, or the embedded one.
+def prompts_of(settings: Settings, tokenizer: Any, given: Given) -> Task:
+    """The task that is given or that the flags name: prompts and rewards, or the embedded one.
 
     Raises:
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
-    rewarded = settings.reward is not None or settings.reward_model is not None
-    if settings.prompts is None and not rewarded:
+    rewarded = any(x is not None for x in (settings.reward, settings.reward_model, given.rewards))
+    prompted = settings.prompts is not None or given.records is not None
+    if not prompted and not rewarded:
         if settings.model is not None:
             raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
         return embedded_prompts(settings, tokenizer)
     if not rewarded:
-        raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
-    if settings.prompts is None:
-        flag = "reward" if settings.reward is not None else "reward_model"
-        raise SettingsError(f"--{flag}={getattr(settings, flag)} needs --prompts=FILE.jsonl")
-    rewards = () if settings.reward is None else load_rewards(settings.reward)
+        raise SettingsError("the prompts need --reward=FILE.py:function or --reward_model=DIR")
+    if not prompted:
+        raise SettingsError("the reward needs --prompts=FILE.jsonl")
+    named = () if settings.reward is None else load_rewards(settings.reward)
+    rewards = named if given.rewards is None else given.rewards
     try:
-        examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
+        prompts = load_prompts(str(settings.prompts)) if given.records is None else check_prompts(given.records)
+        examples = [to_example(p, tokenizer) for p in prompts]
     except ValueError as error:
         raise SettingsError(f"--prompts: {error}") from error
     for reward in rewards:
-        check_fields(str(settings.reward), reward, [e.fields for e in examples])
+        check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
     train, heldout = split(examples, settings.eval_prompts)
     weights = reward_weights(settings, len(rewards) + (settings.reward_model is not None))
-    return Task(Path(settings.prompts).stem, train, heldout, rewards, weights, None, NEW_TOKENS)
+    name = "prompts" if settings.prompts is None else Path(settings.prompts).stem
+    return Task(name, train, heldout, rewards, weights, None, NEW_TOKENS)
 
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
@@ -99,8 +118,8 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     )  # fmt: skip
 
 
-def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config) -> Texts:
-    """The texts that the flags name: those of a file, or made of the embedded task.
+def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, given: Given) -> Texts:
+    """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
       kind: "demonstrations" or "preferences".
@@ -109,11 +128,16 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config) -> T
     Raises:
       SettingsError, DataError: the first thing that cannot work.
     """
-    if settings.data is None:
+    if settings.data is None and given.records is None:
         texts = embedded_texts(settings, kind, tokenizer)
     else:
-        train, heldout = split(load_examples(settings.data, kind, tokenizer), settings.eval_prompts)
-        texts = Texts(Path(settings.data).stem, train, heldout, kind, arithmetic.demonstrations)
+        if given.records is None:
+            examples = load_examples(str(settings.data), kind, tokenizer)
+        else:
+            examples = [text_example(record, kind, tokenizer) for record in given.records]
+        train, heldout = split(examples, settings.eval_prompts)
+        name = "records" if settings.data is None else Path(settings.data).stem
+        texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
     held = [] if texts.heldout is texts.examples else texts.heldout
     check_lengths([*texts.examples, *held], config.max_positions, tokenizer)
     return texts
