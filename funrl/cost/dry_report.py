@@ -17,9 +17,8 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.offload import PARTS
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.settings import Settings
 from funrl.trainer.sharding import sharded_models
-from funrl.trainer.supervise import SupervisedSettings
 
 DEFAULT = "h100"
 ATTEMPTS = 3  # estimates of other flags where it does not fit
@@ -31,7 +30,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
-    prompt = _tokens(settings, "prompt_tokens") or reinforcement.prompt_tokens_of(settings)
+    prompt = settings.prompt_tokens or reinforcement.prompt_tokens_of(settings)
 
     def costs(settings: Settings, hardware: Hardware) -> Estimate:
         return reinforcement.estimate(reinforcement.plain_job(settings, compose, hardware.memory), prompt, hardware)
@@ -39,28 +38,19 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     return report(settings, costs)
 
 
-def supervised_dry_run(
-    settings: SupervisedSettings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods"
-) -> str:
+def supervised_dry_run(settings: Settings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods") -> str:
     """Everything that --dry_run prints of learning from given texts; the arguments are those of `prepare_course`.
 
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
-    text = _tokens(settings, "text_tokens") or supervised.text_tokens_of(settings, kind)
+    text = settings.text_tokens or supervised.text_tokens_of(settings, kind)
 
-    def costs(settings: SupervisedSettings, hardware: Hardware) -> Estimate:
+    def costs(settings: Settings, hardware: Hardware) -> Estimate:
         course = supervised.plain_course(settings, compose, hardware.memory, kind, reads)
         return supervised.estimate(course, text, hardware)
 
     return report(settings, costs)
-
-
-def _tokens(settings: Settings, flag: str) -> int | None:
-    given = getattr(settings, flag)
-    if given is not None and given < 1:
-        raise SettingsError(f"--{flag}={given}: it must be at least 1")
-    return given
 
 
 def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
@@ -71,8 +61,6 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> st
       costs: estimates such flags.
     """
     settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
-    if settings.hardware not in HARDWARE:
-        raise SettingsError(f"--hardware={settings.hardware}: it must be one of {', '.join(HARDWARE)}")
     hardware = HARDWARE[str(settings.hardware)]
     found = costs(settings, hardware)
     parts = [title(found, settings), memory(found), work(found, hardware), traffic(found)]

@@ -48,8 +48,9 @@ from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer import ensemble, offload, phases
 from funrl.trainer import job as jobs
+from funrl.trainer.checks import check_settings
 from funrl.trainer.job import Job, Task
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.settings import Settings, SettingsError, resolved
 from funrl.trainer.sharding import FROZEN, check_layouts, check_models, generate_sizes, models_of
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
@@ -72,14 +73,14 @@ def plain_job(
     sizes = meshes.parse(settings.mesh)
     config = arithmetic.model_config() if settings.model is None else read_config(settings.model, "--model")
     settings = dataclasses.replace(settings, compile="off", device="cpu")
-    jobs.check_choices(settings, "cpu")
+    check_settings(settings)
     algorithm = compose()
     models = models_of(algorithm, settings) if models is None else models
     check_models(settings, models)
     generating = generate_sizes(settings, sizes, config, memory)
     check_layouts(config, settings, models, sizes, generating)
     jobs.check_needs(algorithm, settings)
-    new_tokens = jobs.resolved(settings).max_new_tokens
+    new_tokens = resolved(settings).max_new_tokens
     assert new_tokens is not None
     sampling = Sampling(
         settings.temperature, settings.top_k, settings.top_p, new_tokens, config.eos, settings.samples_per_prompt
@@ -194,12 +195,13 @@ def trace(
     job, has = job._replace(settings=settings), models_of(job.algorithm, settings)
     lies = {
         "policy": models.policy_layouts, "critic": models.critic_layouts, "reference": models.reference_layouts,
-        "reward_model": models.reward_layouts, "teacher": models.teacher_layouts,
+        "implicit_reward": models.reward_layouts, "teacher": models.teacher_layouts,
     }  # fmt: skip
     tracer = tracer_of(job, [lies[name] for name in has], hardware, real)
     clock = TracedClock(tracer)
     dtypes = {name: job.dtype if name in FROZEN else job.master for name in has}
-    weights = ensemble.Weights(**{name: make_weights(tracer, lies[name], dtypes[name]) for name in has})
+    made = {name: make_weights(tracer, lies[name], dtypes[name]) for name in has}
+    weights = ensemble.Weights(reward_model=made.pop("implicit_reward", None), **made)
     batch = full_batch(job, prompt_tokens, rows)
     tracer.hold_tree(batch, "batch")
     with tracer:

@@ -37,15 +37,13 @@ from funrl.mesh.rules import ROWS
 from funrl.models import decoder, value
 from funrl.tasks import arithmetic
 from funrl.trainer import supervise
-from funrl.trainer.settings import SettingsError
-from funrl.trainer.supervise import Course, Methods, SupervisedSettings
+from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.supervise import Course, Methods
 
 TEXT_TOKENS = 1024  # of a text, where neither a flag nor the embedded task says
 
 
-def plain_course(
-    settings: SupervisedSettings, compose: Callable[[], Loss], memory: float, kind: str, reads: str
-) -> Course:
+def plain_course(settings: Settings, compose: Callable[[], Loss], memory: float, kind: str, reads: str) -> Course:
     """The course that the flags describe, as far as its costs go: nothing but config.json is read.
 
     Args: as in `dry_run.plain_job` and `supervise.prepare_course`.
@@ -60,7 +58,7 @@ def plain_course(
     return course
 
 
-def text_tokens_of(settings: SupervisedSettings, kind: str) -> int:
+def text_tokens_of(settings: Settings, kind: str) -> int:
     """Tokens of a text: the longest of the embedded task."""
     if settings.model is not None or settings.data is not None:
         return TEXT_TOKENS

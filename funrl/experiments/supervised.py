@@ -1,19 +1,31 @@
-"""The kinds of experiments that learn from given texts: what `run.main` is told of each."""
+"""The functions that prepare, run and estimate a command: those of reinforcement learning, or of given texts."""
+
+from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from funrl.cost.dry_report import supervised_dry_run
-from funrl.experiments.run import Kind
-from funrl.trainer.supervise import HIDDEN, SupervisedSettings, prepare_course, teach
-
-
-def _kind(**course: Any) -> Kind:
-    """`course` are the arguments that `prepare_course` and `supervised_dry_run` share."""
-    prepare = functools.partial(prepare_course, **course)
-    return Kind(SupervisedSettings, HIDDEN, prepare, teach, functools.partial(supervised_dry_run, **course))
+from funrl.cost.dry_report import dry_run, supervised_dry_run
+from funrl.experiments.command import Command
+from funrl.trainer.job import prepare
+from funrl.trainer.loop import train
+from funrl.trainer.supervise import prepare_course, teach
 
 
-DEMONSTRATIONS = _kind(kind="demonstrations")
-PREFERENCES = _kind(kind="preferences")
-REWARDS = _kind(kind="preferences", reads="rewards")
+class Entries(NamedTuple):
+    """(settings, compose) -> job; (job, mesh, run_dir) -> outcome; (settings, compose) -> text."""
+
+    prepare: Callable[..., Any]
+    train: Callable[..., Any]
+    dry_run: Callable[..., str]
+
+
+def entries(command: Command) -> Entries:
+    """The functions for a command."""
+    if command.kind == "rl":
+        return Entries(prepare, train, dry_run)
+    course = {"kind": "demonstrations" if command.experiment == "sft" else "preferences"}
+    if command.experiment == "reward_model":
+        course["reads"] = "rewards"
+    return Entries(functools.partial(prepare_course, **course), teach, functools.partial(supervised_dry_run, **course))

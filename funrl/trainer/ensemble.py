@@ -78,7 +78,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Models:
     def lies(model: str, shapes: trees.Tree = shapes, axes: trees.Tree = axes) -> trees.Tree:
         return layouts(shapes, axes, train_rules(job.settings, model), job.sizes)
 
-    policy_layouts, reward_layouts = lies("policy"), lies("reward_model")
+    policy_layouts, reward_layouts = lies("policy"), lies("implicit_reward")
     critic_layouts = lies("critic", value.shapes(job.config), value.axes(job.config))
     teacher_layouts = None
     if job.teacher is not None:
@@ -117,7 +117,7 @@ def first_weights(job: Job, models: Models, policy: trees.Tree) -> Weights:
         policy=policy,
         critic=value.init(job.config, copy(models.critic_layouts["decoder"])) if "critic" in has else None,
         reference=copy(models.reference_layouts, job.dtype) if "reference" in has else None,
-        reward_model=copy(models.reward_layouts) if "reward_model" in has else None,
+        reward_model=copy(models.reward_layouts) if "implicit_reward" in has else None,
         teacher=hf.load(str(job.settings.teacher), job.dtype, models.mesh, models.teacher_layouts)[1]
         if "teacher" in has
         else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl import seeds
 from funrl.algos.core import Algorithm, needs_of
 from funrl.data.prompts import Prompt, load_prompts
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
@@ -19,17 +17,16 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import layouts
-from funrl.models import decoder, hf, remat
+from funrl.models import decoder, hf
 from funrl.models.config import Config
-from funrl.rewards.load import LARGEST, check_fields, load_rewards
+from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer import offload
+from funrl.trainer.checks import check_rewards, check_settings, weights_of_rewards
 from funrl.trainer.rollout import Example
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.settings import NEW_TOKENS, Settings, SettingsError
 from funrl.trainer.sharding import check_layouts, check_models, generate_sizes, models_of, rank_memory, train_rules
 
-NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -110,7 +107,9 @@ def prepare(
     if settings.remat != "none":
         importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
-    check_choices(settings, device)
+    check_settings(settings)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
     check_devices(sizes, device)
     if settings.model is None:
         config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
@@ -147,7 +146,7 @@ def prepare(
     return Job(
         settings, sizes, generating, device, DTYPES[settings.dtype], config, tokenizer, task, algorithm,
         sampling, eval_sampling, pad, warmstart, lr, settings.critic_lr if settings.critic_lr is not None else 2 * lr,
-        settings.reward_lr if settings.reward_lr is not None else lr, teacher,
+        settings.implicit_reward_lr if settings.implicit_reward_lr is not None else lr, teacher,
     )  # fmt: skip
 
 
@@ -177,15 +176,10 @@ def check_needs(algorithm: Algorithm, settings: Settings) -> None:
         raise SettingsError(f"--teacher={settings.teacher}: the algorithm reads nothing that a teacher says")
     if settings.critic_warmup_steps and algorithm.value_loss is None:
         raise SettingsError(f"--critic_warmup_steps={settings.critic_warmup_steps}: the algorithm has no critic")
-    if settings.reward_lr is not None and algorithm.reward_loss is None:
-        raise SettingsError(f"--reward_lr={settings.reward_lr}: the algorithm trains no reward model")
-
-
-def resolved(settings: Settings) -> Settings:
-    """The settings with the number of new tokens said that they imply."""
-    embedded = settings.prompts is None and settings.reward is None
-    default = arithmetic.MAX_NEW_TOKENS if embedded else NEW_TOKENS
-    return dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens or default)
+    if settings.implicit_reward_lr is not None and algorithm.reward_loss is None:
+        raise SettingsError(
+            f"--implicit_reward_lr={settings.implicit_reward_lr}: the algorithm trains no implicit reward model"
+        )
 
 
 @contextlib.contextmanager
@@ -197,75 +191,10 @@ def _blaming(flag: str) -> Iterator[None]:
         raise SettingsError(f"--{flag}: {error}") from error
 
 
-def check_choices(settings: Settings, device: str) -> None:
-    """Checks every flag by itself.
-
-    Raises:
-      SettingsError: the first whose value cannot work.
-    """
-    choices = {
-        "dtype": tuple(DTYPES), "compile": ("auto", "on", "off"), "device": ("cpu", "cuda", None),
-        "remat": remat.MODES, "lr_schedule": ("constant", "linear", "cosine"), "task": ("arithmetic",),
-    }  # fmt: skip
-    for name, allowed in choices.items():
-        if getattr(settings, name) not in allowed:
-            known = ", ".join(a for a in allowed if a)
-            raise SettingsError(f"--{name}={getattr(settings, name)}: it must be one of {known}")
-    least = {
-        "steps": 1, "batch_prompts": 1, "samples_per_prompt": 1, "epochs": 1, "minibatches": 1, "token_budget": 1,
-        "eval_every": 1, "eval_prompts": 1, "sample_every": 1, "top_k": 0, "lr_warmup_steps": 0, "weight_decay": 0,
-        "eval_temperature": 0, "max_refills": 1, "timeout": 1, "teacher_top_k": 1, "critic_warmup_steps": 0, "seed": 0,
-    }  # fmt: skip
-    for name, low in least.items():
-        if getattr(settings, name) < low:
-            raise SettingsError(f"--{name}={getattr(settings, name)}: it must be at least {low}")
-    if settings.seed >= seeds.LIMIT:
-        raise SettingsError(f"--seed={settings.seed}: it must be below 2^63 = {seeds.LIMIT}")
-    for name in ("temperature", "max_grad_norm", "lr", "critic_lr", "reward_lr", "max_new_tokens"):
-        if getattr(settings, name) is not None and getattr(settings, name) <= 0:
-            raise SettingsError(f"--{name}={getattr(settings, name)}: it must be above 0")
-    if not 0 < settings.top_p <= 1:
-        raise SettingsError(f"--top_p={settings.top_p}: it must be above 0 and at most 1")
-    if settings.warmstart_steps is not None and settings.warmstart_steps < 0:
-        raise SettingsError(f"--warmstart_steps={settings.warmstart_steps}: it must be at least 0")
-    if (settings.top_k > 0 or settings.top_p < 1) and settings.temperature != 1:
-        raise SettingsError(
-            f"--temperature={settings.temperature} with --top_k={settings.top_k} --top_p={settings.top_p}: the engine "
-            "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
-            "compute; use either a temperature, or top_k and top_p at temperature 1"
-        )
-    # The policy's schedule, the shorter one, decays over the updates that the critic's warm-up leaves it.
-    updates = (settings.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
-    if settings.lr_schedule != "constant" and settings.lr_warmup_steps >= max(updates, 1):
-        raise SettingsError(
-            f"--lr_warmup_steps={settings.lr_warmup_steps}: the run makes {updates} updates (steps x epochs x "
-            f"minibatches) and --lr_schedule={settings.lr_schedule} needs some after the warm-up; use fewer"
-        )
-    if settings.critic_warmup_steps >= settings.steps:
-        raise SettingsError(
-            f"--critic_warmup_steps={settings.critic_warmup_steps}: the policy would never learn; use fewer than "
-            f"--steps={settings.steps}"
-        )
-    with _blaming(f"offload={settings.offload}"):
-        offload.parse(settings.offload)
-    if settings.remat == "selective" and settings.compile == "on":
-        raise SettingsError("--remat=selective chooses among the operations that --compile=on makes into one; use one")
-    rows = settings.batch_prompts * settings.samples_per_prompt
-    if settings.minibatches > rows:
-        raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
-
-
 def _task(settings: Settings, tokenizer: Any) -> Task:
-    if settings.prompts is None and settings.reward is None:
-        if settings.model is not None:
-            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
+    check_rewards(settings)
+    if settings.prompts is None or settings.reward is None:
         return _arithmetic(settings, tokenizer)
-    if settings.reward is None:
-        raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function")
-    if settings.prompts is None:
-        raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
     rewards = load_rewards(settings.reward)
     with _blaming("prompts"):
         examples = [to_example(p, tokenizer) for p in load_prompts(settings.prompts)]
@@ -274,26 +203,8 @@ def _task(settings: Settings, tokenizer: Any) -> Task:
     held = min(settings.eval_prompts, len(examples) // 10)
     # With fewer than ten prompts there is none to spare: evaluation uses the training prompts.
     train, heldout = (examples[:-held], examples[-held:]) if held else (examples, examples)
-    weights = _weights(settings, len(rewards))
+    weights = weights_of_rewards(settings)
     return Task(Path(settings.prompts).stem, train, heldout, rewards, weights, None, NEW_TOKENS)
-
-
-def _weights(settings: Settings, rewards: int) -> tuple[float, ...]:
-    """One number a reward function."""
-    if settings.reward_weights is None:
-        return (1.0,) * rewards
-    try:
-        weights = tuple(float(part) for part in settings.reward_weights.split(","))
-    except ValueError:
-        weights = ()
-    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(
-            f"--reward_weights={settings.reward_weights}: there are {rewards} reward functions; give as many numbers, "
-            "with commas between"
-        )
-    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
-        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
-    return weights
 
 
 def _teacher(settings: Settings, tokenizer: Any, sizes: Mapping[str, int]) -> Config | None:
@@ -311,7 +222,7 @@ def _arithmetic(settings: Settings, tokenizer: Any) -> Task:
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     return Task(
-        "arithmetic", train, heldout, (arithmetic.reward,), _weights(settings, 1), arithmetic.demonstrations,
+        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings), arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
     )  # fmt: skip
 

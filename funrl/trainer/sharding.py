@@ -16,7 +16,7 @@ from funrl.models import decoder
 from funrl.models.config import Config
 from funrl.trainer.settings import Settings, SettingsError
 
-MODELS = ("policy", "critic", "reference", "reward_model", "teacher")
+MODELS = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
 FROZEN = ("reference", "teacher")  # held in the dtype to compute in, to which a forward pass would cast them
 
 
@@ -26,7 +26,8 @@ def models_of(algorithm: Algorithm, settings: Settings) -> tuple[str, ...]:
         "policy": True,
         "critic": algorithm.value_loss is not None,
         "reference": "ref_logp" in needs_of(algorithm),
-        "reward_model": algorithm.reward_loss is not None,
+        "implicit_reward": algorithm.reward_loss is not None,
+        "reward_model": False,
         "teacher": settings.teacher is not None,
     }
     return tuple(name for name in MODELS if has[name])

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,43 +59,6 @@ from funrl.trainer.step import (
 LESSONS = 4096  # made of the embedded task
 
 
-def _flag(default: Any, group: str, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"group": group, "help": text})
-
-
-@dataclass(frozen=True)
-class SupervisedSettings(Settings):
-    """The flags of experiments that learn from given texts; those of `HIDDEN` have no meaning there."""
-
-    data: str | None = _flag(None, "job", "JSON lines to learn from; default: made of the embedded task")
-    task: str = _flag("arithmetic", "job", "the embedded task; --data replaces it")
-    steps: int = _flag(30, "job", "updates, each of one batch")
-    warmstart_steps: int | None = _flag(
-        None,
-        "job",
-        "supervised steps before, on imperfect demonstrations; default: the task's, 0 with --model or --data",
-    )
-    batch_prompts: int = _flag(128, "update", "demonstrations or pairs an update")
-    lr: float | None = _flag(None, "update", "peak learning rate; default: 1e-3 from scratch, 1e-5 with --model")
-    eval_prompts: int = _flag(256, "output", "held-out demonstrations or pairs an evaluation uses")
-    minibatches: int = _flag(1, "update", "hidden: a batch is one")
-    text_tokens: int | None = _flag(
-        None,
-        "job",
-        "tokens of a prompt and its completion that --dry_run takes; default: the embedded task's longest, else 1024",
-    )
-    fsdp_models: str | None = _flag(
-        None, "devices", "which models --fsdp shards: some of policy,reference,reward_model; default: all"
-    )
-
-
-HIDDEN = (
-    "generate_mesh", "prompts", "reward", "reward_weights", "teacher", "teacher_top_k", "samples_per_prompt",
-    "max_new_tokens", "temperature", "top_k", "top_p", "max_refills", "critic_lr", "reward_lr", "critic_warmup_steps",
-    "epochs", "minibatches", "eval_temperature", "sample_every", "offload", "prompt_tokens",
-)  # fmt: skip
-
-
 class Course(NamedTuple):
     """A supervised run, checked and ready to start.
 
@@ -138,9 +100,7 @@ def models_of_course(loss: Loss, reads: str) -> tuple[str, ...]:
     return ("policy", "reference") if "ref_logp" in needs_of(loss) else ("policy",)
 
 
-def prepare_course(
-    settings: SupervisedSettings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods"
-) -> Course:
+def prepare_course(settings: Settings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods") -> Course:
     """Checks flags and files and reads the lessons.
 
     Args:
@@ -155,7 +115,6 @@ def prepare_course(
     found: list[list[Lesson]] = []
 
     def task(settings: Settings, tokenizer: Any) -> Task:
-        assert isinstance(settings, SupervisedSettings)
         if reads == "rewards" and tokenizer.pad_token_id is None:  # transformers needs one to read rewards of a batch
             tokenizer.pad_token = tokenizer.eos_token
         found.extend(lessons_of(settings, kind, tokenizer))
@@ -359,7 +318,7 @@ def _evaluate(course: Course, methods: Methods, student: Student, held: Batch, s
     return loss | {f"eval/{name.rsplit('/', 1)[-1]}": f.value.item() for name, f in metrics.items()}
 
 
-def lessons_of(settings: SupervisedSettings, kind: str, tokenizer: Any) -> tuple[list[Lesson], list[Lesson]]:
+def lessons_of(settings: Settings, kind: str, tokenizer: Any) -> tuple[list[Lesson], list[Lesson]]:
     """Training and held-out lessons, of a file or of the embedded task."""
     if settings.data is not None:
         lessons = load_lessons(settings.data, kind, tokenizer)
