@@ -16,7 +16,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.offload import PARTS
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.settings import Settings
 from funrl.trainer.sharding import sharded_roles
 
 DEFAULT = "h100"
@@ -46,8 +46,6 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> st
       costs: estimates such flags.
     """
     settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
-    if settings.hardware not in HARDWARE:
-        raise SettingsError(f"--hardware={settings.hardware}: it must be one of {', '.join(HARDWARE)}")
     hardware = HARDWARE[str(settings.hardware)]
     found = costs(settings, hardware)
     parts = [title(found, settings), memory(found), work(found, hardware), traffic(found)]

@@ -52,7 +52,9 @@ from funrl.trainer.job import Job
 from funrl.trainer.job_source import text_rows
 from funrl.trainer.learn import learn
 from funrl.trainer.score import score
-from funrl.trainer.settings import Settings, SettingsError, check_settings
+from funrl.trainer.checks import check_settings
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import Settings, for_kind
 from funrl.trainer.tasks import Task, Texts, embedded_texts
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
@@ -71,7 +73,8 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     """
     sizes = meshes.parse(settings.mesh)
     model = decoder_model(arithmetic.model_config()) if settings.model is None else read_model(settings.model)
-    settings = dataclasses.replace(settings, compile="off", device="cpu")
+    kind = "supervised" if algorithm.advantage is None else "rl"
+    settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
     jobs.check_algorithm(algorithm, settings)
     models, directories = jobs.models_of(algorithm, settings, model, None, read_model)
@@ -198,7 +201,7 @@ def _phases(job: Job, mesh: Mesh, tokens: int, width: int, hardware: Hardware) -
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
     at = functools.cache(lambda local: trace(job, parts, full_batch(job, tokens, local * ranks), hardware))
-    local, mini = math.ceil(rows / ranks), math.ceil(rows / job.minibatches / ranks)
+    local, mini = math.ceil(rows / ranks), math.ceil(rows / job.settings.minibatches / ranks)
     piece, found = micro_batch(job, width), {}
     if parts.generator is not None:
         found["generate"] = _generation(job, parts.generator, job.sampling, tokens, hardware)
@@ -211,7 +214,7 @@ def _phases(job: Job, mesh: Mesh, tokens: int, width: int, hardware: Hardware) -
     for name, costs in at_rows(at, mini, piece, ranks).items():
         if name.startswith(UPDATES):
             beyond = max(0, rows - mini * ranks) * at(min(mini, piece)).row_bytes
-            found[name] = plus(times(costs, job.epochs * job.minibatches), {"batch": beyond})
+            found[name] = plus(times(costs, job.settings.epochs * job.settings.minibatches), {"batch": beyond})
     rests = at(min(mini, piece)).resting
     if parts.generator is not None:
         found["generate"] = plus(found["generate"], rests)

@@ -29,7 +29,8 @@ from funrl.trainer.job import Job, prepare
 from funrl.trainer.loop import Outcome
 from funrl.trainer.loop import train as run_loop
 from funrl.trainer.rollout import completion_texts
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import Settings
 from funrl.trainer.sources import Source
 from funrl.trainer.tasks import Given
 

@@ -79,7 +79,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
     """
     run = RunDirectory(_new_default(experiment) if not run_dir else _given(Path(run_dir)))
     try:
-        _refuse_used(run)
+        check_unused(run)
         _check_writable(run.path)
         write_text(run.config, json.dumps(valid(describe(experiment, config)), indent=2) + "\n")
     except (OSError, RunDirectoryError) as error:
@@ -204,7 +204,8 @@ def _new_default(experiment: str) -> Path:
     raise RunDirectoryError(f"runs/{stem}: a thousand of that name exist; give --run_dir")
 
 
-def _refuse_used(run: RunDirectory) -> None:
+def check_unused(run: RunDirectory) -> None:
+    """Raises RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
     written = (run.metrics, run.samples, run.tensorboard, run.model, run.report)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended

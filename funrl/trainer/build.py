@@ -80,7 +80,7 @@ def _role(job: Job, name: str, placed: Placed) -> Role:
     if loss is None:
         return Role(placed, writes, **common)
     first_step = settings.critic_warmup_steps + 1 if name == "policy" else 1
-    updates = (settings.steps - first_step + 1) * job.epochs * job.minibatches
+    updates = (settings.steps - first_step + 1) * job.settings.epochs * job.settings.minibatches
     return Role(
         placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed.stored, placed.mesh),
         mask="sampled" if name == "implicit_reward" else "mask",
@@ -106,7 +106,7 @@ def needs_old_scores(job: Job) -> bool:
         return False
     others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
     before = reads(algorithm.advantage, algorithm.filter, *others).required
-    single = job.epochs * job.minibatches == 1 and job.settings.critic_warmup_steps == 0
+    single = job.settings.epochs * job.settings.minibatches == 1 and job.settings.critic_warmup_steps == 0
     asked = set(writes_of("policy", algorithm)) - {"old_logp"}
     return bool("old_logp" in before or asked) or not single or "implicit_reward" in algorithm.losses
 

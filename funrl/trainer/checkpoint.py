@@ -27,7 +27,7 @@ from funrl.optim import layouts_of
 from funrl.trainer.build import Parts
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
-from funrl.trainer.settings import SettingsError
+from funrl.trainer.declaration import SettingsError
 from funrl.trainer.state import State
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"

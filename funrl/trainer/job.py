@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,9 +19,11 @@ from funrl.models import Model, decoder_model, hf, with_value_head
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.roles import VALUES, WRITES, role_names
-from funrl.trainer.settings import Settings, SettingsError, check_settings
+from funrl.trainer.checks import check_settings
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
-from funrl.trainer.tasks import NEW_TOKENS, Given, Task, Texts, check_prompt_lengths, prompts_of, texts_of
+from funrl.trainer.tasks import Given, Task, Texts, check_prompt_lengths, prompts_of, texts_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 GENERATED = ("source", "step", "advantage")  # writers whose fields every run that generates provides
@@ -71,14 +72,6 @@ class Job(NamedTuple):
         """The role that takes over the first weights, and is saved at the end."""
         return "policy" if "policy" in self.models else next(iter(self.algorithm.losses))
 
-    @property
-    def epochs(self) -> int:
-        return self.settings.epochs if self.generates else 1
-
-    @property
-    def minibatches(self) -> int:
-        return self.settings.minibatches if self.generates else 1
-
 
 def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
     """Checks every flag and file and reads the small ones.
@@ -93,14 +86,16 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     """
     if settings.remat != "none":
         importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
-    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
+    algorithm = compose()
+    kind = "supervised" if algorithm.advantage is None else "rl"
+    settings = for_kind(settings, kind)
     check_settings(settings)
+    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
     check_devices(sizes, device)
     given = given or Given()
     model, tokenizer = first_model(settings, given)
-    algorithm = compose()
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
@@ -233,14 +228,8 @@ def warmstart_steps(settings: Settings, task: Task | Texts) -> int:
 
 def new_tokens(settings: Settings, task: Task | Texts | None = None) -> int:
     """Tokens that a completion may have."""
-    embedded = settings.prompts is None and settings.reward is None
-    default = arithmetic.MAX_NEW_TOKENS if embedded else NEW_TOKENS
-    return settings.max_new_tokens or (task.max_new_tokens if isinstance(task, Task) else default)
-
-
-def resolved(settings: Settings) -> Settings:
-    """The settings with the number of new tokens that they imply."""
-    return dataclasses.replace(settings, max_new_tokens=new_tokens(settings))
+    default = task.max_new_tokens if isinstance(task, Task) else resolved(settings).max_new_tokens
+    return settings.max_new_tokens or default or 1
 
 
 def samplings(settings: Settings, count: int, stop: tuple[int, ...]) -> tuple[Sampling, Sampling]:

@@ -100,7 +100,7 @@ def one_step(
         batch, chain, told = advantages(job.algorithm, state.advantage, batch)
     state, frozen = place(state, frozen, offload.NEEDS["update"])
     roles, learned = learn(
-        parts.roles, state.roles, batch, step, job.epochs, job.minibatches, settings.seed, settings.token_budget, clock
+        parts.roles, state.roles, batch, step, job.settings.epochs, job.settings.minibatches, settings.seed, settings.token_budget, clock
     )
     state = state._replace(roles=roles, advantage=chain, source=at, step=step)
     return sync(parts, state, clock), metrics | told | learned

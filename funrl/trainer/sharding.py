@@ -11,55 +11,32 @@ from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
-from funrl.models.model import Model
-from funrl.trainer.roles import WRITES
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.mesh.text import AXES, ROW_AXES, SHORT
+from funrl.models import Model
+from funrl.trainer.declaration import SettingsError, parts
+from funrl.trainer.settings import ROLES, Settings
+
 
 def stored_rules(settings: Settings, role: str) -> Rules:
-    """The rule table by which a role's weights are stored.
-
-    Raises:
-      SettingsError: the flags name models or axes to shard over that are none, or axes that have one device.
-    """
-    if not settings.fsdp:
-        for flag, says in (("fsdp_axes", "what --fsdp shards over"), ("fsdp_models", "which models --fsdp shards")):
-            if getattr(settings, flag) is not None:
-                raise SettingsError(f"--{flag}={getattr(settings, flag)} says {says}; give --fsdp too")
+    """The rule table by which a role's weights are stored."""
+    if not settings.fsdp or role not in sharded_roles(settings):
         return STORED
-    sizes, known = meshes.parse(settings.mesh), {short: axis for short, axis in meshes.SHORT.items() if axis in meshes.ROW_AXES}
-    named = list(known) if settings.fsdp_axes is None else settings.fsdp_axes.split(",")
-    if unknown := [short for short in named if short not in known]:
-        raise SettingsError(f"--fsdp_axes={settings.fsdp_axes}: {unknown[0]!r} is none of {', '.join(known)}")
-    over = tuple(axis for short, axis in known.items() if short in named)
-    if Mesh(sizes).size(over) == 1:
-        raise SettingsError(
-            f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
-        )
-    return fully_sharded(STORED, over) if role in sharded_roles(settings) else STORED
+    named = {SHORT[short] for short in parts(settings.fsdp_axes)} or set(ROW_AXES)
+    return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
 
 
 def sharded_roles(settings: Settings) -> Collection[str]:
     """The roles whose weights --fsdp shards."""
-    if settings.fsdp_models is None:
-        return tuple(WRITES)
-    named = settings.fsdp_models.split(",")
-    if unknown := [role for role in named if role not in WRITES]:
-        raise SettingsError(f"--fsdp_models={settings.fsdp_models}: {unknown[0]!r} is not one of {', '.join(WRITES)}")
-    return named
+    return parts(settings.fsdp_models) or ROLES
 
 
 def check_roles(settings: Settings, roles: Collection[str]) -> None:
-    """Whether the flags name roles that a run has.
-
-    Args:
-      roles: those that it has.
+    """Whether --fsdp_models names roles that a run has.
 
     Raises:
-      SettingsError: as `stored_rules`; or a flag names a role that the run does not have.
+      SettingsError: it names another one.
     """
-    for role in roles:
-        stored_rules(settings, role)
-    absent = [] if settings.fsdp_models is None else [m for m in sharded_roles(settings) if m not in roles]
+    absent = [role for role in parts(settings.fsdp_models) if role not in roles]
     if absent:
         raise SettingsError(
             f"--fsdp_models={settings.fsdp_models}: this run has no {absent[0]}; it has {', '.join(roles)}"
@@ -95,30 +72,13 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
     Args:
       sizes: of the train mesh.
       memory: bytes that one rank may use.
-
-    Raises:
-      MeshError: it has other devices than the train mesh, or there are fewer prompts than data ranks.
     """
-    world = Mesh(sizes).world
-    if settings.generate_mesh is None:
-        item = 8 if settings.dtype == "float64" else 4
-        fits = trees.count(model.shapes) * item <= memory / 4
-        alone = dict.fromkeys(meshes.AXES, 1) | {"data": world}
-        chosen = alone if fits and settings.batch_prompts >= world else sizes
-    else:
-        chosen = meshes.parse(settings.generate_mesh)
-        if Mesh(chosen).world != world:
-            raise MeshError(
-                f"--generate_mesh={settings.generate_mesh} has {Mesh(chosen).world} devices and --mesh={settings.mesh} "
-                f"has {world}; they are two views of the same devices"
-            )
-    ranks = max(Mesh(sizes).size(meshes.ROW_AXES), Mesh(chosen).size(meshes.ROW_AXES))
-    if settings.batch_prompts < ranks:
-        raise MeshError(
-            f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
-            f"use at least {ranks} prompts or fewer data ranks"
-        )
-    return chosen
+    if settings.generate_mesh is not None:
+        return meshes.parse(settings.generate_mesh)
+    world, item = Mesh(sizes).world, 8 if settings.dtype == "float64" else 4
+    fits = trees.count(model.shapes) * item <= memory / 4
+    alone = dict.fromkeys(AXES, 1) | {"data": world}
+    return alone if fits and settings.batch_prompts >= world else sizes
 
 
 def rank_memory(device: str, world: int) -> float:

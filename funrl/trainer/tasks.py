@@ -10,12 +10,13 @@ from funrl.data.prompts import Prompt, check_prompts, load_prompts
 from funrl.data.supervised import check_lengths, load_examples, text_example
 from funrl.data.tokenizer import encode_prompt
 from funrl.models import Config, Model
-from funrl.rewards.load import LARGEST, check_fields, load_rewards
+from funrl.rewards.load import check_fields, load_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.rollout import Example
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.checks import check_rewards, weights_of_rewards
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import NEW_TOKENS, Settings
 
-NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 TEXTS = 4096  # made of the embedded task
 
 Demonstrations = Callable[[int, int], list[tuple[str, str]]]
@@ -83,16 +84,14 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given) -> Task:
     Raises:
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
+    if given.records is None and given.rewards is None:
+        check_rewards(settings)
     rewarded = any(x is not None for x in (settings.reward, settings.reward_model, given.rewards))
     prompted = settings.prompts is not None or given.records is not None
-    if not prompted and not rewarded:
-        if settings.model is not None:
-            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
+    if not (rewarded and prompted):
+        if rewarded or prompted:
+            raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if not rewarded:
-        raise SettingsError("the prompts need --reward=FILE.py:function or --reward_model=DIR")
-    if not prompted:
-        raise SettingsError("the reward needs --prompts=FILE.jsonl")
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards
     try:
@@ -103,7 +102,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given) -> Task:
     for reward in rewards:
         check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
     train, heldout = split(examples, settings.eval_prompts)
-    weights = reward_weights(settings, len(rewards) + (settings.reward_model is not None))
+    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
     name = "prompts" if settings.prompts is None else Path(settings.prompts).stem
     return Task(name, train, heldout, rewards, weights, None, NEW_TOKENS)
 
@@ -113,7 +112,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     return Task(
-        "arithmetic", train, heldout, (arithmetic.reward,), reward_weights(settings, 1), arithmetic.demonstrations,
+        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings), arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
     )  # fmt: skip
 
@@ -145,8 +144,6 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
 
 def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     """The embedded task as demonstrations without errors, or as pairs of a right and a wrong answer."""
-    if settings.model is not None:
-        raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
     count = settings.eval_prompts
     if kind == "preferences":
         names = ("prompt", "chosen", "rejected")
@@ -176,24 +173,6 @@ def to_example(prompt: Prompt, tokenizer: Any) -> Example:
     if not tokens:
         raise SettingsError(f"prompt {prompt.prompt!r} has no tokens")
     return Example(tokens, text, prompt.fields)
-
-
-def reward_weights(settings: Settings, rewards: int) -> tuple[float, ...]:
-    """One number a reward function, and one for a reward model behind them."""
-    if settings.reward_weights is None:
-        return (1.0,) * rewards
-    try:
-        weights = tuple(float(part) for part in settings.reward_weights.split(","))
-    except ValueError:
-        weights = ()
-    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(
-            f"--reward_weights={settings.reward_weights}: there are {rewards} rewards; give as many numbers, with "
-            "commas between"
-        )
-    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
-        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
-    return weights
 
 
 def check_prompt_lengths(task: Task, new_tokens: int, config: Config) -> None:
