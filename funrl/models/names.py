@@ -24,8 +24,8 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-UNEMBED = "lm_head.weight"
-_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "unembed": UNEMBED}
+EMBED, UNEMBED = "model.embed_tokens.weight", "lm_head.weight"
+_TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
 _VALUE = "score.weight"  # of transformers' ForSequenceClassification
 
 
