@@ -133,7 +133,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     width = check_width(job, tokens)
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
-        found = of_all_layers(job, lambda job: _phases(job, mesh, tokens, width, hardware))
+        found = of_all_layers(job, lambda shallow: _phases(shallow, parts, tokens, width, hardware))
         axes, rests = axes_of(mesh), found.pop("rests").peak
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
@@ -196,20 +196,26 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _phases(job: Job, mesh: Mesh, tokens: int, width: int, hardware: Hardware) -> dict[str, Costs]:
-    """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them."""
+def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware) -> dict[str, Costs]:
+    """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them.
+
+    Args:
+      job: a job of this or of a smaller depth.
+      whole: what was built at full depth: by it the engine decides how many rows go together.
+    """
+    mesh = whole.mesh
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
     at = functools.cache(lambda local: trace(job, parts, full_batch(job, tokens, local * ranks), hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / job.settings.minibatches / ranks)
     piece, found = micro_batch(job, width), {}
-    if parts.generator is not None:
-        found["generate"] = _generation(job, parts.generator, job.sampling, tokens, hardware)
-        if "greedy_score" in reads(job.algorithm).required:
-            greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
-            found["generate"] = after(
-                found["generate"], _generation(job, parts.generator, greedy, tokens, hardware)
-            )
+    if parts.generator is not None and whole.generator is not None:
+        greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
+        baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
+        for sampling in (job.sampling, *baseline):
+            count = rows_together(job, whole.generator, sampling, tokens)
+            costs = _generation(job, parts.generator, sampling, tokens, count, hardware)
+            found["generate"] = after(found["generate"], costs) if "generate" in found else costs
     found |= {n: c for n, c in at_rows(at, local, piece, ranks).items() if not n.startswith(UPDATES)}
     for name, costs in at_rows(at, mini, piece, ranks).items():
         if name.startswith(UPDATES):
@@ -326,3 +332,42 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
     peak = kept | {"weights": kept["weights"] + engine, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
     traffic = {("reshard", "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
+
+
+def rows_together(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int) -> int:
+    """Completions that a rank of the engine decodes together, at the job's full depth."""
+    rows = -(-job.settings.batch_prompts // generator.mesh.size(generator.mesh.row_axes)) * sampling.samples
+    return min(rows, generator.engine.rows(prompt_tokens + sampling.max_new_tokens))
+
+
+def _generation(
+    job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, count: int, hardware: Hardware
+) -> Costs:
+    """Prefill and one step of decoding half-way, traced; every row is decoded to the limit.
+
+    Args:
+      count: rows that are decoded together.
+    """
+    model, mesh, wanted = job.models["policy"], generator.mesh, generator.engine.weights.layouts
+    length = prompt_tokens + sampling.max_new_tokens
+    prompts = -(-job.settings.batch_prompts // mesh.size(mesh.row_axes))
+    rows = prompts * sampling.samples
+    cache_shape = trees.leaves(model.init_cache(mesh, count, length, job.dtype, torch.device("meta")))[0].shape
+    local = model.unembed(wanted).local_shape(0)[0]  # type: ignore[misc]
+    shapes = [lay.local_shape(0) for lay in trees.leaves(wanted)]
+    tracer = Tracer(hardware, shapes, (local, model.config.vocab), tuple(cache_shape))
+    params = trees.map(lambda lay: tracer.empty(lay.local_shape(0), job.dtype), wanted)
+    tracer.hold_tree(params, "weights")
+    loaded = native.loaded_model(model, params, mesh)
+    with tracer, torch.no_grad():
+        with tracer.phase("prefill"):
+            state = native.prefill(loaded, [[0] * prompt_tokens] * prompts, range(count), sampling)
+        with tracer.phase("decode"):
+            at = prompt_tokens + sampling.max_new_tokens // 2
+            state = state._replace(positions_R1=torch.full((count, 1), at, dtype=torch.int64), longest=at)
+            native.draw_tokens(loaded, state.hidden_RD, torch.zeros(count, dtype=torch.float64), sampling)
+            native.decode_step(loaded, state, torch.zeros(count, dtype=torch.int64))
+    chunks = rows / count
+    prefill, decode = tracer.phases["prefill"], tracer.phases["decode"]
+    whole = after(times(prefill, chunks), times(decode, chunks * sampling.max_new_tokens))
+    return plus(whole, {"weights": -float(trees.nbytes(params))})

@@ -164,7 +164,8 @@ def train(
     chosen = Settings(**named, **settings)
     job = prepare(chosen, lambda: algorithm, given)
     name = recipe if isinstance(recipe, str) else "run"
-    run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), dataclasses.asdict(chosen)).path)
+    config = dataclasses.asdict(chosen) | {"algorithm": str(recipe)}
+    run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
     program = functools.partial(_rank, job, run_dir, on_step, source)
     outcome = launch(program, job.sizes, job.device, timeout=datetime.timedelta(minutes=chosen.timeout))
     try:

@@ -59,7 +59,7 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
         _job(command)
         if first:
             config = dataclasses.asdict(command.settings) | dict(command.arguments) | {"algorithm": command.source}
-            run_dir = str(open_run(command.settings.run_dir, name, config).path)
+            run_dir = str(open_run(command.settings.run_dir, name, config, command.settings.resume).path)
     except (ValueError, OSError, ImportError) as error:
         return _ended(2, f"error: {error}", first)
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from funrl import trees
 from funrl.mesh.reshard import export_weights
 from funrl.models import Placed, hf
 from funrl.track.progress import open_progress
-from funrl.track.run_directory import RunDirectory, RunDirectoryError
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl, tensorboard, together
 from funrl.trainer.job import Job
@@ -100,9 +100,17 @@ class RunObserver:
         if self.on_step is not None:
             self.on_step(step, metrics)
 
+    def resumed(self, step: int) -> None:
+        """Forgets the lines of steps after `step`, which are written again."""
+        if self.run is None:
+            return
+        with _writing(self.run):
+            keep_steps(self.run.metrics, step)
+            keep_steps(self.run.samples, step)
+
     def checkpoint_folder(self) -> str | None:
-        """Where checkpoints are written; the same on every rank."""
-        return None if self.run_dir is None else str(Path(self.run_dir) / "checkpoints")
+        """Where rank 0 writes checkpoints."""
+        return None if self.run is None else str(self.run.checkpoints)
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
         """Writes the model; every rank takes part, as its weights come one by one from all ranks.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
+
+from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import reads
@@ -14,8 +16,7 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.model import Layer
-from funrl.rollout.completions import Engine
-from funrl.rollout.native import native_engine
+from funrl.rollout.native import NativeEngine, native_engine
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.optimizer import make_optimizer
@@ -32,7 +33,7 @@ class Generator(NamedTuple):
       to_engine: the plan from the policy's stored layouts to the engine's.
     """
 
-    engine: Engine
+    engine: NativeEngine
     mesh: Mesh
     to_engine: Plan
 
@@ -149,8 +150,10 @@ def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
     if parts.generator is None:
         return state
     engine, _, to_engine = parts.generator
+
+    def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
+        yield from engine.weights.named(reshard(state.roles["policy"].params, to_engine, parts.mesh))
+
     with (clock or Clock()).phase("reshard"):
-        # A generator: the weights are made when they are asked for, and the engine's old ones are gone by then.
-        named = (pair for pair in trees.named(reshard(state.roles["policy"].params, to_engine, parts.mesh)))
-        engine.load(named, state.version + 1)
+        engine.load(weights(), state.version + 1)
     return state._replace(version=state.version + 1)

@@ -109,16 +109,20 @@ def load(path: str | Path, state: State, layouts: dict[str, Layout], mesh: Mesh)
     return trees.fill(state, values)
 
 
-def save_when_due(job: Job, parts: Parts, state: State, observer: Observer) -> None:
+def shared_folder(observer: Observer, mesh: Mesh) -> str | None:
+    """The folder of the checkpoints, which rank 0 knows."""
+    return collectives.gather_objects(observer.checkpoint_folder(), mesh)[0]
+
+
+def save_when_due(job: Job, parts: Parts, state: State, folder: str | None) -> None:
     """Saves a state every `--save_every` steps, and after the last one."""
-    every, folder = job.settings.save_every, observer.checkpoint_folder()
+    every = job.settings.save_every
     if every and folder is not None and (state.step % every == 0 or state.step == job.settings.steps):
         save(folder, state, state_layouts(parts, state), parts.mesh)
 
 
-def resumed(job: Job, parts: Parts, state: State, observer: Observer) -> State:
+def resumed(job: Job, parts: Parts, state: State, folder: str | None, observer: Observer) -> State:
     """The newest checkpoint's state where `--resume` is given and there is one; else the given one."""
-    folder = observer.checkpoint_folder()
     if not job.settings.resume or folder is None:
         return state
     path = newest(folder)
@@ -129,6 +133,7 @@ def resumed(job: Job, parts: Parts, state: State, observer: Observer) -> State:
         observer.note(f"--resume: there is no checkpoint in {folder} yet; the run begins")
         return state
     state = load(path, state, state_layouts(parts, state), parts.mesh)
+    observer.resumed(state.step)
     observer.note(f"resumed after step {state.step} from {path}")
     return state
 

@@ -55,7 +55,8 @@ def train(job: Job, mesh: Mesh, observer: Observer, own_source: Callable[..., So
     source = (own_source or make_source)(job, parts, frozen, clock, observer)
     state = first_state(job, parts, weights, source.init())
     del begin, weights
-    state = checkpoint.resumed(job, parts, state, observer)
+    folder = checkpoint.shared_folder(observer, mesh)
+    state = checkpoint.resumed(job, parts, state, folder, observer)
     place = offload.mover(job.settings.offload, parts, observer.note)
     state = sync(parts, state)
     first: dict[str, float] = {}
@@ -71,7 +72,7 @@ def train(job: Job, mesh: Mesh, observer: Observer, own_source: Callable[..., So
                 last = source.evaluate(state.roles, step)
                 metrics |= last
             observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, clock.take())
-            checkpoint.save_when_due(job, parts, state, observer)
+            checkpoint.save_when_due(job, parts, state, folder)
     except (RewardError, Divergence) as failure:
         error = str(failure)
     state, _ = place(state, frozen, ("params",))

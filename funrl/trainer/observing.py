@@ -27,8 +27,12 @@ class Observer(Stage, Protocol):
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 
+    def resumed(self, step: int) -> None:
+        """What was told of later steps is repeated from here on."""
+        ...
+
     def checkpoint_folder(self) -> str | None:
-        """Where checkpoints are written, the same on every rank; None: nowhere."""
+        """Where rank 0 writes checkpoints; None: nowhere."""
         ...
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
