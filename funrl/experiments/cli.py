@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runpy.run_module(f"funrl.experiments.{name}", run_name="__main__")
         raise AssertionError("an experiment ends with sys.exit")
     if name in recipe_names():
-        return run(name, program, algorithm=name)
+        return run(name, program)
     near = difflib.get_close_matches(name, (*experiment_names(), *recipe_names()), 1)
     hint = f"did you mean {near[0]}? " if near else ""
     print(f"error: {name!r} is not an experiment or a recipe; {hint}funrl --help lists all", file=sys.stderr)

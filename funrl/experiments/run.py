@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from funrl.experiments import flags
+from funrl.experiments.arguments import recipe_names
 from funrl.experiments.command import Command, Experiment, help_of, read_command
 from funrl.models.config import ModelError
 from funrl.track.progress import discard_output
@@ -39,9 +40,11 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     Args:
       name: of the experiment, such as "ppo".
       argv: the program's name and its arguments; the default is the process's.
-      algorithm: its recipe, as --algorithm takes it; None: the command line must name one.
+      algorithm: its recipe, as --algorithm takes it; None: the recipe of that name, or if there is none, the one that
+        the command line must name.
       defaults: values of flags, of `Settings` or of this recipe, that suit the experiment better than theirs.
     """
+    algorithm = algorithm or (name if name in recipe_names() else None)
     experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"  # under torchrun every rank comes through here
     run_dir = None
