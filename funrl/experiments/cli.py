@@ -18,6 +18,7 @@ from pathlib import Path
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
 from funrl.experiments.run import main as run
+from funrl.experiments.run import print_whole
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 
@@ -34,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
-        print(listing())
+        print_whole(listing())
+        return 0
+    if name == "flags":
+        print_whole(flags.page())
         return 0
     if name in experiment_names():
         sys.argv = program

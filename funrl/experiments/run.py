@@ -50,13 +50,13 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     run_dir = None
     try:
         if any(text in flags.HELP for text in argv[1:]):
-            print(help_of(experiment, argv))
+            print_whole(help_of(experiment, argv))
             return 0
         command = read_command(experiment, argv, writes=first)
         if command.settings.dry_run:
             said = _entries(command).dry_run(command.settings, command.compose)
             if first:
-                print(said)
+                print_whole(said)
             return 0
         _job(command)
         if first:
@@ -67,6 +67,14 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     except KeyboardInterrupt:
         return _ended(130, "interrupted; nothing was started" if first else "", first)
     return _run(command, run_dir, first)
+
+
+def print_whole(text: str) -> None:
+    """Prints a text, for whoever reads it: a reader that has gone, such as `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        discard_output()
 
 
 def _run(command: Command, run_dir: str | None, first: bool) -> int:
@@ -85,10 +93,7 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
     except KeyboardInterrupt:
         status, problem = 130, "interrupted" if first else ""
     if run_dir is not None:
-        try:
-            print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
-        except OSError:  # whoever read it has gone
-            discard_output()
+        print_whole(_conclusion(outcome, run_dir, _report(run_dir)))
     return _ended(status, problem, first)
 
 

@@ -111,7 +111,7 @@ def reward_weights(settings: Settings, rewards: int) -> tuple[float, ...]:
         weights = ()
     if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
         raise SettingsError(
-            f"--reward_weights={settings.reward_weights}: there are {rewards} rewards; give as many numbers, with "
+            f"--reward_weights={settings.reward_weights}: give one number for each of the rewards ({rewards}), with "
             "commas between"
         )
     if not any(weights):  # a negative one alone is a penalty, which can be learnt from

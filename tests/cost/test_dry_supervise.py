@@ -107,7 +107,9 @@ def test_the_command_prints_everything_and_suggests_its_own_flags(name, tmp_path
     assert "generate" not in said and "reshard" not in said and "not counted: tokenizer, files" in said
     assert main(name, [name, *flags, "--hardware=cpu"], recipe) == 0
     tried = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  with ")]
-    assert tried and set(re.findall(r"--(\w+)", " ".join(tried))) <= {name for name, flag in settings_flags().items() if "supervised" in flag.kinds}
+    assert tried and set(re.findall(r"--(\w+)", " ".join(tried))) <= {
+        name for name, flag in settings_flags().items() if "supervised" in flag.kinds
+    }
     assert not (tmp_path / "runs").exists()
     for wrong, why in (
         ("--text_tokens=5000", "--text_tokens=5000 is more than the model's 4096 positions"),

@@ -137,7 +137,7 @@ BAD = [  # flags, and what the one line says
     (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be at least 0 and below 2^63"),
     (["--reward_weights=0"], "--reward_weights=0: every score would be 0"),
     ([*DATA, "--reward={own}/r.py:fine,{own}/r.py:fine", "--reward_weights=0,-0"], "every score would be 0"),
-    (["--reward_weights=1e300"], "--reward_weights=1e300: there are 1 rewards; give as many numbers"),
+    (["--reward_weights=1e300"], "--reward_weights=1e300: give one number for each of the rewards (1)"),
     ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory; prompts are JSON lines"),
     (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),

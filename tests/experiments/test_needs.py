@@ -169,7 +169,7 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
     assert metrics["reward/2/mean"] == 4 and metrics["reward/1/mean"] == batch.scores[:, 0].mean().item()
     assert prepare(Settings(**SMALL, **flags), gdpo).task.weights == (1, 1)
     for weights in ("1", "1,2,3", "1,x", "1,nan"):
-        with pytest.raises(SettingsError, match=r"reward_weights.*2 rewards"):
+        with pytest.raises(SettingsError, match=r"reward_weights.*rewards \(2\)"):
             prepare(Settings(**SMALL, **flags, reward_weights=weights), gdpo)
 
 
