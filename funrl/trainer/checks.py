@@ -61,7 +61,7 @@ def check_rewards(settings: Settings) -> None:
     elif settings.reward is None and settings.reward_model is None:
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     count = len(parts(settings.reward)) + (settings.reward_model is not None)
-    reward_weights(settings, count or 1)  # the embedded task has one reward
+    weights_of_rewards(settings, count or 1)  # the embedded task has one reward
 
 
 def check_data(settings: Settings) -> None:
@@ -93,7 +93,7 @@ def check_files(settings: Settings) -> None:
         locate("reward", text)
 
 
-def reward_weights(settings: Settings, rewards: int) -> tuple[float, ...]:
+def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
     """The number by which each reward counts in a completion's score; that of a reward model is the last.
 
     Args:

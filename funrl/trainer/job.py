@@ -22,7 +22,7 @@ from funrl.models.config import Config
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.checks import check_rewards, check_settings, reward_weights
+from funrl.trainer.checks import check_rewards, check_settings, weights_of_rewards
 from funrl.trainer.rollout import Example
 from funrl.trainer.settings import NEW_TOKENS, Settings, SettingsError
 from funrl.trainer.sharding import check_layouts, check_models, generate_sizes, models_of, rank_memory, train_rules
@@ -203,7 +203,7 @@ def _task(settings: Settings, tokenizer: Any) -> Task:
     held = min(settings.eval_prompts, len(examples) // 10)
     # With fewer than ten prompts there is none to spare: evaluation uses the training prompts.
     train, heldout = (examples[:-held], examples[-held:]) if held else (examples, examples)
-    weights = reward_weights(settings, len(rewards))
+    weights = weights_of_rewards(settings, len(rewards))
     return Task(Path(settings.prompts).stem, train, heldout, rewards, weights, None, NEW_TOKENS)
 
 
@@ -222,7 +222,7 @@ def _arithmetic(settings: Settings, tokenizer: Any) -> Task:
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     return Task(
-        "arithmetic", train, heldout, (arithmetic.reward,), reward_weights(settings, 1), arithmetic.demonstrations,
+        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings, 1), arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
     )  # fmt: skip
 
