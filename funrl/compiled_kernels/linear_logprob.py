@@ -19,12 +19,12 @@ WANTS = ("logp", "entropy", "sum_pi_squared")
 
 
 class TokenScores(NamedTuple):
-    """What a model says of tokens; None was not asked for. All have the tokens' shape, `among_logp` a dim K more."""
+    """A model's scores of tokens; None: not asked for. All have the tokens' shape, `topk_logp` a dim K more."""
 
     logp: Tensor | None = None  # nats, of the token
     entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
-    among_logp: Tensor | None = None  # nats, of K other tokens that stood to choice
+    topk_logp: Tensor | None = None  # nats, of K other tokens at the same position
 
 
 def linear_logprob(
@@ -35,7 +35,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int = 1024,
     want: tuple[str, ...] = ("logp",),
-    among_TK: Tensor | None = None,
+    topk_TK: Tensor | None = None,
 ) -> TokenScores:
     """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2, and log p of further
     tokens; all differentiable.
@@ -48,9 +48,9 @@ def linear_logprob(
       temperature: above 0.
       chunk: tokens at a time.
       want: some of "logp", "entropy", "sum_pi_squared".
-      among_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
+      topk_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
 
-    Returns: [T] each, [T, K] for `among_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
+    Returns: [T] each, [T, K] for `topk_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
       rank.
 
     Raises:
@@ -61,22 +61,22 @@ def linear_logprob(
         raise ValueError(f"want has {unknown[0]!r}, there are {list(WANTS)}")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
-    ids_TN = targets_T[:, None] if among_TK is None else torch.cat([targets_T[:, None], among_TK], 1)
-    picks = among_TK is not None or "logp" in want
+    ids_TN = targets_T[:, None] if topk_TK is None else torch.cat([targets_T[:, None], topk_TK], 1)
+    picks = topk_TK is not None or "logp" in want
     ordered = tuple(w for w in WANTS if w in want or (w == "logp" and picks))
     *rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, ordered)
     found = dict(zip(ordered, rows, strict=True))
     if picks:
         logp_TN = found.pop("logp")
         found |= {"logp": logp_TN[:, 0]} if "logp" in want else {}
-        found |= {"among_logp": logp_TN[:, 1:]} if among_TK is not None else {}
+        found |= {"topk_logp": logp_TN[:, 1:]} if topk_TK is not None else {}
     return TokenScores(**found)
 
 
-def likeliest(
+def topk(
     hidden_TD: Tensor, unembed_VD: Tensor, k: int, mesh: Mesh = SINGLE, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens and their log-probabilities, [T, k] each, the likeliest first; without a gradient.
+    """The k most probable tokens and their log-probabilities, [T, k] each, in descending order; without a gradient.
 
     Args: those of `linear_logprob`; k: at most the size of the vocabulary.
     """
@@ -86,15 +86,15 @@ def likeliest(
         top_CK, row_CK = x_CV.topk(min(k, x_CV.shape[1]), -1)
         tops.append(top_CK)
         ids.append(row_CK + mesh.index("tensor") * unembed_VD.shape[0])
-    # The likeliest of all are among the likeliest of each rank.
+    # The first k of all ranks are among the first k of each rank.
     top_TK = all_gather(torch.cat(tops), mesh, "tensor", 1)
     id_TK = all_gather(torch.cat(ids), mesh, "tensor", 1)
-    among_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
-    targets_T = among_TK[:, 0]
+    topk_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
+    targets_T = topk_TK[:, 0]
     with torch.no_grad():
-        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), among_TK)
-    assert scores.among_logp is not None
-    return among_TK, scores.among_logp
+        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), topk_TK)
+    assert scores.topk_logp is not None
+    return topk_TK, scores.topk_logp
 
 
 def linear_logprob_reference(

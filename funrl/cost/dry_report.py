@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from funrl.algos.core import Algorithm, Loss
-from funrl.cost import dry_run as reinforcement
-from funrl.cost import dry_supervise as supervised
+from funrl.algos.core import Algorithm
 from funrl.cost.costs import KINDS, UPDATES, Costs
+from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.estimate import Estimate, stage_of
 from funrl.cost.hardware import HARDWARE, USABLE, Hardware, collective_seconds
 from funrl.mesh import mesh as meshes
@@ -18,37 +17,23 @@ from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.offload import PARTS
 from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import sharded_models
+from funrl.trainer.sharding import sharded_roles
 
 DEFAULT = "h100"
 ATTEMPTS = 3  # estimates of other flags where it does not fit
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
-    """Everything that --dry_run prints of reinforcement learning.
+    """Everything that --dry_run prints.
 
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
-    prompt = settings.prompt_tokens or reinforcement.prompt_tokens_of(settings)
+    algorithm = compose()
+    tokens = tokens_of(settings, algorithm)
 
     def costs(settings: Settings, hardware: Hardware) -> Estimate:
-        return reinforcement.estimate(reinforcement.plain_job(settings, compose, hardware.memory), prompt, hardware)
-
-    return report(settings, costs)
-
-
-def supervised_dry_run(settings: Settings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods") -> str:
-    """Everything that --dry_run prints of learning from given texts; the arguments are those of `prepare_course`.
-
-    Raises:
-      ValueError: a flag that cannot work, as a run would say it.
-    """
-    text = settings.text_tokens or supervised.text_tokens_of(settings, kind)
-
-    def costs(settings: Settings, hardware: Hardware) -> Estimate:
-        course = supervised.plain_course(settings, compose, hardware.memory, kind, reads)
-        return supervised.estimate(course, text, hardware)
+        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
 
     return report(settings, costs)
 
@@ -76,7 +61,7 @@ def title(found: Estimate, settings: Settings) -> str:
     generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
     world = meshes.Mesh(job.sizes).world
     return (
-        f"{job.config.family}, {found.parameters / 1e6:,.1f} M parameters, {settings.dtype}, "
+        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters, {settings.dtype}, "
         f"{world} device{'s' * (world > 1)} ({settings.hardware}): train {train}{generate}\n"
         f"a step: {found.step}"
     )
@@ -172,14 +157,14 @@ def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Call
 
 def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
     """Changes of flags that may help the worst phase, most promising first."""
-    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.config
+    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.model.config
     states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
     passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
     total, changes = sum(peak.values()), []
     if not settings.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
-    if settings.fsdp and not set(found.models) <= set(sharded_models(settings)) and states > 0.2 * total:
-        changes.append({"fsdp_models": ",".join(found.models)})
+    if settings.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
+        changes.append({"fsdp_models": ",".join(found.roles)})
     if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})
     if passing > 0.2 * total and settings.token_budget > found.tokens:

@@ -27,7 +27,6 @@ from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import RunDirectoryError, open_run
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
-    from funrl.experiments.supervised import Entries
     from funrl.mesh.mesh import Mesh
     from funrl.trainer.loop import Outcome
 
@@ -54,14 +53,16 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
             return 0
         command = read_command(experiment, argv, writes=first)
         if command.settings.dry_run:
-            said = _entries(command).dry_run(command.settings, command.compose)
+            from funrl.cost.dry_report import dry_run
+
+            said = dry_run(command.settings, command.compose)
             if first:
                 print_whole(said)
             return 0
         _job(command)
         if first:
             config = dataclasses.asdict(command.settings) | dict(command.arguments) | {"algorithm": command.source}
-            run_dir = str(open_run(command.settings.run_dir, name, config).path)
+            run_dir = str(open_run(command.settings.run_dir, name, config, command.settings.resume).path)
     except (ValueError, OSError, ImportError) as error:
         return _ended(2, f"error: {error}", first)
     except KeyboardInterrupt:
@@ -100,17 +101,18 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
 @functools.lru_cache(maxsize=1)
 def _job(command: Command) -> Any:
     """Checked once: forked ranks inherit the result, spawned ones make it again."""
-    return _entries(command).prepare(command.settings, command.compose)
+    from funrl.trainer.job import prepare
 
-
-def _entries(command: Command) -> Entries:
-    from funrl.experiments.supervised import entries
-
-    return entries(command)
+    return prepare(command.settings, command.compose)
 
 
 def _rank(command: Command, run_dir: str | None, mesh: Mesh) -> Outcome:
-    return _entries(command).train(_job(command), mesh, run_dir)
+    from funrl.track.observe import RunObserver
+    from funrl.trainer.loop import train
+
+    job = _job(command)
+    with RunObserver(job, run_dir, mesh.rank) as observer:
+        return train(job, mesh, observer)
 
 
 @contextlib.contextmanager

@@ -11,15 +11,14 @@ import torch
 import torch._dynamo  # checkpointing imports it: here once, and not in every rank
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh import rules
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import MeshError, parse, single
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import ROWS, Layout
-from funrl.models import decoder, fsdp, value
-from funrl.models.config import Config
-from funrl.models.remat import rematerialized
-from funrl.models.scores import token_scores
+from funrl.models import Config, decoder_model, fsdp, place, rematerialized, with_value_head
+from funrl.models.decoder import decoder_layer
 from funrl.trainer.spmd import psum_tree
 
 pytestmark = pytest.mark.gloo
@@ -29,42 +28,46 @@ CONFIG = Config(
     attention_bias=True, output_bias=True,
 )  # fmt: skip
 TIED = dataclasses.replace(CONFIG, tied=True)
-COMPILED = torch.compile(decoder.decoder_layer, backend="aot_eager", fullgraph=True)
+COMPILED = torch.compile(decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def _params(config, dtype):
-    policy = decoder.init(config, torch.Generator().manual_seed(0), dtype)
+    placed = _placed(config, single(), None, "none", dtype)
+    policy = placed["policy"].model.init(torch.Generator().manual_seed(0), dtype)
     generator = torch.Generator().manual_seed(1)
     policy = trees.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=generator).to(dtype), policy)
-    critic = value.init(config, policy)
+    critic = placed["critic"].copy_from(placed["policy"], policy)
     return {"policy": policy, "critic": critic | {"value": critic["value"] + 0.5}}
 
 
-def _axes(config):
-    return {"policy": decoder.axes(config), "critic": value.axes(config)}
+def _placed(config, mesh, over, remat, dtype):
+    """A policy and a critic, fully sharded over some axes; None: over none."""
+    table = rules.TRAIN if over is None else rules.fully_sharded(rules.TRAIN, over)
+    model = decoder_model(config)
+    layer = COMPILED if remat == "compiled" else rematerialized(model.layer, remat)
+    models = {"policy": model, "critic": with_value_head(model)}
+    return {name: place(model, mesh, table, rules.TRAIN, dtype, layer) for name, model in models.items()}
 
 
-def _loss(config, mesh, layouts, remat, dtype, params):
+def _loss(placed, params):
     """Of this rank's rows: every log-probability and value has a weight of its own."""
+    mesh = placed["policy"].mesh
     count, at = mesh.size(ROWS), mesh.index(ROWS)
     rows = slice(4 * at // count, 4 * (at + 1) // count)
-    layer = COMPILED if remat == "compiled" else rematerialized(None, remat)
-    lies = layouts or {"policy": None, "critic": None}
-    policy = fsdp.gathered(params["policy"], lies["policy"], mesh, dtype)
-    critic = fsdp.gathered(params["critic"], lies["critic"], mesh, dtype)
-    logp_BT = token_scores(config, policy, TOKENS[rows], mesh=mesh, layer=layer).logp
-    values_BT = value.apply(config, critic, TOKENS[rows], mesh=mesh, layer=layer)
+    batch = Batch(tokens=TOKENS[rows], mask=None)
+    logp_BT = placed["policy"].token_scores(params["policy"], batch).logp
+    values_BT = placed["critic"].values(params["critic"], batch)
     return (WEIGHTS[rows].to(logp_BT.dtype) * (logp_BT + values_BT.sin())).sum(), None
 
 
 def _program(config, over, remat, dtype, params, mesh):
     """Loss and whole gradients, summed over all rows."""
-    table = rules.TRAIN if over is None else rules.fully_sharded(rules.TRAIN, over)
-    layouts = rules.layouts(params, _axes(config), table, mesh.sizes)
+    placed = _placed(config, mesh, over, remat, dtype)
+    layouts = {name: one.stored for name, one in placed.items()}
     mine = rules.shard(params, layouts, mesh)
-    (loss, _), grads = trees.value_and_grad(functools.partial(_loss, config, mesh, layouts, remat, dtype))(mine)
+    (loss, _), grads = trees.value_and_grad(functools.partial(_loss, placed))(mine)
     for x, shard in zip(trees.leaves(grads), trees.leaves(mine), strict=True):
         assert x.shape == shard.shape and x.dtype == shard.dtype
 
@@ -90,8 +93,8 @@ CASES = {
 def test_losses_and_gradients_are_those_of_one_device(case):
     mesh, over, remat, config = CASES.get(case, ("dp2", "data", "compiled", CONFIG))
     params = _params(config, torch.float64)
-    alone = functools.partial(_loss, config, single(), None, "none", torch.float64)
-    (expected, _), whole = trees.value_and_grad(alone)(params)
+    alone = _placed(config, single(), None, "none", torch.float64)
+    (expected, _), whole = trees.value_and_grad(functools.partial(_loss, alone))(params)
     program = functools.partial(_program, config, over, remat, torch.float64, params)
     loss, grads = launch(program, parse(mesh), "cpu")
     assert abs(loss - expected) < 1e-12 * abs(expected)
@@ -115,9 +118,8 @@ def test_bfloat16_is_sent_and_float32_is_summed():
 
 def _watched(remat, mesh):
     """Counts gathers by dtype, and how many whole layers there are at most at the end of one."""
-    layouts = rules.layouts(_params(CONFIG, torch.float32), _axes(CONFIG), rules.fully_sharded(rules.TRAIN), mesh.sizes)
-    layouts, params = layouts["policy"], _params(CONFIG, torch.float32)["policy"]
-    mine = rules.shard(params, layouts, mesh)
+    policy = _placed(CONFIG, mesh, "data", remat, torch.bfloat16)["policy"]
+    mine = rules.shard(_params(CONFIG, torch.float32)["policy"], policy.stored, mesh)
     started, most, alive = [], [0], []
     start, spread = fsdp.start, fsdp._spread
 
@@ -137,9 +139,7 @@ def _watched(remat, mesh):
     between = []
 
     def loss(params):
-        weights = fsdp.gathered(params, layouts, mesh, torch.bfloat16)
-        scores = token_scores(CONFIG, weights, TOKENS, mesh=mesh, layer=rematerialized(None, remat))
-        del weights
+        scores = policy.token_scores(params, Batch(tokens=TOKENS, mask=None))
         gc.collect()
         between.append(sum(ref() is not None for ref in alive))
         return scores.logp.sum(), None
@@ -159,7 +159,7 @@ def test_whole_layers_come_and_go(remat):
 
 def test_a_tree_that_no_data_axis_splits_is_only_cast():
     params = _params(CONFIG, torch.float64)["policy"]
-    layouts = rules.layouts(params, decoder.axes(CONFIG), rules.TRAIN, parse("dp2"))
+    layouts = rules.layouts(params, decoder_model(CONFIG).axes, rules.TRAIN, parse("dp2"))
     assert (
         fsdp.gathered(params, layouts, single(), torch.float64)["layers"][0]["attn"]["q"]
         is (params["layers"][0]["attn"]["q"])
