@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import funrl
-from funrl.loading import LoadError
+from funrl.loading import LoadError, load
 from funrl.trainer.declaration import Flag, SettingsError, one_of, value_type
 
 RECIPES = "funrl.algos"  # the package with one file per recipe, each with a function of the file's name
@@ -91,6 +91,11 @@ def argument_texts(doc: str) -> dict[str, str]:
         elif items:
             items[-1][1].append(line.strip())
     return {name: " ".join(text).removesuffix(".") for names, text in items for name in names}
+
+
+def find_recipe(text: str) -> Callable[..., Any]:
+    """The recipe that "dr_grpo", "module:function" or "FILE.py:function" names. Raises: LoadError."""
+    return load("algorithm", full_source(text))
 
 
 def full_source(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
 from funrl.experiments.run import main as run
+from funrl.experiments.run import print_whole
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 
@@ -34,14 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
-        print(listing())
+        print_whole(listing())
+        return 0
+    if name == "flags":
+        print_whole(flags.page())
         return 0
     if name in experiment_names():
         sys.argv = program
         runpy.run_module(f"funrl.experiments.{name}", run_name="__main__")
         raise AssertionError("an experiment ends with sys.exit")
     if name in recipe_names():
-        return run(name, program, algorithm=name)
+        return run(name, program)
     near = difflib.get_close_matches(name, (*experiment_names(), *recipe_names()), 1)
     hint = f"did you mean {near[0]}? " if near else ""
     print(f"error: {name!r} is not an experiment or a recipe; {hint}funrl --help lists all", file=sys.stderr)

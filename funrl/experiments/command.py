@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.experiments import flags
-from funrl.experiments.arguments import Arguments, arguments_of, first_line, full_source, names_of_arguments
-from funrl.loading import load, locate
+from funrl.experiments.arguments import (
+    Arguments,
+    arguments_of,
+    find_recipe,
+    first_line,
+    full_source,
+    names_of_arguments,
+)
+from funrl.loading import locate
 from funrl.track.run_directory import RunDirectory, check_unused
 from funrl.trainer.checks import check_files, check_settings
 from funrl.trainer.declaration import KINDS, Flag, SettingsError
@@ -41,7 +48,7 @@ class Experiment(NamedTuple):
 
     def arguments(self, source: str) -> tuple[Arguments, list[Flag]]:
         """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
-        arguments = arguments_of(load("algorithm", source), source)
+        arguments = arguments_of(find_recipe(source), source)
         mine = self.defaults if self.algorithm and full_source(self.algorithm) == source else {}
         own = [flag for name, flag in arguments.flags.items() if name not in settings_flags()]
         return arguments, [flag._replace(default=mine.get(flag.name, flag.default)) for flag in own]
@@ -66,7 +73,7 @@ class Command(NamedTuple):
 
     def compose(self) -> Any:
         """The algorithm."""
-        return load("algorithm", self.source)(**dict(self.arguments))
+        return find_recipe(self.source)(**dict(self.arguments))
 
 
 def kind_of(algorithm: Any) -> str:
@@ -131,13 +138,13 @@ def help_of(experiment: Experiment, argv: Sequence[str]) -> str:
     with contextlib.suppress(SettingsError):  # of other flags, which --help does not read
         given = flags.read(experiment.common, argv).values["algorithm"]
     program = argv[0] if argv[0].startswith("funrl ") else f"python -m funrl.experiments.{experiment.name}"
-    summary = first_line(f"funrl.experiments.{experiment.name}:")
+    summary = first_line(f"funrl.experiments.{experiment.name}:") if given == experiment.algorithm else ""
     if given is None:
         return flags.help_text(program, summary, experiment.common, None)
     source = full_source(given)
     arguments, own = experiment.arguments(source)
     known = {flag.name: flag.default for flag in (*experiment.common, *own)}
     known["max_new_tokens"] = resolved(Settings()).max_new_tokens
-    kind = kind_of(load("algorithm", source)(**{name: known[name] for name in arguments.flags}))
+    kind = kind_of(find_recipe(source)(**{name: known[name] for name in arguments.flags}))
     assert kind in KINDS
     return flags.help_text(program, summary or first_line(source), [*experiment.common, *own], kind)

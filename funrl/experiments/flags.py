@@ -15,10 +15,12 @@ from funrl.trainer.settings import GROUPS, settings_flags
 
 HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
 ALGORITHM = Flag(
-    "algorithm", None, str, False, "a recipe's name, module:function or FILE.py:function that makes the algorithm",
+    "algorithm", None, str, False, "recipe: its name, module:function or FILE.py:function",
     group="job",
 )  # fmt: skip
-GIVEN_TEXTS = {"rl": "reinforcement learning", "supervised": "learning from given texts"}
+PAGE = """Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with
+words in parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""
+KIND_TEXTS = {"rl": "reinforcement learning", "supervised": "learning from given texts"}
 
 
 class Read(NamedTuple):
@@ -101,7 +103,7 @@ def refuse_idle(given: Collection[str], kind: str, source: str) -> None:
     for name, flag in settings_flags().items():
         if name in given and kind not in flag.kinds:
             raise SettingsError(
-                f"--{name} has no meaning in {GIVEN_TEXTS[kind]}, which is what {source} does; leave it out"
+                f"--{name} has no meaning in {KIND_TEXTS[kind]}, which is what {source} does; leave it out"
             )
 
 
@@ -127,15 +129,18 @@ def help_text(program: str, summary: str, flags: Iterable[Flag], kind: str | Non
     return "\n".join(lines)
 
 
-def table(flags: Iterable[Flag] | None = None) -> str:
-    """The flags of `Settings` as a Markdown table."""
-    rows = ["| flag | default | what it means |", "|---|---|---|"]
-    for flag in settings_flags().values() if flags is None else flags:
-        default = f"`{_written(flag.default)}`" if flag.default is not None else flag.chosen or "none"
-        only = "" if set(flag.kinds) == set(KINDS) else f" ({' and '.join(GIVEN_TEXTS[k] for k in flag.kinds)} only)"
-        said = "; ".join((flag.text, *(bound.text for bound in flag.bounds))).replace("|", "\\|")
-        rows.append(f"| `--{flag.name}` | {default} | {said}{only} |")
-    return "\n".join(rows)
+def page() -> str:
+    """docs/flags.md: the flags of `Settings` as Markdown tables."""
+    lines = ["# Flags", "", PAGE]
+    for group, title in GROUPS.items():
+        lines += ["", f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]
+        for flag in settings_flags().values():
+            if flag.group == group:
+                default = flag.chosen or "none" if flag.default is None else f"`{_written(flag.default)}`"
+                said = "; ".join((flag.text, *(bound.text for bound in flag.bounds))).replace("|", "\\|")
+                only = "" if flag.kinds == KINDS else f" ({' and '.join(KIND_TEXTS[kind] for kind in flag.kinds)})"
+                lines.append(f"| `--{flag.name}` | {default} | {said}{only} |")
+    return "\n".join(lines)
 
 
 def _sharing_text(flags: Sequence[Flag]) -> list[list[Flag]]:

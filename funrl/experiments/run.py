@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from funrl.experiments import flags
+from funrl.experiments.arguments import recipe_names
 from funrl.experiments.command import Command, Experiment, help_of, read_command
 from funrl.models.config import ModelError
 from funrl.track.progress import discard_output
@@ -38,15 +39,17 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     Args:
       name: of the experiment, such as "ppo".
       argv: the program's name and its arguments; the default is the process's.
-      algorithm: its recipe, as --algorithm takes it; None: the command line must name one.
+      algorithm: its recipe, as --algorithm takes it; None: the recipe of that name, or if there is none, the one that
+        the command line must name.
       defaults: values of flags, of `Settings` or of this recipe, that suit the experiment better than theirs.
     """
+    algorithm = algorithm or (name if name in recipe_names() else None)
     experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"  # under torchrun every rank comes through here
     run_dir = None
     try:
         if any(text in flags.HELP for text in argv[1:]):
-            print(help_of(experiment, argv))
+            print_whole(help_of(experiment, argv))
             return 0
         command = read_command(experiment, argv, writes=first)
         if command.settings.dry_run:
@@ -54,7 +57,7 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
 
             said = dry_run(command.settings, command.compose)
             if first:
-                print(said)
+                print_whole(said)
             return 0
         _job(command)
         if first:
@@ -65,6 +68,14 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     except KeyboardInterrupt:
         return _ended(130, "interrupted; nothing was started" if first else "", first)
     return _run(command, run_dir, first)
+
+
+def print_whole(text: str) -> None:
+    """Prints a text, for whoever reads it: a reader that has gone, such as `head`, is no error."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        discard_output()
 
 
 def _run(command: Command, run_dir: str | None, first: bool) -> int:
@@ -83,10 +94,7 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
     except KeyboardInterrupt:
         status, problem = 130, "interrupted" if first else ""
     if run_dir is not None:
-        try:
-            print(_conclusion(outcome, run_dir, _report(run_dir)), flush=True)
-        except OSError:  # whoever read it has gone
-            discard_output()
+        print_whole(_conclusion(outcome, run_dir, _report(run_dir)))
     return _ended(status, problem, first)
 
 

@@ -25,9 +25,9 @@ def check_settings(settings: Settings, kind: str | None = None) -> None:
     """
     check_values(settings)
     check_together(settings)
-    if kind == "rl":
+    if kind == "rl" and not settings.dry_run:
         check_rewards(settings)
-    if kind == "supervised":
+    if kind == "supervised" and not settings.dry_run:
         check_data(settings)
 
 
@@ -47,13 +47,12 @@ def check_together(settings: Settings) -> None:
         _check_generate_mesh,
         _check_row_ranks,
         _check_sharding,
-        _check_reward_weights,
     ):
         check(settings)
 
 
 def check_rewards(settings: Settings) -> None:
-    """Whether a run of reinforcement learning has prompts and rewards. Raises: SettingsError."""
+    """Whether the flags of reinforcement learning name prompts and rewards. Raises: SettingsError."""
     if settings.prompts is None:
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
@@ -61,10 +60,12 @@ def check_rewards(settings: Settings) -> None:
             raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
     elif settings.reward is None and settings.reward_model is None:
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
+    count = len(parts(settings.reward)) + (settings.reward_model is not None)
+    weights_of_rewards(settings, count or 1)  # the embedded task has one reward
 
 
 def check_data(settings: Settings) -> None:
-    """Whether a supervised run has texts. Raises: SettingsError."""
+    """Whether the flags of a supervised run name texts. Raises: SettingsError."""
     if settings.model is not None and settings.data is None:
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
 
@@ -92,10 +93,30 @@ def check_files(settings: Settings) -> None:
         locate("reward", text)
 
 
-def reward_names(settings: Settings) -> tuple[str, ...]:
-    """What scores a completion, in the order of --reward_weights."""
-    model = (settings.reward_model,) if settings.reward_model is not None else ()
-    return parts(settings.reward) + model or (settings.task,)
+def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
+    """The number by which each reward counts in a completion's score; that of a reward model is the last.
+
+    Args:
+      settings: the flags.
+      rewards: how many there are.
+
+    Raises:
+      SettingsError: there are more or fewer numbers than rewards, or all are 0.
+    """
+    if settings.reward_weights is None:
+        return (1.0,) * rewards
+    try:
+        weights = tuple(float(part) for part in parts(settings.reward_weights))
+    except ValueError:
+        weights = ()
+    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
+        raise SettingsError(
+            f"--reward_weights={settings.reward_weights}: give one number for each of the rewards ({rewards}), with "
+            "commas between"
+        )
+    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
+        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
+    return weights
 
 
 def _check_requirements(settings: Settings) -> None:
@@ -173,34 +194,3 @@ def _check_sharding(settings: Settings) -> None:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
         )
-
-
-def _check_reward_weights(settings: Settings) -> None:
-    if settings.reward_weights is not None:
-        weights_of_rewards(settings)
-
-
-def weights_of_rewards(settings: Settings, count: int | None = None) -> tuple[float, ...]:
-    """The number by which each reward counts in a completion's score.
-
-    Args:
-      count: of rewards; None: those of `reward_names`.
-
-    Raises:
-      SettingsError: there are more or fewer numbers than rewards, or all are 0.
-    """
-    count = len(reward_names(settings)) if count is None else count
-    if settings.reward_weights is None:
-        return (1.0,) * count
-    try:
-        weights = tuple(float(part) for part in parts(settings.reward_weights))
-    except ValueError:
-        weights = ()
-    if len(weights) != count or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(
-            f"--reward_weights={settings.reward_weights}: there are {count} rewards; give as many "
-            "numbers, with commas between"
-        )
-    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
-        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
-    return weights

@@ -57,7 +57,7 @@ def some_of(*choices: str) -> Bound:
         named = parts(value)
         return bool(named) and set(named) <= set(choices) and len(set(named)) == len(named)
 
-    return Bound(f"some of {', '.join(choices)}, with commas between", holds)
+    return Bound(f"some of {','.join(choices)}", holds)
 
 
 class Flag(NamedTuple):

@@ -41,7 +41,7 @@ NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task s
 class Settings:
     """The flags of every run. None means: the run chooses."""
 
-    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep (expert), sp (sequence), tp (tensor): dp4,tp2")
+    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep, sp or tp (tensor), such as dp4,tp2")
     generate_mesh: str | None = flag(
         None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
     )
@@ -87,15 +87,15 @@ class Settings:
         chosen="h100",
         requires="dry_run",
     )
-    timeout: int = flag(
-        60, "devices", "minutes that a rank waits for another, which may wait for a slow reward", at_least(1)
-    )
+    timeout: int = flag(60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1))
     compile: str = flag(
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
 
     model: str | None = flag(None, "job", "Hugging Face directory", chosen="a small decoder from scratch")
-    task: str = flag("arithmetic", "job", "the embedded task, which --prompts or --data replaces", one_of("arithmetic"))
+    task: str = flag(
+        "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
+    )
     prompts: str | None = flag(None, "job", 'JSON lines, each {"prompt": text or chat messages, ...fields}', kinds=RL)
     reward: str | None = flag(
         None,
@@ -104,7 +104,7 @@ class Settings:
         kinds=RL,
     )
     reward_model: str | None = flag(
-        None, "job", "directory of a trained reward model that scores completions, beside or instead of --reward",
+        None, "job", "directory of a reward model that scores too, or instead of --reward",
         kinds=RL,
     )  # fmt: skip
     reward_weights: str | None = flag(
@@ -126,15 +126,16 @@ class Settings:
         kinds=RL,
     )  # fmt: skip
     steps: int = flag(30, "job", "steps, each of one batch of rollouts or of given texts", at_least(1))
+    batch_prompts: int = flag(128, "job", "prompts, demonstrations or pairs a step", at_least(1))
     warmstart_steps: int | None = flag(
         None,
         "job",
-        "steps on imperfect demonstrations of the embedded task before the first",
+        "supervised steps before, on imperfect demonstrations",
         at_least(0),
-        chosen="what the task needs, 0 with --model or --data",
+        chosen="the task's, 0 with --model or --data",
     )
     seed: int = flag(0, "job", "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
-    dry_run: bool = flag(False, "job", "only print the memory, traffic and time of a step, from a config.json alone")
+    dry_run: bool = flag(False, "job", "only print memory, traffic and time of a step; needs a config.json")
     prompt_tokens: int | None = flag(
         None,
         "job",
@@ -153,11 +154,10 @@ class Settings:
         kinds=SUPERVISED,
         requires="dry_run",
     )
-    run_dir: str | None = flag(None, "job", "where results go", chosen="runs/<experiment>-<time>")
+    run_dir: str | None = flag(None, "job", "where results go", chosen="runs/NAME-TIME")
     save_every: int = flag(0, "job", "steps between checkpoints in --run_dir; 0: none", at_least(0))
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
-    batch_prompts: int = flag(128, "rollout", "prompts a step; of given texts: demonstrations or pairs", at_least(1))
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(
         None, "rollout", "tokens a completion may have", at_least(1), chosen="the task's, else 64", kinds=RL
@@ -192,14 +192,10 @@ class Settings:
     max_grad_norm: float = flag(1.0, "update", "gradients are scaled down to this global norm", above(0))
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
-    token_budget: int = flag(
-        16384, "update", "padded tokens in one forward pass of one device (micro-batch)", at_least(1)
-    )
+    token_budget: int = flag(16384, "update", "padded tokens of a micro-batch on one device", at_least(1))
 
-    eval_every: int = flag(
-        10, "output", "steps between evaluations; the first and the last step always evaluate", at_least(1)
-    )
-    eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs of an evaluation", at_least(1))
+    eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
+    eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
     eval_temperature: float = flag(0.0, "output", "of evaluation; 0 is greedy", at_least(0), kinds=RL)
     sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
 

@@ -112,7 +112,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     return Task(
-        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings), arithmetic.demonstrations,
+        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings, 1), arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
     )  # fmt: skip
 
