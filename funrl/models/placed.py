@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from funrl import trees
@@ -70,7 +71,7 @@ class Placed:
           ModelError: the model has a value head and no probabilities.
         """
         hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
-        topk_NK = None if topk is None else topk[:, 1:].flatten(0, 1)[at_N]
+        topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N]
         after_N = batch.tokens[:, 1:].flatten()[at_N]
         scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
         return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
@@ -141,7 +142,7 @@ class Placed:
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
-        before_MD, mask_BT = hidden_BTD[:, :-1].flatten(0, 1), batch_field(batch, "mask")
+        before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch_field(batch, "mask")
         if mask_BT is None:
             return before_MD, w_VD, over, slice(None)
         at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
