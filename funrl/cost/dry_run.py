@@ -40,7 +40,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
-from funrl.mesh.rules import GENERATE, ROWS, layouts
+from funrl.mesh.rules import GENERATE, layouts
 from funrl.models import decoder
 from funrl.models.config import Config, ModelError, config_from_hf
 from funrl.rollout import native
@@ -160,7 +160,7 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
 
 def _phases(job: Job, mesh: Mesh, prompt_tokens: int, hardware: Hardware) -> dict[str, Costs]:
     """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them."""
-    models, settings, ranks = ensemble.build(job, mesh, lambda _: None), job.settings, mesh.size(ROWS)
+    models, settings, ranks = ensemble.build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     width, rows = prompt_tokens + job.sampling.max_new_tokens, settings.batch_prompts * job.sampling.samples
     at = functools.cache(lambda local: trace(job, models, prompt_tokens, local * ranks, hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
@@ -286,7 +286,7 @@ def _generation(job: Job, models: ensemble.Models, sampling: Sampling, prompt_to
     """Prefill and one step of decoding half-way, traced; every row is decoded to the limit."""
     config, mesh = job.config, models.generate_mesh
     length = prompt_tokens + sampling.max_new_tokens
-    prompts = -(-job.settings.batch_prompts // mesh.size(ROWS))
+    prompts = -(-job.settings.batch_prompts // mesh.size(mesh.row_axes))
     rows = prompts * sampling.samples
     count = min(rows, models.engine._rows(length))  # type: ignore[attr-defined]
     chosen = [r // sampling.samples for r in range(count)]

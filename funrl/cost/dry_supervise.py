@@ -33,7 +33,6 @@ from funrl.cost.estimate import (
 from funrl.cost.hardware import Hardware
 from funrl.data.supervised import FIELDS, Lesson, Text
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rules import ROWS
 from funrl.models import decoder, value
 from funrl.tasks import arithmetic
 from funrl.trainer import supervise
@@ -98,7 +97,7 @@ def _width(course: Course, text_tokens: int) -> int:
 
 
 def _phases(course: Course, mesh: Mesh, text_tokens: int, hardware: Hardware) -> dict[str, Costs]:
-    methods, ranks = supervise.build(course, mesh, lambda _: None), mesh.size(ROWS)
+    methods, ranks = supervise.build(course, mesh, lambda _: None), mesh.size(mesh.row_axes)
     at = functools.cache(lambda local: trace(course, methods, text_tokens, local * ranks, hardware))
     local = math.ceil(course.job.settings.batch_prompts / ranks)
     return at_rows(at, local, micro_batch(course.job, _width(course, text_tokens)), ranks)

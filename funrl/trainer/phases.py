@@ -17,7 +17,6 @@ from funrl.data.prompts import prompt_batch
 from funrl.mesh.reshard import reshard
 from funrl.models import value
 from funrl.models.config import Config
-from funrl.models.fsdp import gathered
 from funrl.models.scores import Rows, likely_tokens, token_scores
 from funrl.optim import Transformation, global_norm
 from funrl.rewards.load import score as call_reward
@@ -32,6 +31,7 @@ from funrl.trainer.step import (
     Objective,
     check_finite,
     engine_gap,
+    gathered,
     gradient,
     policy_objective,
     score,

@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.algos.core import Algorithm, needs_of
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
-from funrl.mesh.rules import GENERATE, ROWS, TRAIN, Rules, fully_sharded, layouts
+from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
 from funrl.models import decoder
 from funrl.models.config import Config
 from funrl.trainer.settings import Settings, SettingsError
@@ -42,8 +42,9 @@ def train_rules(settings: Settings, model: str) -> Rules:
         for flag, says in (("fsdp_axes", "what --fsdp shards over"), ("fsdp_models", "which models --fsdp shards")):
             if getattr(settings, flag) is not None:
                 raise SettingsError(f"--{flag}={getattr(settings, flag)} says {says}; give --fsdp too")
-        return TRAIN
-    sizes, known = meshes.parse(settings.mesh), {short: axis for short, axis in meshes.SHORT.items() if axis in ROWS}
+        return STORED
+    sizes = meshes.parse(settings.mesh)
+    known = {short: axis for short, axis in meshes.SHORT.items() if axis in Mesh.row_axes}
     named = list(known) if settings.fsdp_axes is None else settings.fsdp_axes.split(",")
     if unknown := [short for short in named if short not in known]:
         raise SettingsError(f"--fsdp_axes={settings.fsdp_axes}: {unknown[0]!r} is none of {', '.join(known)}")
@@ -52,7 +53,7 @@ def train_rules(settings: Settings, model: str) -> Rules:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
         )
-    return fully_sharded(TRAIN, over) if model in sharded_models(settings) else TRAIN
+    return fully_sharded(STORED, over) if model in sharded_models(settings) else STORED
 
 
 def sharded_models(settings: Settings) -> Collection[str]:
@@ -132,7 +133,7 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], config: Config, me
                 f"--generate_mesh={settings.generate_mesh} has {Mesh(chosen).world} devices and --mesh={settings.mesh} "
                 f"has {world}; they are two views of the same devices"
             )
-    ranks = max(Mesh(sizes).size(ROWS), Mesh(chosen).size(ROWS))
+    ranks = max(Mesh(sizes).size(Mesh.row_axes), Mesh(chosen).size(Mesh.row_axes))
     if settings.batch_prompts < ranks:
         raise MeshError(
             f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "

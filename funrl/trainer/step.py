@@ -19,13 +19,12 @@ from funrl.batch import Batch, select
 from funrl.data.packing import balance, micro_batches
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rules import ROWS
-from funrl.models import value
+from funrl.mesh.rules import Layout
+from funrl.mesh.sums import psum_tree, sum_rest
+from funrl.models import fsdp, value
 from funrl.models.config import Config
-from funrl.models.fsdp import gathered
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, apply_updates_
-from funrl.trainer.spmd import psum_tree
 
 Aux = tuple[tuple[Fraction, ...], dict[str, Any]]  # metrics are fractions, or tensors of which the largest counts
 Objective = Callable[[trees.Tree, Batch, Sequence[Tensor]], tuple[Tensor, Aux]]
@@ -62,7 +61,7 @@ def score(forward: Forward, params: trees.Tree, batch: Batch, mesh: Mesh, token_
             for all_rows, out in zip(whole, outs, strict=True):
                 all_rows[rows, : out.shape[1]] = out[: len(rows)]
     # Every row was computed by one data rank and is zero on the others: the sum is the union.
-    return psum_tree(whole, mesh, ROWS)
+    return psum_tree(whole, mesh, mesh.row_axes)
 
 
 def gradient(
@@ -101,7 +100,7 @@ def gradient(
         most = {k: v for k, v in metrics.items() if not isinstance(v, Fraction)}
         peaks = trees.map(torch.maximum, peaks, most) if peaks else most
     grads, (nums, metrics) = _sum_over_rows(grads, total, layouts, mesh)
-    peaks = {k: pmax(v, mesh, ROWS) for k, v in peaks.items()}
+    peaks = {k: pmax(v, mesh, mesh.token_axes) for k, v in peaks.items()}
     value = sum((Fraction(n, d).value for n, d in zip(nums, dens, strict=True)), torch.zeros_like(nums[0]))
     return grads, {k: Fraction(*v).value for k, v in metrics.items()} | peaks, value
 
@@ -188,21 +187,28 @@ def _divide(out: Aux, dens: Sequence[Tensor]) -> tuple[Tensor, Aux]:
     return scalar, out
 
 
+def gathered(params: trees.Tree, layouts: trees.Tree, mesh: Mesh, dtype: torch.dtype) -> trees.Tree:
+    """Weights to compute with; `layouts` say how they are stored, None: whole over the axes of the batch's tokens."""
+    if layouts is None:
+        return trees.cast(params, dtype)
+    return fsdp.gathered(params, layouts, compute_layouts(layouts), mesh, dtype)
+
+
+def compute_layouts(layouts: trees.Tree) -> trees.Tree:
+    """The layouts in which a dense model computes: stored ones, whole over the axes of the batch's tokens."""
+
+    def whole(layout: Layout) -> Layout:
+        spec = tuple(tuple(axis for axis in axes if axis not in Mesh.token_axes) for axes in layout.spec)
+        return Layout(layout.shape, spec, layout.sizes)
+
+    return trees.map(whole, layouts)
+
+
 def _sum_over_rows(grads: trees.Tree, total: trees.Tree, layouts: trees.Tree, mesh: Mesh) -> tuple[trees.Tree, Any]:
-    """Sums over all ranks that had rows of their own. A gradient whose leaf is split over some of these ranks arrives
-    as a shard and summed over them already."""
-    leaves = trees.leaves(grads)
-    split = [()] * len(leaves) if layouts is None else [layout.axes for layout in trees.leaves(layouts)]
-    rest = [tuple(axis for axis in ROWS if axis not in axes) for axes in split]
-    for over in sorted(set(rest) - {ROWS}):
-        which = [i for i, axes in enumerate(rest) if axes == over]
-        for i, x in zip(which, psum_tree([leaves[i] for i in which], mesh, over), strict=True):
-            leaves[i] = x
-    which = [i for i, axes in enumerate(rest) if axes == ROWS]
-    summed, total = psum_tree(([leaves[i] for i in which], total), mesh, ROWS)  # one bucket with the metrics
-    for i, x in zip(which, summed, strict=True):
-        leaves[i] = x
-    return trees.fill(grads, leaves), total
+    """Sums over all ranks that had tokens of their own."""
+    if layouts is None:
+        return psum_tree((grads, total), mesh, mesh.token_axes)
+    return sum_rest(grads, total, layouts, compute_layouts(layouts), mesh)
 
 
 def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
@@ -218,9 +224,9 @@ def _own_micro_batches(batch: Batch, mesh: Mesh, token_budget: int) -> list[tupl
     """
     assert batch.length is not None
     lengths = batch.length.tolist()
-    shares = balance(lengths, mesh.size(ROWS))
+    shares = balance(lengths, mesh.size(mesh.row_axes))
     plans = [micro_batches([lengths[i] for i in share], token_budget, 8) for share in shares]
-    mine, plan = shares[mesh.index(ROWS)], plans[mesh.index(ROWS)]
+    mine, plan = shares[mesh.index(mesh.row_axes)], plans[mesh.index(mesh.row_axes)]
     device = batch.tokens.device
     pieces = []
     for piece in plan:

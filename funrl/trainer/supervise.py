@@ -30,7 +30,6 @@ from funrl.mesh.reshard import copied, export_weights, unshard
 from funrl.mesh.rules import layouts
 from funrl.models import decoder, hf, value
 from funrl.models.compile import compile_layer
-from funrl.models.fsdp import gathered
 from funrl.models.remat import rematerialized
 from funrl.models.scores import token_scores
 from funrl.optim import Transformation, global_norm
@@ -50,6 +49,7 @@ from funrl.trainer.step import (
     Learner,
     Objective,
     check_finite,
+    gathered,
     gradient,
     policy_objective,
     score,

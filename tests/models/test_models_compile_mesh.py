@@ -21,7 +21,7 @@ CONFIG = Config(vocab=32, embed=16, layers=2, heads=4, kv_heads=1, head=6, mlp=2
 
 def _program(mesh):
     """How far compiled and plain gradients are apart, and how many graphs were compiled, over three sizes."""
-    layouts = rules.layouts(decoder.shapes(CONFIG), decoder.axes(CONFIG), rules.TRAIN, mesh.sizes)
+    layouts = rules.layouts(decoder.shapes(CONFIG), decoder.axes(CONFIG), rules.STORED, mesh.sizes)
     params = rules.shard(decoder.init(CONFIG, torch.Generator().manual_seed(0)), layouts, mesh)
     layer = compile_layer(CONFIG, "on")
     gaps = []

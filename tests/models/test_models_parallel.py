@@ -73,7 +73,7 @@ def test_tensor_parallel_equals_one_device(case, packed):
     assert all(g.abs().max() > 1e-4 for g in trees.leaves(grads))
 
     with simulate(text) as mesh:
-        layouts = rules.layouts(shapes, axes, rules.TRAIN, mesh.sizes)
+        layouts = rules.layouts(shapes, axes, rules.STORED, mesh.sizes)
         local = scatter(params, layouts)
         (got, got_outputs), got_grads = trees.value_and_grad(_loss(config, mesh, packed))(local, *inputs)
         ranks = [gather((got, got_outputs, got_grads), rank) for rank in range(mesh.world)]
@@ -112,7 +112,7 @@ def test_replicated_vocabulary():
     config = CASES["tp2"][1]
     params, tokens_BT = _params(config), _tokens(config)
     expected = trees.leaves(token_scores(config, params, tokens_BT, want=WANT))
-    table = dict(rules.TRAIN) | {"vocab": None}
+    table = dict(rules.STORED) | {"vocab": None}
     with simulate("tp2") as mesh:
         local = scatter(params, rules.layouts(decoder.shapes(config), decoder.axes(config), table, mesh.sizes))
         got = token_scores(config, local, tokens_BT, mesh=mesh, want=WANT)
