@@ -10,7 +10,7 @@ from funrl import trees
 from funrl.experiments import grpo, ppo
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
-from funrl.mesh.rules import TRAIN, layouts
+from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder
 from funrl.trainer import ensemble, phases, warmstart
 from funrl.trainer.job import prepare
@@ -60,7 +60,7 @@ def small_job(compose=ppo.algorithm, sizes=SIZES, reward=digits_reward, **settin
     """A checked job of tiny sizes. Fields of `Settings` may be given by name."""
     job = prepare(Settings(**SMALL | settings), compose)
     config = dataclasses.replace(job.config, **sizes)
-    layouts(decoder.shapes(config), decoder.axes(config), TRAIN, job.sizes)
+    layouts(decoder.shapes(config), decoder.axes(config), STORED, job.sizes)
     rewards = job.task.rewards if reward is None else (reward,)
     return job._replace(config=config, task=job.task._replace(rewards=rewards))
 
