@@ -1,52 +1,423 @@
-"""The one record that travels through a step."""
+"""The one record that travels through a step: rows of tokens, and what is known of each.
+
+    batch = Batch(tokens=tokens, mask=mask, score=score)
+    batch.score                       # a required read: MissingField says who would have written it
+    batch.get("weight")               # an optional read: None where it is absent
+    batch._replace(advantage=x)       # a new batch; None removes a field
+    watched, seen = recording(batch)  # `seen` collects the names that are read of `watched`
+
+B rows of T tokens. Per-token fields are aligned with `tokens`: position t speaks of token t, given what came before it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import difflib
+import linecache
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils import _pytree
+
+from funrl import trees
+
+KINDS = ("row", "token", "token_k")  # [B] or [B, K], [B, T], [B, T, K]
+WRITERS = {
+    "source": "the source of the rows",
+    "policy": "the trainer, by the policy before the first update on the batch",
+    "reference": "a frozen reference",
+    "teacher": "a teacher",
+    "implicit_reward": "an implicit reward model, as PRIME trains one",
+    "critic": "a critic",
+    "advantage": "a piece of the advantage chain",
+    "step": "the training step, by the policy as it is trained",
+    "trainer": "the trainer",
+}
+BLOCK = 256  # tokens, of the blocks in which a row is summed
 
 
-class Batch(NamedTuple):
-    """Rows of tokens and what is known of each. B rows of T tokens; a field that is not known is None.
+class Field(NamedTuple):
+    """Declaration of one field of a batch.
 
-    Every [B, T] field is aligned with `tokens`: position t speaks of token t, given what came before it.
+    Attributes:
+      kind: "row" ([B] or [B, K]), "token" ([B, T]) or "token_k" ([B, T, K]).
+      writer: one of WRITERS.
+      text: what it is and its unit; for a field of the chain also the pieces that make it.
+      dtype: "float", "int" or "bool".
     """
 
-    tokens: Tensor  # [B, T] int64, prompt then completion then padding
-    mask: Tensor  # [B, T] bool, true exactly on tokens that the policy sampled, less what a correction has rejected
-    positions: Tensor | None = None  # [B, T] int64, position of each token in its sequence; None: 0, 1, 2, ...
-    segments: Tensor | None = None  # [B, T] int64, which sequence of a packed row; 0 is padding; None: one a row
-    length: Tensor | None = None  # [B] int64, tokens of the row that are not padding
-    group: Tensor | None = None  # [B] int64, rows of one prompt share a number
-    score: Tensor | None = None  # [B] outcome reward of the row
-    scores: Tensor | None = None  # [B, K] the parts of it, where there are several reward functions
-    token_reward: Tensor | None = None  # [B, T] rewards given to single tokens, added to the outcome
-    truncated: Tensor | None = None  # [B] bool, the completion hit the length limit
-    rollout_logp: Tensor | None = None  # [B, T] nats, by the engine that sampled
-    old_logp: Tensor | None = None  # [B, T] nats, by the trainer before the first update on this batch
-    ref_logp: Tensor | None = None  # [B, T] nats, by the frozen reference
-    teacher_logp: Tensor | None = None  # [B, T] nats, by a teacher to distil from
-    reward_logp: Tensor | None = None  # [B, T] nats, by an implicit process reward model
-    value: Tensor | None = None  # [B, T] the critic's estimate before token t, before the first update
-    sum_pi_squared: Tensor | None = None  # [B, T] sum over the vocabulary of the squared probabilities
-    greedy_score: Tensor | None = None  # [B] outcome reward of a greedy completion of the row's prompt
-    advantage: Tensor | None = None  # [B, T] in units of reward
-    returns: Tensor | None = None  # [B, T] the critic's target
-    weight: Tensor | None = None  # [B, T] importance weight of each token, a constant
-    entropy: Tensor | None = None  # [B, T] nats, of the policy that is being trained; differentiable
-    old_entropy: Tensor | None = None  # [B, T] nats, of the trainer's policy before the first update on this batch
-    entropy_coefficient: Tensor | None = None  # [B, T] factor of an adaptive entropy bonus, one number
-    selected: Tensor | None = None  # [B, T] bool, tokens that a piece picked out of the whole batch
-    sampled: Tensor | None = None  # [B, T] bool, the mask before corrections
-    label: Tensor | None = None  # [B, T] judgement, 0 to 1: of a step at its end, of a sequence on all tokens
-    margin: Tensor | None = None  # [B, T] by how much a chosen sequence should win, on all of its tokens
-    kl_baseline: Tensor | None = None  # [B, T] nats, KTO's reference point, the same everywhere
-    teacher_top: Tensor | None = None  # [B, T, K] int64, the teacher's K likeliest tokens in the place of token t
-    teacher_top_logp: Tensor | None = None  # [B, T, K] nats, the teacher's, of these tokens
-    student_top_logp: Tensor | None = None  # [B, T, K] nats, the trained policy's, of these tokens; differentiable
+    kind: str
+    writer: str
+    text: str
+    dtype: str = "float"
 
 
-def select(batch: Batch, rows) -> Batch:
+class MissingField(ValueError):
+    """A field was read that the batch does not have.
+
+    Attributes:
+      field: its name.
+    """
+
+    def __init__(self, field: str):
+        self.field = field
+        super().__init__(
+            f"batch.{field} is missing; it is written by {WRITERS[FIELDS[field].writer]}: {FIELDS[field].text}"
+            + _reader()
+        )
+
+
+class Across(NamedTuple):
+    """What crosses between a rank's own rows b and all rows B of a step. At a prompt every row is one's own.
+
+    Attributes:
+      sums: x [b, T] -> [B] float64, the sum of each row; see `row_sums`.
+      own: x [B, ...] -> [b, ...], the numbers of one's own rows.
+      kth_largest: (x [b, T], k) -> the k-th largest number of all rows, k an integer tensor from 1.
+    """
+
+    sums: Callable[[Tensor], Tensor]
+    own: Callable[[Tensor], Tensor]
+    kth_largest: Callable[[Tensor, Tensor], Tensor]
+
+
+def row_sums(x_BT: Tensor) -> Tensor:
+    """The sum of each row in float64, in fixed blocks of 256 tokens: the bits depend on neither padding nor threads.
+
+    Returns: [B] float64.
+    """
+    x_BT = x_BT.to(torch.float64)
+    blocks = -(-x_BT.shape[1] // BLOCK)
+    sums_BN = pad(x_BT, (0, blocks * BLOCK - x_BT.shape[1])).reshape(len(x_BT), blocks, BLOCK).sum(2)
+    total_B = x_BT.new_zeros(len(x_BT))
+    for sum_B in sums_BN.unbind(1):
+        total_B = total_B + sum_B
+    return total_B
+
+
+def _own(x_B: Tensor) -> Tensor:
+    return x_B
+
+
+def _kth_largest(x_BT: Tensor, k: Tensor) -> Tensor:
+    return x_BT.flatten().sort(descending=True).values.take((k - 1).clamp(0, x_BT.numel() - 1))
+
+
+ALONE = Across(row_sums, _own, _kth_largest)
+
+
+class Batch:
+    """Rows of tokens and what is known of each; immutable. What is None is not held."""
+
+    tokens: Annotated[Tensor, Field("token", "source", "token ids: prompt, completion, padding", "int")]
+    mask: Annotated[Tensor, Field("token", "source", "true on tokens that the policy sampled and that count", "bool")]
+    positions: Annotated[Tensor, Field("token", "source", "place of a token in its sequence; else 0, 1, ...", "int")]
+    segments: Annotated[Tensor, Field("token", "source", "sequence of a packed row, from 1; 0 is padding", "int")]
+    length: Annotated[Tensor, Field("row", "source", "tokens of the row that are not padding", "int")]
+    group: Annotated[Tensor, Field("row", "source", "rows of one prompt share a number", "int")]
+    score: Annotated[Tensor, Field("row", "source", "outcome reward of the row")]
+    scores: Annotated[Tensor, Field("row", "source", "[B, K] its parts by reward function; NaN: does not apply")]
+    token_reward: Annotated[Tensor, Field("token", "source", "rewards of single tokens, added to the outcome")]
+    truncated: Annotated[Tensor, Field("row", "source", "the completion hit the length limit", "bool")]
+    rollout_logp: Annotated[Tensor, Field("token", "source", "nats, by the engine that sampled")]
+    greedy_score: Annotated[Tensor, Field("row", "source", "outcome reward of a greedy completion of the prompt")]
+    label: Annotated[
+        Tensor,
+        Field(
+            "token", "source", "judgement, 0 to 1, on all tokens of what is judged; label_outcomes makes it of scores"
+        ),
+    ]
+    margin: Annotated[Tensor, Field("token", "source", "by how much the chosen sequence of a pair should win")]
+    old_logp: Annotated[Tensor, Field("token", "policy", "nats, by the trainer before the first update on this batch")]
+    old_entropy: Annotated[Tensor, Field("token", "policy", "nats, before the first update on this batch")]
+    sum_pi_squared: Annotated[Tensor, Field("token", "policy", "sum over the vocabulary of squared probabilities")]
+    ref_logp: Annotated[Tensor, Field("token", "reference", "nats")]
+    teacher_logp: Annotated[Tensor, Field("token", "teacher", "nats")]
+    teacher_topk: Annotated[Tensor, Field("token_k", "teacher", "the teacher's K likeliest tokens at t", "int")]
+    teacher_topk_logp: Annotated[Tensor, Field("token_k", "teacher", "nats, the teacher's, of these tokens")]
+    implicit_logp: Annotated[Tensor, Field("token", "implicit_reward", "nats")]
+    value: Annotated[Tensor, Field("token", "critic", "estimate before token t, before the first update")]
+    advantage: Annotated[
+        Tensor, Field("token", "advantage", "in units of reward; to_tokens() brings outcomes to tokens")
+    ]
+    returns: Annotated[Tensor, Field("token", "advantage", "the critic's target, made by gae()")]
+    weight: Annotated[
+        Tensor,
+        Field("token", "advantage", "constant importance weights, made by importance_weights() and other corrections"),
+    ]
+    selected: Annotated[
+        Tensor,
+        Field("token", "advantage", "tokens picked out of the batch, made by select_highest_covariance()", "bool"),
+    ]
+    imitated: Annotated[
+        Tensor, Field("token", "advantage", "tokens of successful completions, made by mark_positives()", "bool")
+    ]
+    entropy_coefficient: Annotated[
+        Tensor, Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()")
+    ]
+    kl_baseline: Annotated[
+        Tensor, Field("token", "advantage", "nats, KTO's reference point, made by reference_point()")
+    ]
+    sampled: Annotated[Tensor, Field("token", "trainer", "the mask before corrections, set after the chain", "bool")]
+    entropy: Annotated[Tensor, Field("token", "step", "nats, differentiable")]
+    topk_logp: Annotated[Tensor, Field("token_k", "step", "nats, of the teacher's K tokens; differentiable")]
+    divergence: Annotated[
+        Tensor, Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable")
+    ]
+
+    def __init__(self, **fields: Tensor | None):
+        _check_names(fields)
+        object.__setattr__(self, "_held", {name: x for name, x in fields.items() if x is not None})
+        object.__setattr__(self, "_across", ALONE)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        held = self._held
+        if name in held:
+            return held[name]
+        if name in FIELDS:
+            raise MissingField(name)
+        raise AttributeError(_unknown(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a batch is immutable: batch._replace({name}=...) gives a new one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a batch is immutable: batch._replace({name}=None) gives a new one")
+
+    def __repr__(self) -> str:
+        return f"Batch({', '.join(f'{name}={list(x.shape)}' for name, x in self._held.items())})"
+
+    def get(self, name: str) -> Tensor | None:
+        """The field, or None where the batch does not have it."""
+        if name not in FIELDS:
+            raise AttributeError(_unknown(name))
+        return self._held.get(name)
+
+    def names(self) -> tuple[str, ...]:
+        """The fields that are there."""
+        return tuple(self._held)
+
+    def _replace(self, **fields: Tensor | None) -> Batch:
+        """A batch with other values of these fields; None removes one."""
+        return self._with({**self._held, **fields})
+
+    @property
+    def across(self) -> Across:
+        """How sums and orders are taken over all rows of the step."""
+        return self._across
+
+    def _with(self, fields: dict[str, Any], made: frozenset[str] = frozenset()) -> Batch:
+        batch = Batch(**fields)
+        object.__setattr__(batch, "_across", self._across)
+        return batch
+
+
+FIELDS: dict[str, Field] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Batch, include_extras=True).items()
+}
+
+
+def fields_of_kind(*kinds: str) -> tuple[str, ...]:
+    """Names of the fields of these kinds."""
+    return tuple(name for name, field in FIELDS.items() if field.kind in kinds)
+
+
+def fields_by(*writers: str) -> tuple[str, ...]:
+    """Names of the fields that these writers write."""
+    return tuple(name for name, field in FIELDS.items() if field.writer in writers)
+
+
+def row_fields() -> tuple[str, ...]:
+    return fields_of_kind("row")
+
+
+def token_fields() -> tuple[str, ...]:
+    """Names of the fields whose second dim is T: per token, and per token and K."""
+    return fields_of_kind("token", "token_k")
+
+
+def as_dict(batch: Batch) -> dict[str, Tensor]:
+    """The fields that are there, by name; not a read."""
+    return dict(batch._held)
+
+
+def map_fields(fn: Callable[[str, Tensor], Tensor], batch: Batch) -> Batch:
+    """The batch with `fn(name, field)` of every field that is there. Neither a read nor a write of any of them."""
+    return batch._with({name: fn(name, x) for name, x in batch._held.items()}, batch.__dict__.get("_made", frozenset()))
+
+
+def select(batch: Batch, rows: Any) -> Batch:
     """The given rows (a slice or an index tensor) of every field."""
-    return Batch(**{name: x[rows] for name, x in batch._asdict().items() if x is not None})
+    return map_fields(lambda name, x: x[rows], batch)
+
+
+def with_across(batch: Batch, across: Across) -> Batch:
+    """The batch of a rank that holds some of the rows: its row fields have all rows, its token fields the own ones."""
+    batch = map_fields(lambda name, x: x, batch)
+    object.__setattr__(batch, "_across", across)
+    return batch
+
+
+# ---- recording
+
+
+class Reads(NamedTuple):
+    """Fields that are read.
+
+    Attributes:
+      required: by attribute; the reader fails without them.
+      optional: by `get`.
+    """
+
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+
+    def __or__(self, other: Reads) -> Reads:  # type: ignore[override]
+        required = self.required | other.required
+        return Reads(required, (self.optional | other.optional) - required)
+
+    def __sub__(self, names: Iterable[str]) -> Reads:
+        return Reads(self.required - frozenset(names), self.optional - frozenset(names))
+
+
+class Seen:
+    """What has been read of a recording batch so far."""
+
+    def __init__(self) -> None:
+        self.required: set[str] = set()
+        self.optional: set[str] = set()
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(frozenset(self.required)) | Reads(optional=frozenset(self.optional))
+
+
+class _Recording(Batch):
+    """A batch that tells what is read of it; fields that its reader has put in itself are no reads."""
+
+    def __init__(self, held: dict[str, Tensor], across: Across, seen: Seen, made: frozenset[str]):
+        super().__init__(**held)
+        object.__setattr__(self, "_across", across)
+        object.__setattr__(self, "_seen", seen)
+        object.__setattr__(self, "_made", made)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIELDS and name not in self._made:
+            self._seen.required.add(name)
+        return super().__getattr__(name)
+
+    def get(self, name: str) -> Tensor | None:
+        if name in FIELDS and name not in self._made:
+            self._seen.optional.add(name)
+        return super().get(name)
+
+    def _replace(self, **fields: Tensor | None) -> Batch:
+        return self._with({**self._held, **fields}, self._made | frozenset(fields))
+
+    def _with(self, fields: dict[str, Any], made: frozenset[str] = frozenset()) -> Batch:
+        return _Recording(fields, self._across, self._seen, made)
+
+
+def recording(batch: Batch) -> tuple[Batch, Seen]:
+    """The batch, and what has been read of it: attribute access is a required read, `get` an optional one.
+
+    `_replace` keeps recording; a field that was replaced is its reader's own and no longer a read.
+    """
+    seen = Seen()
+    return _Recording(batch._held, batch.across, seen, frozenset()), seen
+
+
+def example(names: Iterable[str] | None = None) -> Batch:
+    """A small batch of these fields (default: all), with values that the schema allows, to run a piece on.
+
+    Two groups of two rows, scores 0 and 1 in each; 8 tokens a row, of which the third to the sixth are sampled and the
+    others are 0; two sequences a row; K = 2.
+    """
+    B, T, K = 4, 8, 2
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    mask[:, 2:6] = True
+    fixed = {
+        "mask": mask, "sampled": mask, "selected": mask & (torch.arange(T) % 2 == 0), "imitated": mask,
+        "tokens": torch.arange(B * T).reshape(B, T), "positions": torch.arange(T).expand(B, T),
+        "segments": 1 + (torch.arange(T) >= T // 2).long().expand(B, T), "length": torch.full((B,), T),
+        "group": torch.tensor([0, 0, 1, 1]), "score": torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64),
+        "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+        "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
+        "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
+        "label": mask.double(),
+    }  # fmt: skip
+
+    def value(name: str) -> Tensor:
+        if name in fixed:
+            return fixed[name]
+        shape = (B, T, K) if FIELDS[name].kind == "token_k" else (B, T) if FIELDS[name].kind == "token" else (B,)
+        positive = -0.1 - torch.rand(shape, generator=draw, dtype=torch.float64)
+        x = positive if name.endswith("logp") else -positive
+        on = mask[..., None] if len(shape) == 3 else mask
+        return torch.where(on, x, x.new_zeros(())) if len(shape) > 1 else x
+
+    return Batch(**{name: value(name) for name in (FIELDS if names is None else names)})
+
+
+# ---- errors
+
+
+def _check_names(fields: Iterable[str]) -> None:
+    for name in fields:
+        if name not in FIELDS:
+            raise ValueError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, list(FIELDS), 1)
+    return f"a batch has no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are {list(FIELDS)}")
+
+
+def _reader() -> str:
+    """The line that reads the field where it is a user's, else the name of the piece that does."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    if Path(name).is_relative_to(Path(__file__).parent):
+        return f" (read by {frame.f_code.co_qualname.split('.')[0]})"
+    return f" (read at {name}:{line}: {linecache.getline(name, line).strip()})"
+
+
+# ---- a batch is a tree; its leaves are named by field
+
+
+def _flatten(batch: Batch) -> tuple[tuple, tuple[tuple[str, ...], Across], tuple[str, ...]]:
+    names = tuple(name for name in FIELDS if name in batch._held)
+    return tuple(batch._held[name] for name in names), (names, batch._across), names
+
+
+def _unflatten(how: tuple[tuple[str, ...], Across], leaves: Iterable[Any]) -> Batch:
+    batch = Batch(**dict(zip(how[0], leaves, strict=True)))
+    object.__setattr__(batch, "_across", how[1])
+    return batch
+
+
+for _class in (Batch, _Recording):
+    trees.register_node(_class, _flatten, _unflatten)
+_pytree.register_pytree_node(
+    Batch,
+    lambda batch: (list(_flatten(batch)[0]), _flatten(batch)[1]),
+    lambda leaves, how: _unflatten(how, leaves),
+    serialized_type_name="funrl.batch.Batch",
+    flatten_with_keys_fn=lambda batch: (
+        [(_pytree.GetAttrKey(name), x) for x, name in zip(_flatten(batch)[0], _flatten(batch)[2], strict=True)],
+        _flatten(batch)[1],
+    ),  # pyright: ignore[reportArgumentType]
+)

@@ -1,6 +1,8 @@
 """Trees of tensors: nested dicts, tuples and NamedTuples whose leaves are tensors. None is an empty tree.
 
-Every leaf has a name, the path to it: `named({"layers": ({"norm": x},)})` is `[("layers/0/norm", x)]`.
+Every leaf has a name, the path to it, made of dict keys, names of fields and positions in tuples:
+`named({"layers": ({"norm": x},)})` is `[("layers/0/norm", x)]`, and `named(AdamState(count, mu={"w": x}, nu=...))` has
+`("mu/w", x)`.
 """
 
 from __future__ import annotations
@@ -14,32 +16,54 @@ import torch
 from torch import Tensor
 
 Tree = Any
+NAMESPACE = "funrl"  # of node types that `register_node` adds
+
+
+def register_node(kind: type, flatten: Callable, unflatten: Callable) -> None:
+    """Makes a class an inner node of trees.
+
+    Args:
+      flatten: node -> (children, what is needed to unflatten, the children's names).
+      unflatten: (what is needed, children) -> node.
+    """
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=NAMESPACE)
 
 
 def map(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
     """Applies `fn` leaf by leaf. Trees after the first may be deeper: then `fn` gets their subtrees."""
-    return optree.tree_map(fn, tree, *rest)
+    return optree.tree_map(fn, tree, *rest, namespace=NAMESPACE)
 
 
 def leaves(tree: Tree) -> list:
     """The leaves in the tree's own order (dict keys sorted)."""
-    return optree.tree_leaves(tree)
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def names(structure: optree.PyTreeSpec) -> list[str]:
+    """The names of the leaves of a tree of this structure, in the order of `leaves`."""
+    return ["/".join(_step(entry) for entry in accessor) for accessor in structure.accessors()]
+
+
+def _step(entry: optree.PyTreeEntry) -> str:
+    """A dict's key, a record's field or a tuple's position."""
+    return str(getattr(entry, "field", entry.entry))  # a NamedTuple's entry is a position, which has a field's name
 
 
 def named(tree: Tree) -> list[tuple[str, Any]]:
     """The leaves with their names, in the same order as `leaves`."""
-    paths, values, _ = optree.tree_flatten_with_path(tree)
-    return [("/".join(str(key) for key in path), value) for path, value in zip(paths, values, strict=True)]
+    values, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return list(zip(names(structure), values, strict=True))
 
 
 def map_named(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
-    """Applies `fn(name, leaf, ...)` leaf by leaf."""
-    return optree.tree_map_with_path(lambda path, *xs: fn("/".join(str(key) for key in path), *xs), tree, *rest)
+    """Applies `fn(name, leaf, ...)` leaf by leaf. Trees after the first may be deeper, as in `map`."""
+    name = iter(names(optree.tree_structure(tree, namespace=NAMESPACE)))
+    return map(lambda *xs: fn(next(name), *xs), tree, *rest)
 
 
 def fill(tree: Tree, values: Iterable) -> Tree:
     """A tree of the same structure whose leaves are `values`, in the order of `leaves`."""
-    return optree.tree_unflatten(optree.tree_structure(tree), list(values))
+    return optree.tree_unflatten(optree.tree_structure(tree, namespace=NAMESPACE), list(values))
 
 
 def from_named(tree: Tree, values: Iterable[tuple[str, Any]]) -> Tree:

@@ -3,54 +3,88 @@
 | piece | type | closed under | runs |
 |---|---|---|---|
 | advantage | `init() -> state`, `update(signal, state, batch) -> (signal, state)` | `chain` | once a rollout |
-| term | `(logp, batch) -> (per-token loss, metrics)` | `add`, `scale`, `weighted` | in every training step |
-| reduction | `(per-token loss, mask, segments) -> Fraction` | `+` | in every training step |
+| term | `(x, batch) -> (per-token loss, metrics)` | `add`, `scale`, `weighted` | in every training step |
+| reduction | denominators of masks, numerators of losses, as many | `+` | in every training step |
 
-A `Fraction` keeps numerator and denominator apart until micro-batches and data ranks are summed, so gradient
-accumulation and data parallelism are exact by construction. A denominator depends on the mask alone, never on a
-log-probability. Every piece names the fields of `Batch` that it reads; `needs_of` collects them before a run.
-A loss made by `reduce` never looks outside the mask: what stands there, NaN included, is 0 before a term sees it.
+`reduce(term, reduction)` is a `Loss`: its numerators are summed over micro-batches and ranks and divided by
+denominators that are known before, so gradient accumulation and data parallelism are exact by construction. A term
+never looks outside the mask: what stands there, NaN included, is 0 before a term sees it. What a piece reads of the
+batch is found by running it (`reads`); it need not be declared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funrl.batch import Batch
+from funrl.algos.masks import clean, where_masked
+from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, merge, token_mean_of
+from funrl.batch import Batch, Reads, select
+
+__all__ = [
+    "Advantage", "Algorithm", "Divergence", "Filter", "Loss", "Max", "Mean", "Metric", "Metrics", "PieceError",
+    "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "advantages", "begin", "chain", "check_rank",
+    "described", "divide", "merge", "name_of", "reads", "reduce", "run_term", "scale", "stateless", "sum_losses",
+    "token_mean_of", "value_of", "weighted",
+]  # fmt: skip
 
 
-class Fraction(NamedTuple):
-    """A mean that is not yet divided. `a + b` is the fraction of the union of what a and b were taken over.
+Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
+Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
+Filter = Callable[[Batch], Tensor]
 
-    A denominator of 0 stands for 1: then the fraction is a sum, or there was nothing to take a mean of.
+
+class Reduction(NamedTuple):
+    """From losses per token to fractions; both functions are additive over examples. `+` joins two.
+
+    Attributes:
+      denominators: (mask_BT, segments_BT or None) -> a tuple of scalars, float64.
+      numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of as many scalars.
     """
 
-    num: Tensor
-    den: Tensor
+    denominators: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
+    numerators: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
 
-    def __add__(self, other: Fraction) -> Fraction:  # type: ignore[override]
-        return Fraction(self.num + other.num, self.den + other.den)
+    def __add__(self, other: Reduction) -> Reduction:  # type: ignore[override]
+        return Reduction(
+            lambda mask, segments: self.denominators(mask, segments) + other.denominators(mask, segments),
+            lambda loss, mask, segments: self.numerators(loss, mask, segments) + other.numerators(loss, mask, segments),
+        )
 
-    def over(self, den: Tensor) -> Tensor:
-        """num / den, for the denominator of a whole of which this is a part."""
-        return self.num / torch.where(den == 0, torch.ones_like(den), den)
+
+class Loss(NamedTuple):
+    """Numerators and denominators; the loss is the sum of num / den, where a den of 0 stands for 1.
+
+    Attributes:
+      denominators: batch -> a tuple of scalars, float64, additive over examples. It may read masks, segments and what
+        the source or the advantage chain wrote, but nothing that the step writes.
+      numerators: (x_BT, batch) -> (a tuple of as many scalars, metrics as Mean, Max or Sum).
+    """
+
+    denominators: Callable[[Batch], tuple[Tensor, ...]]
+    numerators: Callable[[Tensor, Batch], tuple[tuple[Tensor, ...], dict[str, Metric]]]
 
     @property
-    def value(self) -> Tensor:
-        """num / den."""
-        return self.over(self.den)
+    def reads(self) -> Reads:
+        """The fields of the batch that it reads."""
+        return reads(self)
+
+    def __call__(self, x_BT: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        """The loss of a whole batch, and its metrics."""
+        nums, metrics = self.numerators(x_BT, batch)
+        return value_of(nums, self.denominators(batch)), metrics
 
 
-Metrics = dict[str, Any]  # [B, T] tensors, or fractions where the mean is not over tokens
-Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
-Reduction = Callable[..., Fraction]  # (loss_BT, mask_BT, segments_BT=None)
-Loss = Callable[[Tensor, Batch], tuple[tuple[Fraction, ...], dict[str, Fraction]]]
-Filter = Callable[[Batch], Tensor]
+def value_of(nums: tuple[Tensor, ...], dens: tuple[Tensor, ...]) -> Tensor:
+    """sum_i num_i / den_i, where a den of 0 stands for 1."""
+    total = divide(nums[0], dens[0])
+    for num, den in zip(nums[1:], dens[1:], strict=True):
+        total = total + divide(num, den)
+    return total
 
 
 class Signal(NamedTuple):
@@ -63,7 +97,7 @@ class Signal(NamedTuple):
       weight: [B, T] importance weights, where a piece sets them.
       rows: [N] int64, the rows to train on, where a piece resamples them; None is all.
       extra: further [B, T] fields of `Batch` that pieces set for the terms, by name.
-      metrics: what the pieces report, as fractions.
+      metrics: what the pieces report.
     """
 
     x: Tensor
@@ -72,7 +106,11 @@ class Signal(NamedTuple):
     weight: Tensor | None = None
     rows: Tensor | None = None
     extra: dict[str, Tensor] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
-    metrics: dict[str, Fraction] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
+    metrics: dict[str, Metric] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
+
+    def reporting(self, **metrics: Metric) -> Signal:
+        """The signal with more metrics; `__` in a name stands for `/`."""
+        return self._replace(metrics=self.metrics | {k.replace("__", "/"): v for k, v in metrics.items()})
 
 
 class Advantage(NamedTuple):
@@ -81,69 +119,106 @@ class Advantage(NamedTuple):
     Attributes:
       init: () -> state, a tree of tensors that is carried from step to step.
       update: (signal, state, batch) -> (signal, state), pure.
-      needs: the fields of `Batch` that it reads, or of the signal where an earlier piece must make them.
-      makes: the fields beside the advantage that the losses may read after it, such as "returns" and "weight".
-      heeds: the fields of the signal that it goes by if an earlier piece has made them.
+      pieces: of a chain, what it is made of.
     """
 
     init: Callable[[], Any]
     update: Callable[[Signal, Any, Batch], tuple[Signal, Any]]
-    needs: frozenset[str] = frozenset()
-    makes: frozenset[str] = frozenset()
-    heeds: frozenset[str] = frozenset()
+    pieces: tuple[Advantage, ...] = ()
+
+
+class Divergence(NamedTuple):
+    """What the step computes as `batch.divergence`, over the whole vocabulary, p the teacher and q the policy.
+
+    Attributes:
+      beta: 0 is KL(p || q), 1 is KL(q || p), between them beta KL(p || m) + (1 - beta) KL(q || m) with the mixture
+        m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence.
+      temperature: of both distributions.
+    """
+
+    beta: float = 0.5
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm: how rewards become advantages, what is minimised, and which rows are kept.
+    """An algorithm: how rewards become advantages, what each role minimises, and which rows are trained on.
 
     Attributes:
-      advantage: from `Signal(x=batch.score)` to advantages.
-      policy_loss: (logp, batch) -> (fractions, metrics); the loss is the sum of the fractions' values.
-      value_loss: the same for the critic, with values in the place of log-probabilities; None: no critic.
-      reward_loss: the same for an implicit process reward model, with its log-probabilities; None: no such model.
-      keep: batch -> [B] bool, rows worth training on; the loop samples more prompts for those that are not.
+      advantage: from outcomes to advantages; None: the losses need none, as in supervised training.
+      losses: role -> loss, in the order in which the roles learn. `x` of a loss is the role's log-probabilities
+        ("policy", "implicit_reward") or its numbers ("critic", "reward_model").
+      filter: batch -> [B] bool, rows worth training on; the source samples more prompts for those that are not.
+      divergence: what the step is to compute where a loss reads `divergence`; None: none does.
     """
 
-    advantage: Advantage
-    policy_loss: Loss
-    value_loss: Loss | None = None
-    reward_loss: Loss | None = None
-    keep: Filter | None = None
+    advantage: Advantage | None
+    losses: Mapping[str, Loss]
+    filter: Filter | None = None
+    divergence: Divergence | None = None
+
+    def __post_init__(self):
+        if self.advantage is not None:
+            _check_piece(self.advantage, "Algorithm.advantage")
+        if not isinstance(self.losses, Mapping) or not self.losses:
+            raise PieceError(
+                f"Algorithm.losses is {self.losses!r}: it maps roles to losses, such as {{'policy': loss}}"
+            )
+        for role, loss in self.losses.items():
+            if not isinstance(loss, Loss):
+                raise PieceError(
+                    f"the loss of {role!r} is {described(loss)} and not a loss: reduce(term, token_mean()) makes one of "
+                    "a term"
+                )
 
 
-def needs(*fields: str) -> Callable[[Callable], Callable]:
-    """Marks a function as a reader of these fields of `Batch`."""
-    unknown = set(fields) - set(Batch._fields)
-    if unknown:
-        raise ValueError(f"{sorted(unknown)} are no fields of Batch; there are {list(Batch._fields)}")
-
-    def mark(fn: Callable) -> Callable:
-        fn.needs = frozenset(fields) | getattr(fn, "needs", frozenset())  # type: ignore[attr-defined]
-        return fn
-
-    return mark
+def described(x: Any) -> str:
+    """What something is, for an error: a function by its name, a tensor by its shape."""
+    if isinstance(x, Tensor):
+        return f"a tensor {list(x.shape)}"
+    return f"the function {name_of(x)}" if callable(x) else f"a {type(x).__name__}"
 
 
-def needs_of(*pieces: Any) -> frozenset[str]:
-    """All fields that the pieces read. An `Algorithm` reads what its parts read, less what its advantage makes."""
-    fields: frozenset[str] = frozenset()
-    for piece in pieces:
-        if isinstance(piece, Algorithm):
-            made = piece.advantage.makes | {"advantage"}
-            parts = (piece.advantage, piece.policy_loss, piece.value_loss, piece.reward_loss, piece.keep)
-            fields |= needs_of(*parts) - made
-        elif piece is not None:
-            fields |= getattr(piece, "needs", frozenset())
-    return fields
+def name_of(piece: Any) -> str:
+    """The name of the factory that made a piece, or of the function that it is."""
+    function = piece.update if isinstance(piece, Advantage) else piece
+    function = getattr(function, "of", function)
+    return getattr(function, "__qualname__", type(piece).__name__).split(".<locals>")[0]
 
 
-def stateless(fn: Callable[[Tensor, Batch], Tensor], *fields: str, per: str | None = None) -> Advantage:
+def _check_piece(piece: Any, where: str) -> None:
+    if not isinstance(piece, Advantage):
+        hint = f": call it, {name_of(piece)}()" if callable(piece) else ""
+        raise PieceError(f"{where} is {described(piece)} and not a piece of an advantage chain{hint}")
+
+
+# ---- advantages
+
+
+class RankError(PieceError):
+    """A piece on outcomes [B] was given token rewards [B, T], or the other way round."""
+
+
+def check_rank(signal: Signal, per: str) -> None:
+    """Whether the signal is what a piece works on, "row" outcomes [B] or "token" rewards [B, T].
+
+    Raises:
+      RankError: it is not; told by its rank, since B and T may be equal.
+    """
+    shape = list(signal.x.shape)
+    if per == "token" and signal.x.dim() != 2:
+        raise RankError(
+            f"a piece on token rewards [B, T] was given outcomes {shape}: put to_tokens() or to_last_token() before it"
+        )
+    if per == "row" and signal.x.dim() != 1:
+        raise RankError(f"a piece on outcomes [B] was given token rewards {shape}: put it before to_tokens()")
+
+
+def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> Advantage:
     """An advantage piece without state that changes only `signal.x`; `batch.mask` is the mask of the signal.
 
     Args:
       fn: (x, batch) -> x.
-      fields: of `Batch`, that it reads.
       per: "row" for a piece on outcomes [B], "token" for one on token rewards [B, T]; None: either.
     """
 
@@ -152,39 +227,18 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], *fields: str, per: str | No
             check_rank(signal, per)
         return signal._replace(x=fn(signal.x, batch._replace(mask=signal.mask))), state
 
-    return Advantage(lambda: (), update, needs_of(needs(*fields)(lambda: None)))
-
-
-def check_rank(signal: Signal, per: str) -> None:
-    """Whether the signal is what a piece works on, "row" outcomes [B] or "token" rewards [B, T].
-
-    Raises:
-      ValueError: it is not; told by its rank, since B and T may be equal.
-    """
-    shape = list(signal.x.shape)
-    if per == "token" and signal.x.dim() != 2:
-        raise ValueError(
-            f"a piece on token rewards [B, T] was given outcomes {shape}: put to_tokens() or to_last_token() before it"
-        )
-    if per == "row" and signal.x.dim() != 1:
-        raise ValueError(f"a piece on outcomes [B] was given token rewards {shape}: put it before to_tokens()")
+    update.of = fn  # type: ignore[attr-defined]  (whose name errors tell)
+    return Advantage(lambda: (), update)
 
 
 def chain(*pieces: Advantage) -> Advantage:
-    """The pieces one after the other; the state is the tuple of their states.
+    """One piece after the other; the state is a tuple of their states.
 
     Raises:
-      ValueError: a piece goes by a field that only a later one makes.
+      PieceError: one of them is not a piece, such as a factory that was not called.
     """
-    made, needed, heeded = frozenset[str](), frozenset[str](), frozenset[str]()
     for place, piece in enumerate(pieces, 1):
-        missing = (piece.needs | piece.heeds) - piece.makes - made
-        for later, other in enumerate(pieces[place:], place + 1):
-            for field in sorted(other.makes & missing):
-                raise ValueError(
-                    f"piece {place} of the chain goes by signal.{field}, which piece {later} makes: put that one first"
-                )
-        needed, heeded, made = needed | (piece.needs - made), heeded | (piece.heeds - made), made | piece.makes
+        _check_piece(piece, f"piece {place} of the chain")
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         after = []
@@ -193,17 +247,44 @@ def chain(*pieces: Advantage) -> Advantage:
             after.append(now)
         return signal, tuple(after)
 
-    return Advantage(lambda: tuple(p.init() for p in pieces), update, needed, made, heeded)
+    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces)
+
+
+def begin(batch: Batch) -> Signal:
+    """The signal that a chain is given: the scores, or zeros where the batch has none."""
+    score_B = batch.get("score")
+    if score_B is None:
+        like = batch.get("old_logp")
+        score_B = batch.mask.new_zeros(len(batch.mask), dtype=torch.float32 if like is None else like.dtype)
+    return Signal(score_B, batch.mask)
+
+
+def advantages(advantage: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, Metric]]:
+    """Runs a chain on a batch.
+
+    Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled` (the
+      mask before it) and the rows that it drew; the next state; metrics.
+    Raises:
+      PieceError: the chain never came to tokens, or a piece gave None.
+    """
+    signal, state = advantage.update(begin(batch), state, batch)
+    check_rank(signal, "token")
+    made = {"advantage": signal.x, "mask": signal.mask, "sampled": batch.mask} | signal.extra
+    made |= {k: x for k in ("returns", "weight") if (x := getattr(signal, k)) is not None}
+    batch = batch._replace(**made)
+    return (batch if signal.rows is None else select(batch, signal.rows)), state, signal.metrics
+
+
+# ---- terms and losses
 
 
 def add(*terms: Term) -> Term:
     """The sum of the terms' losses; their metrics together."""
 
-    @needs(*needs_of(*terms))
-    def term(logp_BT: Tensor, batch: Batch):
-        total, metrics = terms[0](logp_BT, batch)
+    def term(x_BT: Tensor, batch: Batch):
+        total, metrics = run_term(terms[0], x_BT, batch)
         for other in terms[1:]:
-            loss_BT, more = other(logp_BT, batch)
+            loss_BT, more = run_term(other, x_BT, batch)
             total, metrics = total + loss_BT, metrics | more
         return total, metrics
 
@@ -213,9 +294,8 @@ def add(*terms: Term) -> Term:
 def scale(factor: float, term: Term) -> Term:
     """`factor` times the term's loss."""
 
-    @needs(*needs_of(term))
-    def scaled(logp_BT: Tensor, batch: Batch):
-        loss_BT, metrics = term(logp_BT, batch)
+    def scaled(x_BT: Tensor, batch: Batch):
+        loss_BT, metrics = run_term(term, x_BT, batch)
         return factor * loss_BT, metrics
 
     return scaled
@@ -227,10 +307,10 @@ def weighted(term: Term) -> Term:
     On a batch without weights the term is unchanged.
     """
 
-    @needs(*needs_of(term))
-    def with_weight(logp_BT: Tensor, batch: Batch):
-        loss_BT, metrics = term(logp_BT, batch)
-        return (loss_BT if batch.weight is None else batch.weight.detach() * loss_BT), metrics
+    def with_weight(x_BT: Tensor, batch: Batch):
+        loss_BT, metrics = run_term(term, x_BT, batch)
+        weight_BT = batch.get("weight")
+        return (loss_BT if weight_BT is None else weight_BT.detach() * loss_BT), metrics
 
     return with_weight
 
@@ -240,77 +320,89 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
 
     Per-token fields and log-probabilities are set to zero outside the mask before the term sees them, so that
     nothing there (NaN, a prompt's log-probability) reaches a loss or, through 0 times NaN, a gradient.
-    """
-
-    @needs(*needs_of(term))
-    def loss(logp_BT: Tensor, batch: Batch):
-        loss_BT, metrics = term(where_masked(logp_BT, batch.mask), clean(batch))
-        means = {k: _metric(v, batch.mask) for k, v in metrics.items()}
-        return (reduction(loss_BT, batch.mask, batch.segments),), means
-
-    return loss
-
-
-def _metric(x: Any, mask_BT: Tensor) -> Fraction:
-    return x if isinstance(x, Fraction) else token_fraction(x.detach(), mask_BT)
-
-
-def together(*losses: Loss) -> Loss:
-    """The sum of losses that have denominators of their own."""
-
-    @needs(*needs_of(*losses))
-    def loss(logp_BT: Tensor, batch: Batch):
-        fractions, metrics = (), {}
-        for one in losses:
-            more, means = one(logp_BT, batch)
-            fractions, metrics = fractions + more, metrics | means
-        return fractions, metrics
-
-    return loss
-
-
-def token_fraction(x_BT: Tensor, mask_BT: Tensor) -> Fraction:
-    """The mean of x over the tokens of the mask, as a fraction; what lies outside the mask may be NaN."""
-    return Fraction(where_masked(x_BT, mask_BT).sum(), mask_BT.count_nonzero().to(x_BT.dtype))
-
-
-TOKEN_FIELDS = ("token_reward", "rollout_logp", "old_logp", "ref_logp", "teacher_logp", "value", "sum_pi_squared")
-TOKEN_FIELDS += ("advantage", "returns", "weight", "entropy", "old_entropy", "entropy_coefficient", "selected")
-TOKEN_FIELDS += ("label", "margin", "kl_baseline", "reward_logp")
-
-
-def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """x on the mask and exactly 0 elsewhere; no gradient flows elsewhere either."""
-    return torch.where(mask_BT, x_BT, x_BT.new_zeros(()))
-
-
-def clean(batch: Batch) -> Batch:
-    """The batch with every per-token field exactly 0 outside the mask.
 
     Raises:
-      ValueError: a field is not per token, such as advantages of a chain that never came to tokens.
+      PieceError: the reduction is not one; when the loss is run, the term does not give a loss per token and metrics.
     """
-    kept = {name: x for name in TOKEN_FIELDS if (x := getattr(batch, name)) is not None}
-    for name, x in kept.items():
-        if x.dim() != 2:
-            raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]; to_tokens() in the chain makes it so")
-    return batch._replace(**{name: where_masked(x, batch.mask) for name, x in kept.items()})
+    if not isinstance(reduction, Reduction):
+        hint = f": call it, {name_of(reduction)}()" if callable(reduction) else ""
+        raise PieceError(f"reduce was given {described(reduction)} as a reduction{hint}")
+
+    def denominators(batch: Batch) -> tuple[Tensor, ...]:
+        return reduction.denominators(batch.mask, batch.get("segments"))
+
+    def numerators(x_BT: Tensor, batch: Batch):
+        mask_BT = batch.mask
+        loss_BT, metrics = run_term(term, where_masked(x_BT, mask_BT), clean(batch))
+        typed = {name: _typed(name, metric, term, mask_BT) for name, metric in metrics.items()}
+        return reduction.numerators(loss_BT, mask_BT, batch.get("segments")), typed
+
+    return Loss(denominators, numerators)
 
 
-def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
-    """The sum of x over the masked tokens of each sequence.
+def run_term(term: Term, x_BT: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+    """The term's loss and metrics, checked to be what a term gives.
 
-    Args:
-      segments_BT: which sequence of a packed row a token belongs to, 1 to T; None: a row is one sequence.
-    Returns: [B, 1] where a row is one sequence, [B, T + 1] where rows are packed, indexed by segment.
+    Raises:
+      PieceError: they are not.
     """
-    kept_BT = where_masked(x_BT, mask_BT)
-    if segments_BT is None:
-        return kept_BT.sum(1, keepdim=True)
-    return kept_BT.new_zeros(kept_BT.shape[0], kept_BT.shape[1] + 1).scatter_add(1, segments_BT, kept_BT)
+    out = term(x_BT, batch)
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
+        loss_BT = out[0]
+        if isinstance(loss_BT, Tensor) and loss_BT.shape == batch.mask.shape:
+            return loss_BT, out[1]
+        raise PieceError(
+            f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a loss "
+            "per token [B, T] is needed; the reduction sums it"
+        )
+    name = name_of(term)
+    if isinstance(out, Tensor):
+        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}})")
+    if callable(out):
+        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...)")
+    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics)")
 
 
-def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
-    """Gives every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
-    x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT)
-    return where_masked(x_BT, mask_BT)
+def _typed(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
+    if isinstance(metric, Mean):
+        return Mean(metric.num.detach(), metric.den)
+    if isinstance(metric, (Max, Sum)):
+        return type(metric)(metric.value.detach())
+    if not isinstance(metric, Tensor) or metric.shape != mask_BT.shape:
+        raise PieceError(
+            f"metric {name!r} of term {name_of(term)} is {described(metric)}: give a tensor [B, T], whose mean over "
+            "tokens is reported, or Mean, Max or Sum"
+        )
+    return token_mean_of(metric.detach(), mask_BT)
+
+
+def sum_losses(*losses: Loss) -> Loss:
+    """The sum of losses that have denominators of their own."""
+    for loss in losses:
+        if not isinstance(loss, Loss):
+            raise PieceError(f"sum_losses was given {described(loss)}; `add` is the sum of terms")
+
+    def numerators(x_BT: Tensor, batch: Batch):
+        nums, metrics = (), {}
+        for loss in losses:
+            more, typed = loss.numerators(x_BT, batch)
+            nums, metrics = nums + more, metrics | typed
+        return nums, metrics
+
+    return Loss(lambda batch: tuple(den for loss in losses for den in loss.denominators(batch)), numerators)
+
+
+def reads(*pieces: Any) -> Reads:
+    """The fields that pieces read: losses, advantages, terms, filters, or algorithms less what their advantages make.
+
+    They are run on an example batch that records, so that neither a lambda nor a user's own function hides any.
+
+    Raises:
+      PieceError: one of them cannot be run on the example, or gives what its kind may not give.
+    """
+    from funrl.algos.reading import reads_of  # which imports this
+
+    found = Reads()
+    for piece in pieces:
+        found = found | reads_of(piece)
+    return found

@@ -34,4 +34,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.cispo"))
+    sys.exit(main("cispo", algorithm="funrl.experiments.cispo:algorithm"))

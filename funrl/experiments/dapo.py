@@ -38,4 +38,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.dapo"))
+    sys.exit(main("dapo", algorithm="funrl.experiments.dapo:algorithm"))

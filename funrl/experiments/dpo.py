@@ -24,7 +24,6 @@ from funrl.algos.core import Loss, add, reduce, scale, together
 from funrl.algos.preference import chosen_likelihood, log_likelihood, reference_log_ratio
 from funrl.algos.reductions import sequence_mean
 from funrl.experiments.run import main
-from funrl.experiments.supervised import PREFERENCES
 
 PAIRS = {
     "sigmoid": pair_losses.sigmoid_pairs, "hinge": pair_losses.hinge_pairs, "ipo": pair_losses.ipo_pairs,
@@ -87,4 +86,4 @@ def factors(loss: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.dpo", kind=PREFERENCES))
+    sys.exit(main("dpo", algorithm="funrl.experiments.dpo:algorithm"))

@@ -46,4 +46,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.grpo"))
+    sys.exit(main("grpo", algorithm="funrl.experiments.grpo:algorithm"))

@@ -34,4 +34,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.gspo"))
+    sys.exit(main("gspo", algorithm="funrl.experiments.gspo:algorithm"))

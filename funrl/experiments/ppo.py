@@ -57,4 +57,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.ppo"))
+    sys.exit(main("ppo", algorithm="funrl.experiments.ppo:algorithm"))

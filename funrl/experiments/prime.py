@@ -39,4 +39,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.prime"))
+    sys.exit(main("prime", algorithm="funrl.experiments.prime:algorithm"))

@@ -40,4 +40,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.reinforce_plus_plus"))
+    sys.exit(main("reinforce_plus_plus", algorithm="funrl.experiments.reinforce_plus_plus:algorithm"))

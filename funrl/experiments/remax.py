@@ -31,4 +31,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.remax", batch_prompts=1024, samples_per_prompt=1))
+    sys.exit(main("remax", algorithm="funrl.experiments.remax:algorithm", batch_prompts=1024, samples_per_prompt=1))

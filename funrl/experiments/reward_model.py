@@ -15,7 +15,6 @@ from funrl.algos.core import Loss, reduce
 from funrl.algos.reductions import sequence_mean
 from funrl.algos.reward_losses import pairwise_reward
 from funrl.experiments.run import main
-from funrl.experiments.supervised import REWARDS
 
 
 def algorithm(center: float = 0.0, margin: bool = False) -> Loss:
@@ -29,4 +28,4 @@ def algorithm(center: float = 0.0, margin: bool = False) -> Loss:
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.reward_model", kind=REWARDS, steps=100))
+    sys.exit(main("reward_model", algorithm="funrl.experiments.reward_model:algorithm", steps=100))

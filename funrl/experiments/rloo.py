@@ -30,4 +30,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.rloo"))
+    sys.exit(main("rloo", algorithm="funrl.experiments.rloo:algorithm"))

@@ -16,7 +16,6 @@ from funrl.algos.core import Loss, reduce
 from funrl.algos.reductions import sequence_mean, token_mean
 from funrl.algos.supervised import dynamic_likelihood, negative_log_likelihood
 from funrl.experiments.run import main
-from funrl.experiments.supervised import DEMONSTRATIONS
 
 
 def algorithm(dynamic: bool = False, per_sequence: bool = False) -> Loss:
@@ -31,4 +30,4 @@ def algorithm(dynamic: bool = False, per_sequence: bool = False) -> Loss:
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.sft", kind=DEMONSTRATIONS, warmstart_steps=0, steps=300, eval_every=50))
+    sys.exit(main("sft", algorithm="funrl.experiments.sft:algorithm", warmstart_steps=0, steps=300, eval_every=50))

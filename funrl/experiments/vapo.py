@@ -39,4 +39,4 @@ def algorithm(
 
 
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.vapo", critic_warmup_steps=5))
+    sys.exit(main("vapo", algorithm="funrl.experiments.vapo:algorithm", critic_warmup_steps=5))

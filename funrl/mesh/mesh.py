@@ -8,49 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
-AXES = tuple(SHORT.values())
+from funrl.mesh.text import AXES, SHORT, MeshError, parse, text
+
+__all__ = ["AXES", "SHORT", "Mesh", "MeshError", "combinations", "coordinates", "members", "parse", "single", "text"]
+
 Axes = str | tuple[str, ...]
-
-
-class MeshError(ValueError):
-    """A mesh that cannot be built; the message says which part and what would be right."""
-
-
-def parse(text: str) -> dict[str, int]:
-    """Sizes of all four axes from text such as "dp4,tp2"; the order is free, "" is one device.
-
-    Raises:
-      MeshError: an unknown axis, one given twice, or a size below 1.
-    """
-    sizes = dict.fromkeys(AXES, 1)
-    seen = set()
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        match = re.fullmatch(r"([a-z]+)(\d+)", part)
-        if match is None or match[1] not in SHORT:
-            raise MeshError(
-                f"--mesh={text}: {part!r} is not an axis; write dp, tp, ep or sp and a size, such as dp4,tp2"
-            )
-        if match[1] in seen:
-            raise MeshError(f"--mesh={text}: axis {match[1]!r} is given twice")
-        if int(match[2]) < 1:
-            raise MeshError(f"--mesh={text}: the size of {match[1]!r} is {match[2]}, it must be at least 1")
-        seen.add(match[1])
-        sizes[SHORT[match[1]]] = int(match[2])
-    return sizes
-
-
-def text(sizes: dict[str, int]) -> str:
-    """The inverse of `parse`: "dp4,tp2"; a mesh of one device is "dp1"."""
-    named = [f"{short}{sizes[axis]}" for short, axis in SHORT.items() if sizes[axis] > 1]
-    return ",".join(named) or "dp1"
 
 
 @dataclass(frozen=True)
@@ -58,6 +26,8 @@ class Mesh:
     """This process's view of the mesh.
 
     Attributes:
+      row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is the
+        sum over its own tokens, and the same on every rank of the other axes.
       sizes: size of each of `AXES`.
       rank: this process's number, row-major over `AXES`.
       device: where this process's tensors live.
@@ -70,6 +40,9 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
+
+    row_axes: ClassVar[tuple[str, ...]] = ("data", "expert")
+    token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
 
     @property
     def world(self) -> int:

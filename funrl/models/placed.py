@@ -15,7 +15,7 @@ from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import copied
-from funrl.mesh.rules import TRAIN, Rules, layouts
+from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.model import SINGLE, Inputs, Layer, Model
@@ -98,7 +98,7 @@ class Placed:
         """
         if self.model.value is None:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
-        weights = gathered(params, self.stored, self.mesh, self.dtype)
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         value_BT = self.model.value(weights, hidden_BTD[:, :-1])
         return torch.where(follows(batch.tokens, batch_field(batch, "segments")), F.pad(value_BT, (1, 0)), 0)
@@ -138,7 +138,7 @@ class Placed:
         B (T - 1) tokens behind the first these are."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
-        weights = gathered(params, self.stored, self.mesh, self.dtype)
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
@@ -152,8 +152,8 @@ class Placed:
 def place(
     model: Model,
     mesh: Mesh = SINGLE,
-    stored_rules: Rules = TRAIN,
-    compute_rules: Rules = TRAIN,
+    stored_rules: Rules = STORED,
+    compute_rules: Rules = COMPUTE,
     dtype: torch.dtype = torch.float32,
     layer: Layer | None = None,
 ) -> Placed:

@@ -4,6 +4,7 @@ from funrl.optim.adam import AdamState, adamw, scale_by_adam
 from funrl.optim.base import Transformation, apply_updates, apply_updates_, chain
 from funrl.optim.clip import clip_by_global_norm, global_norm
 from funrl.optim.fused import fused_adamw
+from funrl.optim.partition import masked, partition
 from funrl.optim.scale import (
     Mask,
     add_decayed_weights,
@@ -24,11 +25,14 @@ from funrl.optim.schedules import (
     warmup_linear,
 )
 from funrl.optim.sgd import sgd
+from funrl.optim.skip import SkipState, skip_nonfinite
+from funrl.optim.state_layouts import layouts_of
 
 __all__ = [
     "AdamState",
     "Mask",
     "Schedule",
+    "SkipState",
     "Transformation",
     "adamw",
     "add_decayed_weights",
@@ -41,13 +45,17 @@ __all__ = [
     "fused_adamw",
     "global_norm",
     "join",
+    "layouts_of",
     "linear",
+    "masked",
     "matrices",
+    "partition",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_schedule",
     "sgd",
+    "skip_nonfinite",
     "trace",
     "warmup_constant",
     "warmup_cosine",

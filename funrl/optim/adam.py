@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation, chain, zero_count
+from funrl.optim.base import Transformation, chain, stateful, zero_count
 from funrl.optim.scale import Mask, add_decayed_weights, scale_by_learning_rate
 from funrl.optim.schedules import Schedule
 
@@ -53,7 +53,7 @@ def scale_by_adam(
         mu = trees.map(lambda new, old: new.to(old.dtype), mu, state.mu)
         return updates, AdamState(count, mu, nu)
 
-    return Transformation(init, update)
+    return stateful("adam", init, update)
 
 
 def adamw(
@@ -80,6 +80,7 @@ def adamw(
         scale_by_adam(b1, b2, eps, mu_dtype),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
+        name="adamw",
     )
 
 

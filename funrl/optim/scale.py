@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation, stateless, zero_count
+from funrl.optim.base import Transformation, stateful, stateless, zero_count
 from funrl.optim.schedules import Schedule
 
 Mask = trees.Tree | Callable[[trees.Tree], trees.Tree] | None
@@ -28,7 +28,7 @@ class TraceState(NamedTuple):
 
 def scale(factor: float) -> Transformation:
     """`factor` times the update."""
-    return stateless(lambda grads, params: trees.map(lambda g: factor * g, grads))
+    return stateless("scale", lambda grads, params: trees.map(lambda g: factor * g, grads))
 
 
 def scale_by_schedule(schedule: Schedule) -> Transformation:
@@ -38,14 +38,16 @@ def scale_by_schedule(schedule: Schedule) -> Transformation:
         factor = schedule(state.count)
         return trees.map(lambda g: factor * g, grads), ScheduleState(state.count + 1)
 
-    return Transformation(lambda params: ScheduleState(zero_count(params)), update)
+    return stateful("schedule", lambda params: ScheduleState(zero_count(params)), update)
 
 
 def scale_by_learning_rate(learning_rate: float | Schedule) -> Transformation:
     """The step down the gradient: minus the learning rate, a number or a schedule, times the update."""
     if callable(learning_rate):
-        return scale_by_schedule(lambda count: -learning_rate(count))
-    return scale(-learning_rate)
+        step = scale_by_schedule(lambda count: -learning_rate(count))
+    else:
+        step = scale(-learning_rate)
+    return step._replace(name="learning_rate")
 
 
 def trace(decay: float, nesterov: bool = False) -> Transformation:
@@ -60,7 +62,7 @@ def trace(decay: float, nesterov: bool = False) -> Transformation:
         updates = trees.map(lambda g, m: g + decay * m, grads, moment) if nesterov else moment
         return updates, TraceState(moment)
 
-    return Transformation(lambda params: TraceState(trees.zeros_like(params)), update)
+    return stateful("momentum", lambda params: TraceState(trees.zeros_like(params)), update)
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> Transformation:
@@ -75,7 +77,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> Transformatio
         chosen = mask_of(mask, params)
         return trees.map(lambda g, p, on: g + weight_decay * p if on else g, grads, params, chosen)
 
-    return stateless(decayed)
+    return stateless("decayed_weights", decayed)
 
 
 def matrices(params: trees.Tree) -> trees.Tree:

@@ -16,4 +16,4 @@ def sgd(learning_rate: float | Schedule, momentum: float | None = None, nesterov
       nesterov: look one step ahead.
     """
     steps = [] if momentum is None else [trace(momentum, nesterov)]
-    return chain(*steps, scale_by_learning_rate(learning_rate))
+    return chain(*steps, scale_by_learning_rate(learning_rate), name="sgd")

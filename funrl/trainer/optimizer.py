@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.optim import (
@@ -11,8 +9,8 @@ from funrl.optim import (
     chain,
     clip_by_global_norm,
     fused_adamw,
-    global_norm,
     matrices,
+    muon,
     warmup_constant,
     warmup_cosine,
     warmup_linear,
@@ -21,10 +19,10 @@ from funrl.trainer.settings import Settings
 
 
 def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.Tree, mesh: Mesh) -> Transformation:
-    """AdamW below a bound on the gradient's norm over the mesh, in place.
+    """AdamW or Muon below a bound on the gradient's norm, in place. Its `update` is given that norm.
 
     Args:
-      settings: schedule, decay, bound.
+      settings: which, schedule, decay, bound.
       lr: peak learning rate.
       updates: optimizer steps of the whole run, over which the rate decays.
       layouts: of the parameters on `mesh`.
@@ -35,8 +33,9 @@ def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.T
         "linear": lambda: warmup_linear(lr, warmup, updates),
         "cosine": lambda: warmup_cosine(lr, warmup, updates),
     }
-    norm = functools.partial(global_norm, layouts=layouts, mesh=mesh)
-    return chain(
-        clip_by_global_norm(settings.max_grad_norm, norm, in_place=True),
-        fused_adamw(schedules[settings.lr_schedule](), weight_decay=settings.weight_decay, mask=matrices),
-    )
+    schedule, decay = schedules[settings.lr_schedule](), settings.weight_decay
+    if settings.optimizer == "muon":
+        step = muon(schedule, weight_decay=decay, layouts=layouts, mesh=mesh)
+    else:
+        step = fused_adamw(schedule, weight_decay=decay, mask=matrices)
+    return chain(clip_by_global_norm(settings.max_grad_norm, in_place=True), step)

@@ -126,7 +126,7 @@ BAD = [  # flags, and what the one line says
     (["--lr=fast"], "--lr=fast: a number is needed"),
     (["--lr=nan"], "--lr=nan: a finite number is needed"),
     (["--kl_coef=inf"], "--kl_coef=inf: a finite number is needed"),
-    (["--temperature=0"], "--temperature=0.0: it must be above 0"),
+    (["--temperature=0"], "--temperature=0: it must be above 0"),
     (["--top_p=1.5"], "--top_p=1.5: it must be above 0 and at most 1"),
     (["--temperature=0.5", "--top_k=4"], "use either a temperature, or top_k and top_p at temperature 1"),
     (["--seed=-1"], "--seed=-1: it must be at least 0"),
@@ -134,10 +134,10 @@ BAD = [  # flags, and what the one line says
     (["--dtype=float16"], "--dtype=float16: it must be one of float32, float64, bfloat16"),
     (["--lr_schedule=cosine", "--steps=2", "--lr_warmup_steps=4"], "--lr_warmup_steps=4: the run makes 4 updates"),
     (["--lr_schedule=linear", "--steps=2", "--lr_warmup_steps=9"], "--lr_warmup_steps=9: the run makes 4 updates"),
-    (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be below 2^63"),
+    (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be at least 0 and below 2^63"),
     (["--reward_weights=0"], "--reward_weights=0: every score would be 0"),
     ([*DATA, "--reward={own}/r.py:fine,{own}/r.py:fine", "--reward_weights=0,-0"], "every score would be 0"),
-    (["--reward_weights=1e300"], "--reward_weights=1e300: there are 1 reward functions; give as many numbers"),
+    (["--reward_weights=1e300"], "--reward_weights=1e300: give one number for each of the rewards (1)"),
     ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory; prompts are JSON lines"),
     (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),
@@ -150,7 +150,7 @@ BAD = [  # flags, and what the one line says
 def call(flags, own, run_dir):
     flags = [flag.format(own=own) for flag in flags]
     argv = ["ppo", *TINY, *([] if any(f.startswith("--run_dir") for f in flags) else [f"--run_dir={run_dir}"]), *flags]
-    return main("funrl.experiments.ppo", argv)
+    return main("ppo", argv, algorithm="funrl.experiments.ppo:algorithm")
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f[-2:]) for f, _ in BAD])

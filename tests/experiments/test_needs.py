@@ -169,7 +169,7 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
     assert metrics["reward/2/mean"] == 4 and metrics["reward/1/mean"] == batch.scores[:, 0].mean().item()
     assert prepare(Settings(**SMALL, **flags), gdpo).task.weights == (1, 1)
     for weights in ("1", "1,2,3", "1,x", "1,nan"):
-        with pytest.raises(SettingsError, match=r"reward_weights.*2 reward functions"):
+        with pytest.raises(SettingsError, match=r"reward_weights.*rewards \(2\)"):
             prepare(Settings(**SMALL, **flags, reward_weights=weights), gdpo)
 
 
@@ -277,7 +277,7 @@ def test_filters_may_read_what_a_rollout_knows():
     ("flags", "make"),
     [
         ({"critic_warmup_steps": 1}, grpo),
-        ({"reward_lr": 1e-3}, grpo),
+        ({"implicit_reward_lr": 1e-3}, grpo),
         ({"teacher": "somewhere"}, lambda: ppo(kl_reward=fixed_kl(0.1))),
         ({"critic_warmup_steps": 4}, ppo),
         ({"critic_warmup_steps": -1}, ppo),

@@ -10,20 +10,19 @@ from funrl import trees
 from funrl.data.supervised import load_lessons, to_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.experiments.run import main
-from funrl.experiments.supervised import DEMONSTRATIONS, PREFERENCES, REWARDS
 from funrl.models import decoder, hf
 from funrl.models import value as values
 from funrl.tasks import arithmetic
 
-KINDS = {"sft": DEMONSTRATIONS, "dpo": PREFERENCES, "reward_model": REWARDS}
+NAMES = ("sft", "dpo", "reward_model")
 
 
 def run(name, *flags):
     tiny = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--batch_prompts=4", "--eval_prompts=8")
-    return main(f"funrl.experiments.{name}", [name, *tiny, *flags], kind=KINDS[name])
+    return main(name, [name, *tiny, *flags], f"funrl.experiments.{name}:algorithm")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path, capsys):
     assert run(name, "--steps=5", "--lr=1e30", f"--run_dir={tmp_path}") == 1
     said = capsys.readouterr()

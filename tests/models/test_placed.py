@@ -107,7 +107,7 @@ def test_a_critic_in_other_layouts_than_its_policy():
 
     def program(mesh):
         policy = place(MODEL, mesh, dtype=torch.float64)
-        critic = place(with_value_head(MODEL), mesh, rules.fully_sharded(rules.TRAIN), dtype=torch.float64)
+        critic = place(with_value_head(MODEL), mesh, rules.fully_sharded(rules.STORED), dtype=torch.float64)
         made = critic.copy_from(policy, rules.shard(params, policy.stored, mesh))
         split = sum(
             x.shape != whole.shape for x, whole in zip(*map(trees.leaves, (made, critic.model.shapes)), strict=True)

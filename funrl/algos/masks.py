@@ -1,0 +1,59 @@
+"""Masks, and sums over tokens: of rows, of sequences, of all rows of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funrl.batch import Batch, map_fields, token_fields
+
+
+def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """x on the mask and exactly 0 elsewhere; no gradient flows elsewhere either."""
+    return torch.where(mask_BT, x_BT, x_BT.new_zeros(()))
+
+
+def clean(batch: Batch) -> Batch:
+    """The batch with every per-token field exactly 0 outside the mask.
+
+    Raises:
+      ValueError: a field is not per token, such as advantages of a chain that never came to tokens.
+    """
+    mask_BT, per_token = batch.mask, frozenset(token_fields()) - {"tokens", "mask", "positions", "segments"}
+
+    def cleaned(name: str, x: Tensor) -> Tensor:
+        if name not in per_token:
+            return x
+        if x.shape[:2] != mask_BT.shape:
+            raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]; to_tokens() in the chain makes it so")
+        return where_masked(x, mask_BT if x.dim() == 2 else mask_BT[..., None])
+
+    return map_fields(cleaned, batch)
+
+
+def total(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
+    """The sum of x over the mask and all rows of the step, in float64: row by row, then in the order of the rows.
+
+    The one way in which an advantage piece sums over tokens; its bits depend on neither padding, threads nor mesh.
+    """
+    sums_B = batch.across.sums(where_masked(x_BT, mask_BT))
+    return torch.nn.functional.pad(sums_B, (1, 0)).cumsum(0)[-1]
+
+
+def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    """The sum of x over the masked tokens of each sequence.
+
+    Args:
+      segments_BT: which sequence of a packed row a token belongs to, 1 to T; None: a row is one sequence.
+    Returns: [B, 1] where a row is one sequence, [B, T + 1] where rows are packed, indexed by segment.
+    """
+    kept_BT = where_masked(x_BT, mask_BT)
+    if segments_BT is None:
+        return kept_BT.sum(1, keepdim=True)
+    return kept_BT.new_zeros(kept_BT.shape[0], kept_BT.shape[1] + 1).scatter_add(1, segments_BT, kept_BT)
+
+
+def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    """Gives every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
+    x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT)
+    return where_masked(x_BT, mask_BT)

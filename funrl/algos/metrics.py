@@ -1,0 +1,81 @@
+"""What is reported: means, maxima and sums that micro-batches and ranks merge."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.algos.masks import total, where_masked
+from funrl.batch import Batch
+
+
+class PieceError(ValueError):
+    """A piece that is not what its place asks for, or that gave what its kind may not give."""
+
+
+class Mean(NamedTuple):
+    """A mean that is not yet divided. `a + b` is the mean of the union of what a and b were taken over.
+
+    A denominator of 0 stands for 1: then the mean is a sum, or there was nothing to take a mean of.
+    """
+
+    num: Tensor
+    den: Tensor
+
+    def __add__(self, other: Mean) -> Mean:  # type: ignore[override]
+        return Mean(self.num + other.num, self.den + other.den)
+
+    def over(self, den: Tensor) -> Tensor:
+        """num / den, for the denominator of a whole of which this is a part."""
+        return divide(self.num, den)
+
+    @property
+    def value(self) -> Tensor:
+        """num / den."""
+        return self.over(self.den)
+
+
+class Max(NamedTuple):
+    """The largest of what it is merged of."""
+
+    value: Tensor
+
+
+class Sum(NamedTuple):
+    """The sum of what it is merged of."""
+
+    value: Tensor
+
+
+Metric = Mean | Max | Sum
+
+
+def divide(num: Tensor, den: Tensor) -> Tensor:
+    """num / den in the dtype of num, where a den of 0 stands for 1."""
+    return num / torch.where(den == 0, torch.ones_like(den), den).to(num.dtype)
+
+
+def merge(a: Any, b: Any) -> Any:
+    """One metric of two of one kind, taken over different tokens.
+
+    Raises:
+      PieceError: they are of two kinds.
+    """
+    if type(a) is not type(b):
+        raise PieceError(f"a {type(a).__name__} and a {type(b).__name__} are no parts of one metric")
+    if isinstance(a, Mean):
+        return a + b
+    return Max(torch.maximum(a.value, b.value)) if isinstance(a, Max) else Sum(a.value + b.value)
+
+
+def token_mean_of(x_BT: Tensor, mask_BT: Tensor) -> Mean:
+    """The mean of x over the tokens of the mask; what lies outside the mask may be NaN."""
+    return Mean(where_masked(x_BT, mask_BT).sum(), mask_BT.count_nonzero().to(x_BT.dtype))
+
+
+def mean_over_tokens(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Mean:
+    """The mean of x over the mask and all rows of the step, in the dtype of x; see `total`."""
+    count = total(torch.ones_like(x_BT), mask_BT, batch)
+    return Mean(total(x_BT, mask_BT, batch).to(x_BT.dtype), count.to(x_BT.dtype))

@@ -1,0 +1,139 @@
+"""What pieces read and make, found by running them on an example batch that records."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import Advantage, Algorithm, Loss, PieceError, RankError, Signal, described, name_of
+from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording
+
+
+class CountError(ValueError):
+    """A piece was made for another number of reward functions than `batch.scores` has.
+
+    Attributes:
+      wanted: the number that it was made for.
+    """
+
+    def __init__(self, message: str, wanted: int):
+        super().__init__(message)
+        self.wanted = wanted
+
+
+class Run(NamedTuple):
+    """What an advantage did on the example.
+
+    Attributes:
+      reads: the fields that it read, `score` among them where its result depends on the outcomes that it was given.
+      makes: the fields that losses may read after it.
+      signal: its result.
+    """
+
+    reads: Reads
+    makes: frozenset[str]
+    signal: Signal
+
+
+def reads_of(piece: Any) -> Reads:
+    """The fields that one piece reads; see `core.reads`."""
+    if piece is None:
+        return Reads()
+    if isinstance(piece, Algorithm):
+        made = frozenset() if piece.advantage is None else run_advantage(piece.advantage).makes
+        found = reads_of(piece.advantage) | reads_of(piece.filter)
+        for loss in piece.losses.values():
+            found = found | (reads_of(loss) - made)
+        return found
+    if isinstance(piece, Advantage):
+        return run_advantage(piece).reads
+    return _reads_of_function(piece)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reads_of_function(piece: Any) -> Reads:
+    return _on_example(piece, lambda batch: run_function(piece, batch))[1].reads
+
+
+def run_function(piece: Any, batch: Batch) -> Any:
+    """Runs a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
+    shape = as_dict(batch)["mask"].shape
+    x_BT = -0.5 - 0.1 * torch.arange(shape.numel(), dtype=torch.float64).reshape(shape) % 0.7
+    if isinstance(piece, Loss):
+        return piece.denominators(batch), piece.numerators(x_BT, batch)
+    if not callable(piece):
+        raise PieceError(f"{described(piece)} is not a piece of an algorithm")
+    places = inspect.signature(piece).parameters.values()
+    needed = [p for p in places if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return piece(batch) if len(needed) == 1 else piece(x_BT, batch)
+
+
+@functools.lru_cache(maxsize=1024)
+def run_advantage(advantage: Advantage) -> Run:
+    """Runs an advantage piece on the example, as many times as it takes to see what it goes by."""
+    given: dict[str, Any] = {}
+    while True:
+        try:
+            signal, seen = _run_once(advantage, given, 0.0)
+            break
+        except MissingField as error:  # it goes by a field of the signal, which a piece before it should have made
+            if error.field not in Signal._fields or error.field in given:
+                raise
+            given[error.field] = as_dict(example((error.field,)))[error.field]
+    seen.required |= set(given)
+    moved, _ = _run_once(advantage, given, 1.0)
+    if any(not torch.equal(a, b) for a, b in zip(_leaves(signal), _leaves(moved), strict=True)):
+        seen.required.add("score")
+    made = {name for name in ("returns", "weight") if getattr(signal, name) is not None} | set(signal.extra)
+    return Run(seen.reads, frozenset(made - set(given)) | {"advantage", "sampled"}, signal)
+
+
+def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, Seen]:
+    """On outcomes or, if it works on token rewards, on these; moved by a change that differs by row."""
+
+    def update(batch: Batch) -> Signal:
+        outcomes = as_dict(batch)["score"]
+        mask = as_dict(batch)["mask"]
+        moved_B = outcomes + change * torch.arange(1.0, 1 + len(outcomes), dtype=outcomes.dtype).square()
+        try:
+            return advantage.update(Signal(moved_B, mask, **given), advantage.init(), batch)[0]
+        except RankError:
+            rewards_BT = torch.where(mask, moved_B[:, None].cumsum(0).expand(mask.shape), 0.0)
+            return advantage.update(Signal(rewards_BT, mask, **given), advantage.init(), batch)[0]
+
+    return _on_example(advantage, update)
+
+
+def _leaves(signal: Signal) -> list[Tensor]:
+    fields = (signal.x, signal.mask, signal.returns, signal.weight, signal.rows, signal.extra)
+    return [x for x in trees.leaves(fields) if isinstance(x, Tensor)]
+
+
+def _on_example(piece: Any, run: Callable[[Batch], Any]) -> tuple[Any, Seen]:
+    """What `run` gives on the recording example, and what it read; with as many reward functions as it asks for."""
+    batch = example()
+    for _ in range(2):
+        watched, seen = recording(batch)
+        try:
+            return run(watched), seen
+        except CountError as error:
+            batch = batch._replace(scores=as_dict(batch)["score"][:, None].repeat(1, error.wanted))
+        except (PieceError, MissingField):
+            raise
+        except Exception as error:
+            raise PieceError(
+                f"{name_of(piece)} cannot be run on the example batch that shows what it reads (4 rows of 8 tokens): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    raise PieceError(f"{name_of(piece)} asks for different numbers of reward functions")
+
+
+def provided(names: Iterable[str]) -> Batch:
+    """The example with these fields only."""
+    return example(frozenset(names) | {"tokens", "mask"})
