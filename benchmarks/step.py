@@ -30,8 +30,7 @@ from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import character_tokenizer
 from funrl.experiments import grpo, ppo
 from funrl.mesh.mesh import single
-from funrl.models import decoder, hf
-from funrl.models.config import Config
+from funrl.models import Config, decoder_model, hf
 from funrl.trainer import ensemble, phases
 from funrl.trainer.job import prepare
 from funrl.trainer.settings import Settings
@@ -102,13 +101,13 @@ def make_files(folder: Path) -> Files:
     """A random model with a tokenizer of one token a character, random prompts and a reward."""
     files = Files(folder / "model", folder / "prompts.jsonl", folder / "reward.py")
     heads = max(1, EMBED.value // 64)
-    config = Config(
+    model = decoder_model(Config(
         vocab=VOCAB.value, embed=EMBED.value, layers=LAYERS.value, heads=heads, kv_heads=max(1, heads // 2), head=64,
         mlp=4 * EMBED.value, bos=1, eos=(1,), pad=0,
-    )  # fmt: skip
+    ))  # fmt: skip
     alphabet = "".join(chr(0x4E00 + i) for i in range(VOCAB.value - 2))
-    params = decoder.init(config, torch.Generator().manual_seed(0))
-    hf.save(files.model, config, params, character_tokenizer(alphabet))
+    params = model.init(torch.Generator().manual_seed(0))
+    hf.save(files.model, model, params, character_tokenizer(alphabet))
     draw = random.Random(0)
     lines = [json.dumps({"prompt": "".join(draw.choices(alphabet, k=PROMPT.value))}) for _ in range(40 * PROMPTS.value)]
     files.prompts.write_text("\n".join(lines) + "\n")
@@ -222,7 +221,7 @@ def main(argv: list[str]) -> None:
                 ours()
         else:
             with_trl(files, folder, after_trl)
-        count = trees.count(decoder.shapes(hf.check(files.model)))
+        count = trees.count(hf.check(files.model).shapes)
     rows = f"{PROMPTS.value} prompts x {SAMPLES.value} samples of {PROMPT.value} + {NEW.value} tokens"
     print(f"{count / 1e6:.1f}M parameters, {rows}, {THREADS.value} threads, float32, KL coefficient {KL.value} in GRPO")
     report({key: steps_[1:] for key, steps_ in turns.items()})
