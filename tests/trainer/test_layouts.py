@@ -69,7 +69,10 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
         ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp"),
         ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: it must be some of dp, ep"),
         ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy does nothing without --fsdp"),
-        ({"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"}, "--fsdp_models=policy,actor: it must be some of policy, critic, reference"),
+        (
+            {"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"},
+            "--fsdp_models=policy,actor: it must be some of policy, critic, reference",
+        ),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "critic", "compose": GRPO},
             "this run has no critic; it has policy, reference",

@@ -17,7 +17,9 @@ def run(mesh, **settings):
 def test_the_run_that_is_compared_learns_something():
     run_ = run("dp1")
     assert any(batch.advantage.abs().max() > 0.1 for batch in run_["batches"])
-    assert all(grads["policy"].metrics["actor/pg_clipfrac"] == 0 for grads in run_["grads"])  # the first pass: the ratio is 1
+    assert all(
+        grads["policy"].metrics["actor/pg_clipfrac"] == 0 for grads in run_["grads"]
+    )  # the first pass: the ratio is 1
     assert min(m["actor/grad_norm"] for m in run_["metrics"]) > 1e-3
     assert run_["metrics"][-1]["critic/grad_norm"] > 1e-3
     assert len({tuple(b.tokens[b.mask].tolist()) for b in run_["batches"]}) == 3
