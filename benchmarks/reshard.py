@@ -40,7 +40,8 @@ from funrl.mesh.mesh import AXES, Mesh, members, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout, Rules
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_model
+from funrl.models.config import Config
 
 ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
 TREE = flags.DEFINE_enum("tree", "89mb", ["89mb", "1gb"], "size of the tree of weights")

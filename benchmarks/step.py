@@ -30,11 +30,13 @@ from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import character_tokenizer
 from funrl.experiments import grpo, ppo
 from funrl.mesh.mesh import single
-from funrl.models import Config, decoder_model, hf
-from funrl.trainer import ensemble, phases
+from funrl.models import decoder_model, hf
+from funrl.models.config import Config
+from funrl.trainer import loop
+from funrl.trainer.build import sync
+from funrl.trainer.clock import Clock
 from funrl.trainer.job import prepare
 from funrl.trainer.settings import Settings
-from funrl.trainer.spmd import Clock
 
 LAYERS = flags.DEFINE_integer("layers", 4, "layers")
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64")
@@ -101,13 +103,13 @@ def make_files(folder: Path) -> Files:
     """A random model with a tokenizer of one token a character, random prompts and a reward."""
     files = Files(folder / "model", folder / "prompts.jsonl", folder / "reward.py")
     heads = max(1, EMBED.value // 64)
-    model = decoder_model(Config(
+    config = Config(
         vocab=VOCAB.value, embed=EMBED.value, layers=LAYERS.value, heads=heads, kv_heads=max(1, heads // 2), head=64,
         mlp=4 * EMBED.value, bos=1, eos=(1,), pad=0,
-    ))  # fmt: skip
+    )  # fmt: skip
     alphabet = "".join(chr(0x4E00 + i) for i in range(VOCAB.value - 2))
-    params = model.init(torch.Generator().manual_seed(0))
-    hf.save(files.model, model, params, character_tokenizer(alphabet))
+    model = decoder_model(config)
+    hf.save(files.model, model, model.init(torch.Generator().manual_seed(0)), character_tokenizer(alphabet))
     draw = random.Random(0)
     lines = [json.dumps({"prompt": "".join(draw.choices(alphabet, k=PROMPT.value))}) for _ in range(40 * PROMPTS.value)]
     files.prompts.write_text("\n".join(lines) + "\n")
@@ -123,19 +125,20 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
         max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR,
     )  # fmt: skip
     job, mesh = prepare(settings, compose), single()
-    models = ensemble.build(job, mesh, lambda text: None)
-    _, weights = hf.load(files.model, torch.float32)
-    state, number = phases.start(job, models, weights), 1
+    clock = BothClock()
+    run, state = loop.begin(job, mesh, Silent(), clock=clock)
+    state = sync(run.parts, state)._replace(step=1)
 
     def step() -> Times:
-        nonlocal state, number
-        clock, start, number = BothClock(), now(), number + 1
-        batch, state, _ = phases.collect(job, models, state, number, clock, Silent())
-        batch, state, _ = phases.score_batch(job, models, state, batch, clock)
-        state, _ = phases.learn(job, models, state, batch, number, clock)
-        phases.sync(job, models, state, clock)
+        nonlocal state
+        start = now()
+        batch, state, _ = loop.draw(run, state)
+        batch, state, _ = loop.score_batch(run, state, batch)
+        state, _ = loop.learn_batch(run, state, batch)
+        state = sync(run.parts, state, clock)
         assert batch.tokens.shape == (PROMPTS.value * SAMPLES.value, PROMPT.value + NEW.value)
-        return clock.times | {"total": since(start)}
+        times, clock.times = clock.times, {}
+        return times | {"total": since(start)}
 
     return step
 
