@@ -119,8 +119,8 @@ def main(module: str, argv: Sequence[str] | None = None, kind: Kind = REINFORCEM
     status, outcome, problem = 0, None, ""
     try:
         with _terminated_as_interrupted():
-            program, patience = functools.partial(_rank, command, run_dir), command.settings.timeout
-            outcome = launch(program, job.sizes, job.device, PLAIN, datetime.timedelta(minutes=patience))
+            program, minutes = functools.partial(_rank, command, run_dir), command.settings.timeout
+            outcome = launch(program, job.sizes, job.device, PLAIN, datetime.timedelta(minutes=minutes))
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if speaks else ""
     except (WorkerError, *PLAIN) as error:
