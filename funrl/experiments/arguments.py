@@ -22,7 +22,7 @@ import funrl
 from funrl.loading import LoadError, load
 from funrl.trainer.declaration import Flag, SettingsError, one_of, value_type
 
-RECIPES = "funrl.algos"  # the package with one file per recipe, each with a function of the file's name
+RECIPES = "funrl.algos.recipes"  # the package with one file per recipe, each with a function of the file's name
 
 
 class Arguments(NamedTuple):
@@ -119,8 +119,7 @@ def full_source(text: str) -> str:
 def recipe_names() -> tuple[str, ...]:
     """Names of the recipes of funrl, in alphabetical order."""
     folder = Path(funrl.__file__).parent.joinpath(*RECIPES.split(".")[1:])
-    found = {file.stem: _function(_parsed(file), file.stem) for file in folder.glob("*.py")}
-    return tuple(sorted(k for k, v in found.items() if v and v.returns and ast.unparse(v.returns) == "Algorithm"))
+    return tuple(sorted(file.stem for file in folder.glob("*.py") if _function(_parsed(file), file.stem)))
 
 
 def names_of_arguments(source: str) -> frozenset[str] | None:

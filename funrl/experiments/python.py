@@ -16,7 +16,7 @@ import torch
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
-from funrl.experiments.flags import find_recipe
+from funrl.experiments.arguments import find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
