@@ -52,7 +52,9 @@ class Experiment(NamedTuple):
         mine = self.defaults if self.algorithm and full_source(self.algorithm) == source else {}
         strange = set(mine) - set(settings_flags()) - set(arguments.flags)
         if strange:
-            raise TypeError(f"the experiment {self.name} has defaults for {sorted(strange)}, which {source} does not take")
+            raise TypeError(
+                f"the experiment {self.name} has defaults for {sorted(strange)}, which {source} does not take"
+            )
         own = [flag for name, flag in arguments.flags.items() if name not in settings_flags()]
         return arguments, [flag._replace(default=mine.get(flag.name, flag.default)) for flag in own]
 

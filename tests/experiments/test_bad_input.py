@@ -150,7 +150,7 @@ BAD = [  # flags, and what the one line says
 def call(flags, own, run_dir):
     flags = [flag.format(own=own) for flag in flags]
     argv = ["ppo", *TINY, *([] if any(f.startswith("--run_dir") for f in flags) else [f"--run_dir={run_dir}"]), *flags]
-    return main("ppo", argv, algorithm="funrl.experiments.ppo:algorithm")
+    return main("ppo", argv)
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f[-2:]) for f, _ in BAD])

@@ -29,7 +29,7 @@ FLAGS = [
 
 
 def run(run_dir, *flags):
-    assert main("ppo", ["ppo", *FLAGS, f"--run_dir={run_dir}", *flags], "funrl.experiments.ppo:algorithm") == 0
+    assert main("ppo", ["ppo", *FLAGS, f"--run_dir={run_dir}", *flags]) == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 

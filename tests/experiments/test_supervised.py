@@ -19,7 +19,7 @@ NAMES = ("sft", "dpo", "reward_model")
 
 def run(name, *flags):
     tiny = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--batch_prompts=4", "--eval_prompts=8")
-    return main(name, [name, *tiny, *flags], f"funrl.experiments.{name}:algorithm")
+    return main(name, [name, *tiny, *flags])
 
 
 @pytest.mark.parametrize("name", NAMES)

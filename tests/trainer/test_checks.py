@@ -85,7 +85,10 @@ def test_weights_that_are_not_one_finite_number_each_are_refused(text):
 def test_files_must_be_there(tmp_path):
     (tmp_path / "there.jsonl").write_text("{}\n")
     for values, says in (
-        ({"prompts": f"{tmp_path}/not.jsonl"}, f"--prompts: {tmp_path}/not.jsonl: no such file; prompts are JSON lines"),
+        (
+            {"prompts": f"{tmp_path}/not.jsonl"},
+            f"--prompts: {tmp_path}/not.jsonl: no such file; prompts are JSON lines",
+        ),
         ({"data": str(tmp_path)}, f"--data: {tmp_path}: this is a directory; data are JSON lines"),
         ({"model": f"{tmp_path}/not"}, f"--model: {tmp_path}/not is not a directory"),
         ({"teacher": "./not"}, "--teacher: ./not is not a directory"),
