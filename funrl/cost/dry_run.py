@@ -250,9 +250,9 @@ def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool =
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         batch = score(parts.roles, weights, batch, budget, clock)
         del weights
-        if job.generates:
+        if job.algorithm.advantage is not None:
             with clock.phase("advantage"):
-                batch, _, _ = advantages(job.algorithm, state.advantage, batch)
+                batch, _, _ = advantages(job.algorithm.advantage, state.advantage, batch)
         step = max(role.first_step for role in parts.roles.values())
         learn(parts.roles, state.roles, batch, step, token_budget=budget, clock=clock)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)

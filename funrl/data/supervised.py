@@ -38,7 +38,7 @@ class Text(NamedTuple):
     learnt: list[bool]
 
 
-class Lesson(NamedTuple):
+class TextExample(NamedTuple):
     """What belongs together: one text, or the chosen and the rejected one.
 
     Attributes:
@@ -51,8 +51,8 @@ class Lesson(NamedTuple):
     source: str = ""
 
 
-def load_lessons(path: str | Path, kind: str, tokenizer: Any) -> list[Lesson]:
-    """All lessons of a file; blank lines are skipped.
+def load_examples(path: str | Path, kind: str, tokenizer: Any) -> list[TextExample]:
+    """All examples of a file; blank lines are skipped.
 
     Args:
       kind: "demonstrations" or "preferences".
@@ -64,23 +64,23 @@ def load_lessons(path: str | Path, kind: str, tokenizer: Any) -> list[Lesson]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: it cannot be read: {error}") from error
-    lessons = []
+    examples = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            lessons.append(lesson(json.loads(line), kind, tokenizer)._replace(source=where))
+            examples.append(text_example(json.loads(line), kind, tokenizer)._replace(source=where))
         except (ValueError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
             raise DataError(f"{where}: the tokenizer refuses it: {error}") from error
-    if not lessons:
+    if not examples:
         raise DataError(f"{path}: the file is empty; {kind} are JSON lines")
-    return lessons
+    return examples
 
 
-def lesson(record: Any, kind: str, tokenizer: Any) -> Lesson:
+def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
     """One record as tokens.
 
     Raises:
@@ -89,7 +89,7 @@ def lesson(record: Any, kind: str, tokenizer: Any) -> Lesson:
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
     if kind == "demonstrations" and "messages" in record:
-        return Lesson((conversation(record["messages"], tokenizer),))
+        return TextExample((conversation(record["messages"], tokenizer),))
     missing = [name for name in ("prompt", *FIELDS[kind]) if name not in record]
     if missing:
         raise DataError(f"there is no field {missing[0]!r}; the fields are {sorted(record)}")
@@ -99,7 +99,7 @@ def lesson(record: Any, kind: str, tokenizer: Any) -> Lesson:
     margin = record.get("margin")
     if margin is not None and not (isinstance(margin, (int, float)) and math.isfinite(margin)):
         raise DataError(f"'margin' is {margin!r}; a number is needed")
-    return Lesson(tuple(_completed(prompt, name, record[name], tokenizer) for name in FIELDS[kind]), margin)
+    return TextExample(tuple(_completed(prompt, name, record[name], tokenizer) for name in FIELDS[kind]), margin)
 
 
 def conversation(messages: Any, tokenizer: Any) -> Text:
@@ -126,7 +126,7 @@ def conversation(messages: Any, tokenizer: Any) -> Text:
     return Text(tokens, learnt)
 
 
-def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
+def to_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
     """Rows to learn from, one a lesson; the two texts of a preference lie side by side as segments 1 and 2.
 
     Args:
@@ -137,7 +137,7 @@ def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: 
       device: where the batch goes.
     """
     rows, masks, places, segments = [], [], [], []
-    for one in lessons:
+    for one in examples:
         texts = [_read(text, pad) for text in one.texts] if reader else one.texts
         rows.append([i for t in texts for i in t.tokens])
         masks.append([i for t in texts for i in t.learnt])
@@ -145,30 +145,30 @@ def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: 
         segments.append([n for n, t in enumerate(texts, 1) for _ in t.tokens])
     put = lambda x, fill=0: torch.as_tensor(pad_rows(x, fill, 8), device=device)  # noqa: E731
     length = torch.tensor([len(r) for r in rows], device=device)
-    batch = Batch(put(rows, pad), put(masks).bool(), length=length)
-    if all(len(one.texts) == 1 for one in lessons):
+    batch = Batch(tokens=put(rows, pad), mask=put(masks).bool(), length=length)
+    if all(len(one.texts) == 1 for one in examples):
         return batch
     batch = batch._replace(positions=put(places), segments=put(segments))
-    if any(one.margin is None for one in lessons):
+    if any(one.margin is None for one in examples):
         return batch
-    margin_B = torch.tensor([one.margin for one in lessons], device=device)
+    margin_B = torch.tensor([one.margin for one in examples], device=device)
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
 
 
-def check_lengths(lessons: Sequence[Lesson], positions: int, tokenizer: Any) -> None:
+def check_lengths(examples: Sequence[TextExample], positions: int, tokenizer: Any) -> None:
     """Compares texts with the longest sequence that a model was made for.
 
     Raises:
       DataError: naming the first lesson that is longer, and how many there are.
     """
-    long = [(i, one) for i, one in enumerate(lessons, 1) if max(len(t.tokens) for t in one.texts) > positions]
+    long = [(i, one) for i, one in enumerate(examples, 1) if max(len(t.tokens) for t in one.texts) > positions]
     if not long:
         return
     number, one = long[0]
     which, text = max(enumerate(one.texts), key=lambda pair: len(pair[1].tokens))
     name = "text" if len(one.texts) == 1 else f"prompt with {FIELDS['preferences'][which]!r}"
     begins = tokenizer.decode(text.tokens[:40])[:60]
-    others = f"; {len(long)} of {len(lessons)} lessons are too long" if len(long) > 1 else ""
+    others = f"; {len(long)} of {len(examples)} examples are too long" if len(long) > 1 else ""
     raise DataError(
         f"{one.source or f'lesson {number}'}: the {name} has {len(text.tokens)} tokens, but the model has {positions} "
         f"positions; shorten it, leave it out or take a model with more{others} (it begins {begins!r})"

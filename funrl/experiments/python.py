@@ -26,12 +26,12 @@ from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run
 from funrl.trainer.job import Job, prepare
-from funrl.trainer.loop import Outcome
+from funrl.trainer.job_source import make_source
+from funrl.trainer.loop import MakeSource, Outcome
 from funrl.trainer.loop import train as run_loop
 from funrl.trainer.rollout import completion_texts
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.settings import Settings
-from funrl.trainer.sources import Source
 from funrl.trainer.tasks import Given
 
 Reward = Callable[..., float]
@@ -119,7 +119,7 @@ def train(
     tokenizer: Any = None,
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | None = None,
-    source: Callable[..., Source] | None = None,
+    source: MakeSource | None = None,
     mesh: str = "dp1",
     on_step: OnStep | None = None,
     **settings: Any,
@@ -177,9 +177,9 @@ def train(
     return Run(run_dir, metrics, outcome)
 
 
-def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: Any, mesh: Mesh) -> Outcome:
+def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
-        return run_loop(job, mesh, observer, source)
+        return run_loop(job, mesh, observer, source or make_source)
 
 
 def find_model(model: str | Path) -> Path:

@@ -188,7 +188,7 @@ def report(
         raise ModelError(f"{path}: not JSON: {error}") from error
     shapes, logical = decoder.shapes(config), decoder.axes(config)
     start = time.perf_counter()
-    train_rules = rules.fully_sharded(rules.TRAIN) if fsdp else rules.TRAIN
+    train_rules = rules.fully_sharded(rules.STORED) if fsdp else rules.STORED
     src = rules.layouts(shapes, logical, train_rules, parse(mesh))
     dst = rules.layouts(shapes, logical, rules.GENERATE, parse(generate_mesh))
     made = plan(src, dst, getattr(torch, dtype or config.dtype), near)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ class Mesh:
     """This process's view of the mesh.
 
     Attributes:
+      row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is the
+        sum over its own tokens, and the same on every rank of the other axes.
       sizes: size of each of `AXES`.
       rank: this process's number, row-major over `AXES`.
       device: where this process's tensors live.
@@ -38,6 +40,9 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
+
+    row_axes: ClassVar[tuple[str, ...]] = ("data", "expert")
+    token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
 
     @property
     def world(self) -> int:

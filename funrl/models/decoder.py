@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from funrl import trees
@@ -126,7 +125,7 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
 
     The numbers are drawn in float32, so every dtype begins with the same model.
     """
-    residual = 1 / math.sqrt(2 * config.layers)  # what each of the 2 L residual branches adds is made smaller
+    residual = 1 / math.sqrt(2 * config.layers)  # of each of the 2 L branches that add to the residual stream
 
     def draw(name: str, x: Tensor) -> Tensor:
         last = name.rsplit("/", 1)[-1]
@@ -237,16 +236,14 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
     if context.kv_cache is not None:
         k_BTKN, v_BTKN = _write(context.kv_cache, k_BTKN, v_BTKN, context.slots_BT)
     out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
-    w_DI = rearrange(params["o"], "d h n -> d (h n)")
-    out_BTD = psum(F.linear(rearrange(out_BTHN, "b t h n -> b t (h n)"), w_DI), mesh, "tensor")
+    out_BTD = psum(F.linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
 
 
 def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Hidden states to heads [B, T, H, N], by a weight [H, N, D] and a bias [H, N]."""
-    flat = None if bias is None else rearrange(bias, "h n -> (h n)")
-    out = F.linear(h_BTD, rearrange(weight, "h n d -> (h n) d"), flat)
-    return rearrange(out, "b t (h n) -> b t h n", h=weight.shape[0])
+    out = F.linear(h_BTD, weight.flatten(0, 1), None if bias is None else bias.flatten())
+    return out.unflatten(-1, weight.shape[:2])
 
 
 def _write(kv_cache: tuple[Tensor, Tensor], k_BTKN: Tensor, v_BTKN: Tensor, slots_BT: Tensor | None):

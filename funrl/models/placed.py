@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from funrl import trees
@@ -14,7 +15,7 @@ from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import copied
-from funrl.mesh.rules import TRAIN, Rules, layouts
+from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.model import SINGLE, Inputs, Layer, Model
@@ -70,7 +71,7 @@ class Placed:
           ModelError: the model has a value head and no probabilities.
         """
         hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
-        topk_NK = None if topk is None else topk[:, 1:].flatten(0, 1)[at_N]
+        topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N]
         after_N = batch.tokens[:, 1:].flatten()[at_N]
         scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
         return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
@@ -97,7 +98,7 @@ class Placed:
         """
         if self.model.value is None:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
-        weights = gathered(params, self.stored, self.mesh, self.dtype)
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         value_BT = self.model.value(weights, hidden_BTD[:, :-1])
         return torch.where(follows(batch.tokens, batch_field(batch, "segments")), F.pad(value_BT, (1, 0)), 0)
@@ -137,11 +138,11 @@ class Placed:
         B (T - 1) tokens behind the first these are."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
-        weights = gathered(params, self.stored, self.mesh, self.dtype)
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
-        before_MD, mask_BT = hidden_BTD[:, :-1].flatten(0, 1), batch_field(batch, "mask")
+        before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch_field(batch, "mask")
         if mask_BT is None:
             return before_MD, w_VD, over, slice(None)
         at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
@@ -151,8 +152,8 @@ class Placed:
 def place(
     model: Model,
     mesh: Mesh = SINGLE,
-    stored_rules: Rules = TRAIN,
-    compute_rules: Rules = TRAIN,
+    stored_rules: Rules = STORED,
+    compute_rules: Rules = COMPUTE,
     dtype: torch.dtype = torch.float32,
     layer: Layer | None = None,
 ) -> Placed:

@@ -4,6 +4,8 @@ from funrl.optim.adam import AdamState, adamw, scale_by_adam
 from funrl.optim.base import Transformation, apply_updates, apply_updates_, chain
 from funrl.optim.clip import clip_by_global_norm, global_norm
 from funrl.optim.fused import fused_adamw
+from funrl.optim.muon import muon
+from funrl.optim.orthogonal import MatrixView, matrix_view, newton_schulz, orthogonalize
 from funrl.optim.partition import masked, partition
 from funrl.optim.scale import (
     Mask,
@@ -31,6 +33,7 @@ from funrl.optim.state_layouts import layouts_of
 __all__ = [
     "AdamState",
     "Mask",
+    "MatrixView",
     "Schedule",
     "SkipState",
     "Transformation",
@@ -49,6 +52,10 @@ __all__ = [
     "linear",
     "masked",
     "matrices",
+    "matrix_view",
+    "muon",
+    "newton_schulz",
+    "orthogonalize",
     "partition",
     "scale",
     "scale_by_adam",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation, chain, stateful, zero_count
+from funrl.optim.base import Transformation, accumulator_dtype, chain, stateful, zero_count
 from funrl.optim.scale import Mask, add_decayed_weights, scale_by_learning_rate
 from funrl.optim.schedules import Schedule
 
@@ -39,7 +39,7 @@ def scale_by_adam(
     """
 
     def init(params: trees.Tree) -> AdamState:
-        nu = trees.map(lambda p: torch.zeros_like(p, dtype=_moment_dtype(p)), params)
+        nu = trees.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype(p)), params)
         mu = trees.map(lambda v: torch.zeros_like(v, dtype=mu_dtype or v.dtype), nu)
         return AdamState(zero_count(params), mu, nu)
 
@@ -87,7 +87,3 @@ def adamw(
 def correction(decay: float, count: Tensor) -> Tensor:
     """1 - decay^t in float64: what a mean that started at 0 has seen by update t, a scalar on the device of `count`."""
     return 1 - decay ** count.to(torch.float64)
-
-
-def _moment_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)

@@ -102,3 +102,8 @@ def zero_count(params: trees.Tree) -> Tensor:
     """A step counter of 0 beside the parameters."""
     device = next((x.device for x in trees.leaves(params)), None)
     return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def accumulator_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which many of x are added up: its own, at least float32."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -39,10 +39,9 @@ def fused_adamw(
         adam: AdamState = state["adam"]
         count = adam.count + 1
         c1, c2 = correction(b1, count), correction(b2, count)
-        after, rate = {}, learning_rate
-        if callable(learning_rate):
-            timer: ScheduleState = state["learning_rate"]
-            after, rate = {"learning_rate": ScheduleState(timer.count + 1)}, learning_rate(timer.count)
+        timer, rate = state["learning_rate"], learning_rate
+        if callable(rate):
+            timer, rate = ScheduleState(timer.count + 1), rate(timer.count)
         wide = trees.map(lambda g, v: g.to(v.dtype), grads, adam.nu)
         columns = [trees.leaves(tree) for tree in (wide, adam.mu, adam.nu, params, mask_of(mask, params))]
         for g, mu, nu, p, on in _groups(columns):
@@ -62,7 +61,7 @@ def fused_adamw(
             if weight_decay and decayed:
                 torch._foreach_add_([g[i] for i in decayed], [p[i] for i in decayed], alpha=weight_decay)
             torch._foreach_mul_(g, -rate)
-        return wide, state | after | {"adam": AdamState(count, adam.mu, adam.nu)}
+        return wide, state | {"adam": AdamState(count, adam.mu, adam.nu), "learning_rate": timer}
 
     return stateful("adamw", init, update, in_place=True)
 

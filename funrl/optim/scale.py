@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation, stateful, stateless, zero_count
+from funrl.optim.base import Transformation, accumulator_dtype, stateful, stateless, zero_count
 from funrl.optim.schedules import Schedule
 
 Mask = trees.Tree | Callable[[trees.Tree], trees.Tree] | None
@@ -54,15 +55,19 @@ def trace(decay: float, nesterov: bool = False) -> Transformation:
     """Momentum: m <- g + decay m; the update is m, or with `nesterov` g + decay m.
 
     References: Sutskever et al., 2013, http://proceedings.mlr.press/v28/sutskever13.html
-    Warning: the sum is not an average: there is no factor 1 - decay (as in optax and torch.optim.SGD).
+    Warning: the sum is not an average: there is no factor 1 - decay (as in optax and torch.optim.SGD). It is kept in
+      float32 at least; optax keeps it in the parameter's dtype.
     """
+
+    def init(params: trees.Tree) -> TraceState:
+        return TraceState(trees.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype(p)), params))
 
     def update(grads: trees.Tree, state: TraceState, params: trees.Tree) -> tuple[trees.Tree, TraceState]:
         moment = trees.map(lambda g, m: g + decay * m, grads, state.trace)
         updates = trees.map(lambda g, m: g + decay * m, grads, moment) if nesterov else moment
         return updates, TraceState(moment)
 
-    return stateful("momentum", lambda params: TraceState(trees.zeros_like(params)), update)
+    return stateful("momentum", init, update)
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> Transformation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import optree
 from torch import Tensor
@@ -34,7 +35,7 @@ def layouts_of(state: trees.Tree, layouts: trees.Tree) -> trees.Tree:
     def is_like_params(node: trees.Tree) -> bool:
         return optree.tree_structure(node, none_is_leaf=True) == like_params
 
-    def of_subtree(node: trees.Tree) -> trees.Tree:
+    def of_subtree(node: Any) -> Any:
         if isinstance(node, Tensor) and not node.ndim:
             return scalar
         if is_like_params(node):

@@ -294,7 +294,10 @@ def draw_tokens(
         )
         for low in range(0, len(hidden_RD), count)
     ]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(x) for x in zip(*parts, strict=True))
+    if len(parts) == 1:
+        return parts[0]
+    token_R, logp_R, model_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
+    return token_R, logp_R, model_logp_R
 
 
 def decode_step(loaded: LoadedModel, state: DecodeState, token_R: Tensor) -> DecodeState:

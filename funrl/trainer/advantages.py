@@ -6,24 +6,22 @@ from typing import Any
 
 from funrl import trees
 from funrl.algos import core
-from funrl.algos.core import Algorithm
+from funrl.algos.core import Advantage
 from funrl.batch import Batch
 from funrl.trainer.step import engine_gap
 
 
-def advantages(algorithm: Algorithm, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, float]]:
-    """Runs the advantage chain of an algorithm; its sums have one order, that of the CPU, on every rank.
+def advantages(chain: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, float]]:
+    """Runs an advantage chain on scored rows; its sums have one order, that of the CPU, on every rank.
 
     Args:
-      state: of the chain; begins as `algorithm.advantage.init()`.
-      batch: scored rows; the same on every rank.
+      state: of the chain; begins as `chain.init()`.
+      batch: the same on every rank.
 
     Returns: the rows to train on, with what the chain makes; the chain's state; metrics.
     """
-    if algorithm.advantage is None:
-        return batch, state, {}
     here = on_cpu(batch)
-    made, state, metrics = core.advantages(algorithm.advantage, state, here)
+    made, state, metrics = core.advantages(chain, state, here)
     told = describe(here, made) | {name: float(metric.value) for name, metric in metrics.items()}
     return trees.map(lambda x: x.to(batch.tokens.device), made), state, told
 

@@ -42,7 +42,7 @@ def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
     found = {}
     for name, role in state.roles.items():
         stored = parts.roles[name].placed.stored
-        trees_of = {"params": stored, "opt_state": layouts_of(role.opt_state, role.params, stored)}
+        trees_of = {"params": stored, "opt_state": layouts_of(role.opt_state, stored)}
         for part, tree in trees_of.items():
             found |= {f"roles/{name}/{part}/{leaf}": layout for leaf, layout in trees.named(tree)}
     return found

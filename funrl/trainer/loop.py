@@ -12,20 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
 from funrl.trainer import checkpoint, offload, warmstart
 from funrl.trainer.advantages import advantages
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, peak_memory_gb
-from funrl.trainer.job_source import make_source
 from funrl.trainer.job import Job
+from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.observing import Observer
 from funrl.trainer.score import score
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import Divergence
+
+MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
 
 class Outcome(NamedTuple):
@@ -36,72 +39,96 @@ class Outcome(NamedTuple):
     error: str | None
 
 
-def train(job: Job, mesh: Mesh, observer: Observer, own_source: Callable[..., Source] | None = None) -> Outcome:
+class Run(NamedTuple):
+    """What a run needs on this rank, beside its state.
+
+    Attributes:
+      frozen: weights of the roles that do not learn.
+    """
+
+    job: Job
+    parts: Parts
+    source: Source
+    frozen: Mapping[str, trees.Tree]
+    clock: Clock
+
+
+def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
     """The whole run, on this rank.
 
     Args:
       job: what to do; the same on every rank.
       mesh: to train on.
       observer: told what happens, and given the model at the end.
-      own_source: makes the source, instead of `make_source` and with its arguments.
+      source: makes the source.
 
     Returns: how it ended. A reward function that fails, or a gradient that is not finite, ends the run too, with
       everything learned so far saved.
     """
-    clock, parts = Clock(), build(job, mesh, observer.note)
-    begin = warmstart.initial_weights(job, parts.begin, observer)
-    weights = first_weights(job, parts, begin)
-    frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
-    source = (own_source or make_source)(job, parts, frozen, clock, observer)
-    state = first_state(job, parts, weights, source.init())
-    del begin, weights
+    settings = job.settings
+    run, state = begin(job, mesh, observer, source)
     folder = checkpoint.shared_folder(observer, mesh)
-    state = checkpoint.resumed(job, parts, state, folder, observer)
-    place = offload.mover(job.settings.offload, parts, observer.note)
-    state = sync(parts, state)
+    state = sync(run.parts, checkpoint.resumed(job, run.parts, state, folder, observer))
+    place = offload.mover(settings.offload, run.parts, observer.note)
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     error = None
     try:
-        first = last = source.evaluate(state.roles, state.step)
-        for step in range(state.step + 1, job.settings.steps + 1):
-            state, metrics = one_step(job, parts, source, state, frozen, place, clock)
+        first = last = run.source.evaluate(state.roles, state.step)
+        for step in range(state.step + 1, settings.steps + 1):
+            run, state = place(run, state, "generate")
+            batch, state, metrics = draw(run, state)
+            run, state = place(run, state, "score")
+            batch, state, scored = score_batch(run, state, batch)
+            run, state = place(run, state, "update")
+            state, learned = learn_batch(run, state, batch)
+            state = sync(run.parts, state, run.clock)
+            metrics |= scored | learned
             if step == 1:  # as it was before the first update
                 metrics |= first
-            if step % job.settings.eval_every == 0 or step == job.settings.steps:
-                last = source.evaluate(state.roles, step)
+            if step % settings.eval_every == 0 or step == settings.steps:
+                last = run.source.evaluate(state.roles, step)
                 metrics |= last
-            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, clock.take())
-            checkpoint.save_when_due(job, parts, state, folder)
+            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, run.clock.take())
+            checkpoint.save_when_due(job, run.parts, state, folder)
     except (RewardError, Divergence) as failure:
         error = str(failure)
-    state, _ = place(state, frozen, ("params",))
-    lead = parts.roles[job.lead].placed
-    observer.finish(lead, state.roles[job.lead].params, error)
+    _, state = place(run, state, "save")
+    observer.finish(run.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
     return Outcome(first, last, error)
 
 
-def one_step(
-    job: Job,
-    parts: Parts,
-    source: Source,
-    state: State,
-    frozen: Mapping[str, trees.Tree],
-    place: offload.Mover,
-    clock: Clock,
-) -> tuple[State, dict[str, float]]:
-    """One step of a run: the state after it, and its metrics."""
-    settings, step = job.settings, state.step + 1
-    state, frozen = place(state, frozen, offload.NEEDS["generate"])
-    batch, at, metrics = source.draw(state.source, step)
-    state, frozen = place(state, frozen, offload.NEEDS["score"])
-    params = {name: role.params for name, role in state.roles.items()}
-    batch = score(parts.roles, {**frozen, **params}, batch, settings.token_budget, clock)
-    with clock.phase("advantage"):
-        batch, chain, told = advantages(job.algorithm, state.advantage, batch)
-    state, frozen = place(state, frozen, offload.NEEDS["update"])
-    roles, learned = learn(
-        parts.roles, state.roles, batch, step, job.settings.epochs, job.settings.minibatches, settings.seed, settings.token_budget, clock
-    )
-    state = state._replace(roles=roles, advantage=chain, source=at, step=step)
-    return sync(parts, state, clock), metrics | told | learned
+def begin(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> tuple[Run, State]:
+    """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
+    clock, parts = Clock(), build(job, mesh, observer.note)
+    weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
+    frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    made = source(job, parts, frozen, clock, observer)
+    return Run(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+
+
+def draw(run: Run, state: State) -> tuple[Batch, State, dict[str, float]]:
+    """The rows of the next step; the state with the source's place; metrics."""
+    batch, at, metrics = run.source.draw(state.source, state.step + 1)
+    return batch, state._replace(source=at), metrics
+
+
+def score_batch(run: Run, state: State, batch: Batch) -> tuple[Batch, State, dict[str, float]]:
+    """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
+    weights = {**run.frozen, **{name: role.params for name, role in state.roles.items()}}
+    batch = score(run.parts.roles, weights, batch, run.job.settings.token_budget, run.clock)
+    if run.job.algorithm.advantage is None:
+        return batch, state, {}
+    with run.clock.phase("advantage"):
+        batch, chain, metrics = advantages(run.job.algorithm.advantage, state.advantage, batch)
+    return batch, state._replace(advantage=chain), metrics
+
+
+def learn_batch(run: Run, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
+    """The state after the step's updates, and their metrics."""
+    settings, step = run.job.settings, state.step + 1
+    roles, metrics = learn(
+        run.parts.roles, state.roles, batch, step, settings.epochs, settings.minibatches, settings.seed,
+        settings.token_budget, run.clock,
+    )  # fmt: skip
+    return state._replace(roles=roles, step=step), metrics

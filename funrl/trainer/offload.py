@@ -7,7 +7,7 @@ computes beside the copy; what is onloaded is waited for by the device, not by t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from funrl.trainer.roles import RoleState
 from funrl.trainer.state import State
 
 PARTS = ("optimizer", "reference", "params")
-NEEDS = {"generate": (), "score": ("params", "reference"), "update": ("params", "optimizer")}  # stages of a step
-Frozen = Mapping[str, trees.Tree]
-Mover = Callable[[State, Frozen, Collection[str]], tuple[State, Frozen]]
+NEEDS = {  # of the stages of a step, and of the end
+    "generate": (), "score": ("params", "reference"), "update": ("params", "optimizer"), "save": ("params",),
+}  # fmt: skip
+Mover = Callable[[Any, State, str], tuple[Any, State]]
 
 
 def parse(text: str | None) -> frozenset[str]:
@@ -38,32 +39,32 @@ def parse(text: str | None) -> frozenset[str]:
 
 
 def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
-    """A function (state, frozen weights, `PARTS` that the next stage needs) -> both, with these on the device and the
-    others off it; they are donated. On a CPU they stay as they are.
+    """A function (run, state, stage) -> both, with what the stage needs on the device and the rest off it; what it
+    is given is donated. On a CPU everything stays where it is.
 
     Args:
-      text: which of `PARTS` leave, with commas between.
+      text: which of `PARTS` are offloaded, with commas between.
     """
     away, device = parse(text), parts.mesh.device
     if not away or device.type != "cuda":
         if away:
             note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
-        return lambda state, frozen, here: (state, frozen)
+        return lambda run, state, stage: (run, state)
     to_engine = None if parts.generator is None else parts.generator.to_engine
 
-    def moved(part: str, tree: trees.Tree, here: Collection[str], stays: Collection[bool] = ()) -> trees.Tree:
+    def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
             return tree
-        return onload(tree, device) if part in here else offload(tree, stays)
+        return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
 
-    def move(state: State, frozen: Frozen, here: Collection[str]) -> tuple[State, Frozen]:
+    def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
         for name, role in state.roles.items():
             stays = shared(role.params, to_engine) if name == "policy" and to_engine is not None else ()
-            params = moved("params", role.params, here, stays)
-            roles[name] = RoleState(params, moved("optimizer", role.opt_state, here))
-        others = {name: moved("reference", tree, here) for name, tree in frozen.items()}
-        return state._replace(roles=roles), others
+            params = moved("params", role.params, stage, stays)
+            roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
+        frozen = {name: moved("reference", tree, stage) for name, tree in run.frozen.items()}
+        return run._replace(frozen=frozen), state._replace(roles=roles)
 
     return move
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.mesh.collectives import psum_tree
+from funrl.mesh.sums import psum_tree
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.roles import Role

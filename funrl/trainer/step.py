@@ -18,7 +18,8 @@ from funrl import trees
 from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
-from funrl.mesh.collectives import pmax, sum_rest
+from funrl.mesh.collectives import pmax
+from funrl.mesh.sums import sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
 

@@ -159,11 +159,11 @@ def llama(layers=2, vocab=64, embed=32, heads=8, kv_heads=8, head=4, mlp=48):
     return shapes, {"embed": ("vocab", "embed"), "layers": (layer_axes,) * layers}
 
 
-def layouts_of(mesh, table=rules.TRAIN, **model):
+def layouts_of(mesh, table=rules.STORED, **model):
     return rules.layouts(*llama(**model), table, parse(mesh))
 
 
-FULLY = rules.fully_sharded(rules.TRAIN)
+FULLY = rules.fully_sharded(rules.STORED)
 
 
 def ways(made):

@@ -18,7 +18,7 @@ from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
-from funrl.mesh.rules import TRAIN, layouts, shard
+from funrl.mesh.rules import STORED, layouts, shard
 from funrl.models import decoder, value
 from funrl.models.config import Config
 from funrl.models.scores import token_scores
@@ -94,7 +94,7 @@ def inputs(mesh, config):
         policy = decoder.init(config, torch.Generator().manual_seed(0))
         whole = {"policy": policy, "critic": value.init(config, policy)}
         axes = {"policy": decoder.axes(config), "critic": value.axes(config)}
-        lays = layouts(whole, axes, TRAIN, mesh.sizes)
+        lays = layouts(whole, axes, STORED, mesh.sizes)
         local = trees.map(lambda x: x.clone().requires_grad_(), shard(whole, lays, mesh))
         tokens = torch.arange(10).view(2, 5) % config.vocab
         positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])

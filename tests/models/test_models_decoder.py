@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import pytest
 import torch
 
@@ -134,18 +135,10 @@ def test_trees_have_one_structure(tied):
         31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, tied=tied
     )
     model = decoder_model(config)
-    params = model.init(torch.Generator().manual_seed(0))
-    checked = []
-
-    def same(name, x, shape, axes):
-        assert x.shape == shape.shape and len(axes) == x.dim(), name
-        checked.append(name)
-
-    trees.map_named(same, params, model.shapes, model.axes)
-    assert len(checked) == len(trees.leaves(params)) == 2 * 15 + (2 if tied else 3)
-    critic = with_value_head(model)
-    trees.map_named(same, critic.init(torch.Generator().manual_seed(0)), critic.shapes, critic.axes)
-    for one in (model, critic):
+    assert len(trees.leaves(model.shapes)) == 2 * 15 + (2 if tied else 3)
+    for one in (model, with_value_head(model)):
+        chex.assert_trees_all_equal_shapes(one.init(torch.Generator().manual_seed(0)), one.shapes)
+        trees.map(lambda x, axes: chex.assert_rank(x, len(axes)), one.shapes, one.axes)
         assert one.names.keys() == dict(trees.named(one.shapes)).keys()
         assert all(math.prod(one.names[name][1]) == x.numel() for name, x in trees.named(one.shapes))
 

@@ -53,9 +53,9 @@ def test_a_rank_reads_its_own_slice(tmp_path, params, text):
     params = model.init(torch.Generator().manual_seed(0))
     hf.save(tmp_path, model, params, max_shard_bytes=4000)
     sizes = meshes.parse(text)
-    layouts = rules.layouts(model.shapes, model.axes, rules.TRAIN, sizes)
+    layouts = rules.layouts(model.shapes, model.axes, rules.STORED, sizes)
     # As if the weights were split everywhere they can be: over the head dim and the model dim too.
-    everywhere = dict(rules.TRAIN) | {"heads": None, "kv_heads": None, "head": "data", "mlp": None, "embed": "tensor"}
+    everywhere = dict(rules.STORED) | {"heads": None, "kv_heads": None, "head": "data", "mlp": None, "embed": "tensor"}
     everywhere["vocab"] = "data"
     more = rules.layouts(model.shapes, model.axes, everywhere, sizes)
     for rank in range(Mesh(sizes).world):

@@ -117,7 +117,7 @@ def test_replicated_vocabulary():
     config = CASES["tp2"][1]
     params, batch = _params(config), Batch(tokens=_tokens(config), mask=None)
     expected = trees.leaves(_placed(config)["policy"].token_scores(params, batch, WANT))
-    table = dict(rules.TRAIN) | {"vocab": None}
+    table = dict(rules.STORED) | {"vocab": None}
     with simulate("tp2") as mesh:
         placed = place(decoder_model(config), mesh, table, table, torch.float64)
         got = placed.token_scores(scatter(params, placed.stored), batch, WANT)

@@ -1,5 +1,7 @@
 """Models made of models, and their weights: heads, depths, copies from one role to another."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -36,6 +38,14 @@ def test_a_model_of_fewer_layers_is_the_beginning_of_it(make):
 
     part.apply(params, Inputs(BATCH.tokens), layer=layer)
     assert seen == [(2, False), (2, True)]
+
+
+@pytest.mark.parametrize("model", [MODEL, with_value_head(MODEL)], ids=["decoder", "value head"])
+def test_a_model_can_be_sent_to_another_process(model):
+    again, params = pickle.loads(pickle.dumps(model)), _params(model)
+    assert again.config == model.config and again.names == model.names
+    hidden, expected = (one.apply(params, Inputs(BATCH.tokens)).hidden for one in (again, model))
+    assert torch.equal(hidden, expected)
 
 
 def test_a_critic_begins_as_a_policy_or_as_a_reward_model():
@@ -97,7 +107,7 @@ def test_a_critic_in_other_layouts_than_its_policy():
 
     def program(mesh):
         policy = place(MODEL, mesh, dtype=torch.float64)
-        critic = place(with_value_head(MODEL), mesh, rules.fully_sharded(rules.TRAIN), dtype=torch.float64)
+        critic = place(with_value_head(MODEL), mesh, rules.fully_sharded(rules.STORED), dtype=torch.float64)
         made = critic.copy_from(policy, rules.shard(params, policy.stored, mesh))
         split = sum(
             x.shape != whole.shape for x, whole in zip(*map(trees.leaves, (made, critic.model.shapes)), strict=True)

@@ -71,12 +71,21 @@ def _adam(prefix="", names=NAMES):
     return [f"{prefix}count", *_like(f"{prefix}mu", names), *_like(f"{prefix}nu", names)]
 
 
-RATE = optim.warmup_constant(0.1, 3)
+RATE = optim.warmup_constant(0.1, 3, start=0.02)
 DECAY = {"weight_decay": 0.1, "mask": optim.matrices}
 ROWS = {
     "adamw": Row(lambda at: optim.adamw(RATE, **DECAY), [*_adam("adam/"), "learning_rate/count"]),
     "fused_adamw": Row(lambda at: optim.fused_adamw(RATE, **DECAY), [*_adam("adam/"), "learning_rate/count"], True),
     "sgd": Row(lambda at: optim.sgd(0.05, 0.5, nesterov=True), _like("momentum/trace")),
+    "muon": Row(
+        lambda at: optim.muon(RATE, weight_decay=0.01, axes=AXES, layouts=at.layouts, mesh=at.mesh),
+        [
+            *_adam("adamw/adam/", ["attn/q_bias", "embed", "norm"]),
+            "adamw/learning_rate/count",
+            "muon/learning_rate/count",
+            *_like("muon/momentum/trace", ["attn/q", *DOWN]),
+        ],
+    ),
     "chain": Row(
         lambda at: optim.chain(
             optim.clip_by_global_norm(1.0, at.norm), optim.trace(0.5), optim.trace(0.3), optim.scale(-0.1)
@@ -105,6 +114,11 @@ ROWS = {
     "scale_by_schedule": Row(lambda at: optim.scale_by_schedule(RATE), ["count"], descends=False),
     "scale_by_learning_rate": Row(lambda at: optim.scale_by_learning_rate(0.05), []),
     "add_decayed_weights": Row(lambda at: optim.add_decayed_weights(0.1, only_down), [], descends=False),
+    "orthogonalize": Row(
+        lambda at: optim.masked(optim.orthogonalize("none", axes=AXES, layouts=at.layouts, mesh=at.mesh), only_down),
+        [],
+        descends=False,
+    ),
     "clip_by_global_norm": Row(lambda at: optim.clip_by_global_norm(1.0, at.norm), [], descends=False),
     "clip_by_global_norm in place": Row(
         lambda at: optim.clip_by_global_norm(1.0, at.norm, in_place=True), [], True, descends=False

@@ -32,6 +32,14 @@ def decays(params):
     return {"a": {"weight": True, "bias": False}, "layers": (True, False)}
 
 
+def only_2d(params):
+    return {"a": {"weight": True, "bias": False}, "layers": (False, False)}
+
+
+def two_dims(params):
+    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(), params)
+
+
 OURS = optim.warmup_cosine(0.1, 5, 15, 0.01)
 
 
@@ -72,6 +80,18 @@ OPTIMIZERS = {
     "masked": (
         lambda: optim.chain(optim.masked(optim.trace(0.7), decays), optim.sgd(0.1)),
         lambda: optax.chain(optax.masked(optax.trace(0.7), decays), optax.sgd(0.1)),
+    ),
+    "orthogonal": (
+        lambda: optim.chain(
+            optim.masked(optim.chain(optim.trace(0.9), optim.orthogonalize("none")), only_2d), optim.scale(-0.1)
+        ),
+        lambda: optax.chain(
+            optax.masked(
+                optax.contrib.scale_by_muon(beta=0.9, eps=0.0, nesterov=False, weight_dimension_numbers=two_dims),
+                only_2d,
+            ),
+            optax.scale(-0.1),
+        ),
     ),
     "all together": (
         lambda: optim.chain(optim.clip_by_global_norm(3.0, in_place=True), optim.fused_adamw(OURS, weight_decay=0.1)),

@@ -5,6 +5,7 @@ import os
 import weakref
 from pathlib import Path
 
+import chex
 import pytest
 import torch
 
@@ -191,6 +192,23 @@ def test_samples_follow_the_model():
     common = expected > 5
     statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() / common.sum()
     assert statistic < 2  # about 1 +- sqrt(2 / cells)
+
+
+def test_its_three_computations_by_hand():
+    """Two prompts of two samples each, greedily: what `generate` does, less stop tokens and chunks."""
+    config, how = CONFIGS["qwen3 window"], Sampling(greedy=True, samples=2, max_new_tokens=9)
+    model, prompts = native.loaded_model(decoder_model(config), weights(config)), [[7], [5, 6, 7, 8]]
+    tokens = []
+    with torch.no_grad():
+        state = native.prefill(model, prompts, range(4), how)
+        chex.assert_tree_shape_prefix(trees.leaves(state.cache), (4, 13))
+        assert state.positions_R1.flatten().tolist() == [1, 1, 4, 4] and state.longest == 4
+        for _ in range(9):
+            tokens.append(native.draw_tokens(model, state.hidden_RD, None, how)[0])
+            state = native.decode_step(model, state, tokens[-1])
+    expected = engine_of(config).generate(prompts, how, 0).tokens
+    assert torch.equal(torch.stack(tokens, 1), expected)
+    assert state.longest == 13 and state.reach == 13
 
 
 def test_a_stop_token_ends_its_completion_and_is_part_of_it():

@@ -1,0 +1,99 @@
+"""Sums of whole trees over mesh axes, many leaves in one collective; and ranges of rows by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.rules import rest_axes
+
+BUCKET_BYTES = 128 << 20  # summed in one collective; a larger leaf goes alone
+
+
+def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
+    """Sum every leaf over `axes`, many in one collective: latency counts once, not once a leaf."""
+    if mesh.size(axes) == 1:
+        return tree
+    values = trees.leaves(tree)
+    summed: list[Tensor] = list(values)
+    for dtype in sorted({v.dtype for v in values}, key=str):
+        for which in _buckets(values, dtype):
+            bucket = torch.cat([values[i].reshape(-1) for i in which])
+            parts = collectives.psum(bucket, mesh, axes).split([values[i].numel() for i in which])
+            for i, part in zip(which, parts, strict=True):
+                summed[i] = part.view(values[i].shape)
+    return trees.fill(tree, summed)
+
+
+def sum_rest(
+    grads: trees.Tree, extra: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: Mesh
+) -> tuple[trees.Tree, trees.Tree]:
+    """Sum gradients over the axes that the scatters of gathered layers have left: `rules.rest_axes`. Once a step.
+
+    Args:
+      grads: of this rank's tokens; leaves that are gathered are summed over the axes of their gather already.
+      extra: tensors to sum over all `token_axes`, such as metrics, in the same collective.
+      stored, compute: layouts of the leaves between steps and while their layer runs.
+
+    Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of token_axes.
+    """
+    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh)
+    everywhere = tuple(axis for axis in mesh.token_axes if mesh.sizes[axis] > 1)
+    for axes in sorted({*rest, everywhere}):
+        which = [i for i, over in enumerate(rest) if over == axes]
+        with_extra = extra if axes == everywhere else ()
+        summed, with_extra = psum_tree(([leaves[i] for i in which], with_extra), mesh, axes)
+        for i, x in zip(which, summed, strict=True):
+            leaves[i] = x
+        if axes == everywhere:
+            extra = with_extra
+    return trees.fill(grads, leaves), extra
+
+
+def _buckets(values: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
+    """Numbers of the values of a dtype, in runs of at most `BUCKET_BYTES`."""
+    bucket: list[int] = []
+    room = BUCKET_BYTES
+    for i, value in enumerate(values):
+        if value.dtype == dtype:
+            if bucket and value.nbytes > max(room, 0):
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+            bucket.append(i)
+            room -= value.nbytes
+    if bucket:
+        yield bucket
+
+
+def own_range(count: int, mesh: Mesh, axes: Axes) -> range:
+    """This rank's contiguous share of `count` things over `axes`; shares differ by at most one."""
+    parts, at = mesh.size(axes), mesh.index(axes)
+    return range(count * at // parts, count * (at + 1) // parts)
+
+
+def gather_rows(columns: Sequence[Tensor], count: int, mesh: Mesh, axes: Axes) -> list[Tensor]:
+    """Joins the ranks' `own_range` rows of each column into all `count` rows, on every rank, in one collective.
+
+    Args:
+      columns: [R, ...] tensors of this rank's rows, integers below 2^53, booleans or floats.
+      count: rows of all ranks.
+    """
+    parts = mesh.size(axes)
+    if parts == 1:
+        return list(columns)
+    rows = len(columns[0])
+    widths = [c.shape[1:].numel() for c in columns]
+    flat = torch.cat([c.reshape(rows, n).to(torch.float64) for c, n in zip(columns, widths, strict=True)], 1)
+    most = -(-count // parts)
+    padded = torch.cat([flat, flat.new_zeros(most - rows, flat.shape[1])])
+    whole = collectives.all_gather(padded, mesh, axes).view(parts, most, sum(widths))
+    counts = [count * (i + 1) // parts - count * i // parts for i in range(parts)]
+    joined = torch.cat([whole[i, :n] for i, n in enumerate(counts)])
+    return [
+        part.reshape(count, *c.shape[1:]).to(c.dtype) for part, c in zip(joined.split(widths, 1), columns, strict=True)
+    ]

@@ -1,0 +1,98 @@
+"""Sums of trees and ranges of rows, on one process and on real ranks."""
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.mesh import sums
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import Mesh, parse, single
+
+COUNTS = (0, 1, 3, 4, 7, 9)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("text", ["dp1", "dp4", "dp3,tp2", "dp2,sp3"])
+def test_own_ranges_are_the_whole_in_order_and_differ_by_at_most_one(text, count):
+    sizes = parse(text)
+    for axes in ("data", ("data", "tensor"), ("data", "sequence")):
+        meshes = [Mesh(sizes, rank) for rank in range(Mesh(sizes).world)]
+        ranges = {m.index(axes): sums.own_range(count, m, axes) for m in meshes}
+        shares = [ranges[i] for i in range(meshes[0].size(axes))]
+        assert [i for share in shares for i in share] == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def columns_of(rows):
+    """One column of each kind: of a row's number, exactly representable or not."""
+    at = torch.tensor(list(rows), dtype=torch.int64)
+    wide = at[:, None] * 10 + torch.arange(3)
+    return [at, wide + 2**52, wide % 2 == 0, (wide / 7).float(), wide / 7.0, at.view(-1, 1, 1).expand(-1, 2, 2) * 1.5]
+
+
+def test_gather_rows_on_one_device_is_the_identity():
+    columns = columns_of(range(3))
+    for before, after in zip(columns, sums.gather_rows(columns, 3, single(), "data"), strict=True):
+        assert after is before
+
+
+@pytest.mark.gloo
+def test_gather_rows_joins_uneven_and_empty_shares_exactly():
+    def program(mesh):
+        return [
+            (count, axes, sums.gather_rows(columns_of(sums.own_range(count, mesh, axes)), count, mesh, axes))
+            for count in COUNTS
+            for axes in ("data", ("data", "tensor"))
+        ]
+
+    for count, axes, joined in launch(program, parse("dp4,tp2"), "cpu"):
+        for got, expected in zip(joined, columns_of(range(count)), strict=True):
+            assert got.dtype == expected.dtype, (count, axes)
+            assert torch.equal(got, expected), (count, axes)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("bucket_bytes", [8, 128 << 20])
+def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
+    """Whether a collective has a leaf of its own or shares it."""
+    monkeypatch.setattr(sums, "BUCKET_BYTES", bucket_bytes)
+
+    def tree_of(n):
+        return {
+            "a": torch.full((2, 3), float(n), dtype=torch.float64),
+            "b": (torch.tensor(n), {"c": torch.tensor([0.5 * n, -n]), "d": torch.zeros(0)}),
+            "none": None,
+            "e": torch.tensor(1e-12 * n, dtype=torch.float64),
+        }
+
+    def program(mesh):
+        return {axes: sums.psum_tree(tree_of(mesh.rank + 1), mesh, axes) for axes in ("data", "tensor")}
+
+    # Ranks 0 to 3 hold 1 to 4; rank 0 shares data with rank 2 (tp is innermost) and tensor with rank 1.
+    over = launch(program, parse("dp2,tp2"), "cpu")
+    for axes, total in (("data", 1 + 3), ("tensor", 1 + 2)):
+        for (name, got), (_, expected) in zip(trees.named(over[axes]), trees.named(tree_of(total)), strict=True):
+            assert got.dtype == expected.dtype and got.shape == expected.shape, name
+            torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
+
+
+def test_buckets_are_full_and_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 16)
+    values = [
+        torch.zeros(n, dtype=d)
+        for n, d in (
+            (2, torch.float32),
+            (1, torch.int64),
+            (2, torch.float32),
+            (1, torch.float32),
+            (9, torch.float32),
+            (0, torch.float32),
+        )
+    ]
+    assert list(sums._buckets(values, torch.float32)) == [[0, 2], [3], [4, 5]]
+    assert list(sums._buckets(values, torch.int64)) == [[1]] and list(sums._buckets(values, torch.bool)) == []
+
+
+def test_psum_tree_on_one_device_copies_nothing():
+    tree = {"a": torch.ones(2)}
+    assert sums.psum_tree(tree, single(), "data") is tree
