@@ -108,7 +108,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )
     flags.refuse_unknown(every.unknown, every.values)
-    known = every.values | {"max_new_tokens": resolved(settings).max_new_tokens}
+    known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
     command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
     kind = kind_of(command.compose())
     flags.refuse_idle(every.given, kind, source)

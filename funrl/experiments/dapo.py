@@ -5,7 +5,7 @@
 
 Prompts whose rewards are all equal teach a group baseline nothing; more are sampled until the batch is full, at most
 `--max_refills` times, and the metrics `filter_groups/...` say what was thrown away. A completion that comes close to
-the limit of its length loses up to `--overlong_factor`.
+the limit of its length loses up to `--overlong_coef`.
 
 Left out on purpose: sampling more prompts than a batch and keeping the rest for the next step.
 """

@@ -4,13 +4,13 @@
     python -m funrl.experiments.dpo --model=DIR --data=FILE.jsonl
 
 A line of the file is {"prompt": ..., "chosen": ..., "rejected": ...}. The first command prefers sums to what comes out
-where the carries are forgotten, and begins with a policy that often forgets them. Its family, as flags:
+where the carries are forgotten, and begins with a policy that often forgets them. Some of its family, as flags:
 
     IPO    --loss=ipo --per_token
-    SimPO  --noreference --per_token --beta=2 --margin=1
-    CPO    --noreference --likelihood_coef=1
-    ORPO   --loss=odds_ratio --noreference --per_token --likelihood_coef=1
+    RPO    --likelihood_coef=1
     MPO    --loss=0.8*sigmoid+0.2*bco --likelihood_coef=1
+
+Without a reference: `--algorithm=simpo`, `cpo`, `orpo` and others, which `funrl --help` lists.
 
 Left out on purpose: sampling the pairs from the policy, which is `online_pairs` of `funrl.algos`.
 """

@@ -14,9 +14,21 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from funrl.mesh.text import AXES, SHORT, MeshError, parse, text
+from funrl.mesh.text import AXES, ROW_AXES, SHORT, MeshError, parse, text
 
-__all__ = ["AXES", "SHORT", "Mesh", "MeshError", "combinations", "coordinates", "members", "parse", "single", "text"]
+__all__ = [
+    "AXES",
+    "ROW_AXES",
+    "SHORT",
+    "Mesh",
+    "MeshError",
+    "combinations",
+    "coordinates",
+    "members",
+    "parse",
+    "single",
+    "text",
+]
 
 Axes = str | tuple[str, ...]
 
@@ -41,7 +53,7 @@ class Mesh:
     groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
 
-    row_axes: ClassVar[tuple[str, ...]] = ("data", "expert")
+    row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
     token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
 
     @property

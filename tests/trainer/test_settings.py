@@ -145,8 +145,6 @@ def choices(name):
 
 def test_choices_are_those_of_the_modules_that_act_on_them():
     from funrl.cost.hardware import HARDWARE
-    from funrl.mesh.mesh import Mesh
-    from funrl.mesh.text import ROW_AXES
     from funrl.models import remat
     from funrl.rewards.load import LARGEST
     from funrl.trainer import checks, offload
@@ -158,7 +156,6 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     assert set(choices("offload")) == set(offload.PARTS)
     assert choices("dtype") == tuple(DTYPES)
     assert set(choices("fsdp_models")) == set(WRITES)
-    assert choices("fsdp_axes") == ("dp", "ep") and Mesh.row_axes == ROW_AXES
     assert checks.LARGEST == LARGEST
 
 
