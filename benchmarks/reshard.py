@@ -40,7 +40,7 @@ from funrl.mesh.mesh import AXES, Mesh, members, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout, Rules
-from funrl.models import decoder
+from funrl.models import decoder_model
 from funrl.models.config import Config
 
 ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
@@ -153,7 +153,8 @@ def dtensor(pairs: list[Pair], mesh: Mesh, devices: DeviceMesh) -> Method:
 def tree_of_weights() -> tuple[trees.Tree, trees.Tree]:
     vocab, embed, layers, mlp = SIZES[TREE.value]
     config = Config(vocab, embed, layers, heads=8, kv_heads=8, head=embed // 8, mlp=mlp, tied=True)
-    return decoder.shapes(config), decoder.axes(config)
+    model = decoder_model(config)
+    return model.shapes, model.axes
 
 
 def part(layout: Layout, rank: int) -> Tensor:

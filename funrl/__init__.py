@@ -1,7 +1,7 @@
 """funrl: reinforcement learning for language models as pure functions over trees on a named device mesh.
 
-    run = funrl.train("grpo", mesh="dp2", steps=10)
-    run.model.generate(["12+30="])
+run = funrl.train("grpo", mesh="dp2", steps=10)
+run.model.generate(["12+30="])
 """
 
 from __future__ import annotations

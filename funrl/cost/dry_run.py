@@ -294,9 +294,7 @@ def _engine_bytes(generator: Generator, master: torch.dtype) -> float:
     )
 
 
-def _without_offloaded(
-    job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]
-) -> dict[str, Costs]:
+def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
     """The phases without the bytes that are off the device while they run.
 
     Args:

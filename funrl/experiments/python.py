@@ -147,7 +147,9 @@ def train(
     known = {field.name for field in dataclasses.fields(Settings)}
     unknown = sorted(set(settings) - known)
     if unknown:
-        raise SettingsError(f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}")
+        raise SettingsError(
+            f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
+        )
     compose = (lambda: recipe) if isinstance(recipe, Algorithm) else find_recipe(recipe)
     given = Given(
         model if isinstance(model, Model) else None,

@@ -71,9 +71,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
 
-def open_run(
-    run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False
-) -> RunDirectory:
+def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False) -> RunDirectory:
     """Creates the directory of a run, proves that it can be written, and writes its config.json.
 
     Args:

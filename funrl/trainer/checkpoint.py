@@ -25,9 +25,9 @@ from funrl.mesh.reshard import export_weights
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
 from funrl.trainer.build import Parts
+from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
-from funrl.trainer.declaration import SettingsError
 from funrl.trainer.state import State
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"

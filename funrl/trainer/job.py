@@ -18,9 +18,9 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model, decoder_model, hf, with_value_head
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.roles import VALUES, WRITES, role_names
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError
+from funrl.trainer.roles import VALUES, WRITES, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 from funrl.trainer.tasks import Given, Task, Texts, check_prompt_lengths, prompts_of, texts_of
@@ -200,9 +200,7 @@ def check_meshes(
     return generating
 
 
-def task_of(
-    algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given
-) -> Task | Texts:
+def task_of(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given) -> Task | Texts:
     """What the run learns from: an algorithm with an advantage completes prompts, one without reads texts."""
     if algorithm.advantage is not None:
         return prompts_of(settings, tokenizer, given)
@@ -234,9 +232,7 @@ def new_tokens(settings: Settings, task: Task | Texts | None = None) -> int:
 
 def samplings(settings: Settings, count: int, stop: tuple[int, ...]) -> tuple[Sampling, Sampling]:
     """How completions are drawn to train on, and to evaluate."""
-    train = Sampling(
-        settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt
-    )
+    train = Sampling(settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt)
     greedy = settings.eval_temperature == 0
     return train, Sampling(settings.eval_temperature or 1.0, 0, 1.0, count, stop, 1, greedy)
 
@@ -244,9 +240,10 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...]) -> tuple[Sa
 def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]:
     """Peak learning rates of the roles that learn."""
     lr = settings.lr if settings.lr is not None else (1e-3 if settings.model is None else 1e-5)
-    own = {"critic": settings.critic_lr, "implicit_reward": settings.implicit_reward_lr}
-    default = {"critic": 2 * lr}
-    return {name: default.get(name, lr) if own.get(name) is None else own[name] for name in algorithm.losses}
+    critic = 2 * lr if settings.critic_lr is None else settings.critic_lr
+    implicit = lr if settings.implicit_reward_lr is None else settings.implicit_reward_lr
+    own = {"critic": critic, "implicit_reward": implicit}
+    return {name: own.get(name, lr) for name in algorithm.losses}
 
 
 @contextlib.contextmanager

@@ -98,9 +98,11 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
     return Outcome(first, last, error)
 
 
-def begin(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> tuple[Run, State]:
+def begin(
+    job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, clock: Clock | None = None
+) -> tuple[Run, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
-    clock, parts = Clock(), build(job, mesh, observer.note)
+    clock, parts = clock or Clock(), build(job, mesh, observer.note)
     weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
     made = source(job, parts, frozen, clock, observer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.batch import FIELDS, Batch, select
+from funrl.batch import FIELDS, Batch, map_fields, select
 from funrl.data.packing import balance, micro_batches
 from funrl.mesh.mesh import Mesh
 from funrl.seeds import derived_seed
@@ -45,4 +45,4 @@ def own_micro_batches(batch: Batch, mesh: Mesh, token_budget: int) -> list[tuple
 def _trim(rows: Batch) -> Batch:
     """The rows cut to the longest of them, in every field that is per token."""
     width = min(-(-int(rows.length.max()) // WIDTH) * WIDTH, rows.tokens.shape[1])
-    return rows._replace(**{n: rows.get(n)[:, :width] for n in rows.names() if FIELDS[n].kind != "row"})
+    return map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[:, :width], rows)

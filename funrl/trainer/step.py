@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +57,7 @@ def train_step(
     metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
     if told[2] == 0:
         return state, metrics
+    assert role.optimizer is not None
     with torch.no_grad():
         updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
         return RoleState(apply_updates_(state.params, updates), opt_state), metrics
@@ -105,15 +105,15 @@ def objective(
     want = ("logp", "entropy") if role.watch_entropy or "entropy" in read else ("logp",)
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
     scores = placed.token_scores(params, rows, want, role.temperature, ids)
-    seen: dict[str, Any] = {}
-    if role.watch_entropy:
+    logp_BT, seen = scores.logp, dict[str, Metric]()
+    assert logp_BT is not None
+    if role.watch_entropy and scores.entropy is not None:
         seen["actor/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
     if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:
-        rows = rows._replace(old_logp=scores.logp.detach())
+        rows = rows._replace(old_logp=logp_BT.detach())
         seen |= engine_gap(rows)
-    numerators, metrics = loss.numerators(
-        scores.logp, rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp)
-    )
+    rows = rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp)
+    numerators, metrics = loss.numerators(logp_BT, rows)
     return value_of(numerators, tuple(denominators)), (numerators, metrics | seen)
 
 
@@ -124,7 +124,7 @@ def fields_of(loss: Loss) -> frozenset[str]:
     return found.required | found.optional
 
 
-def engine_gap(batch: Batch) -> dict[str, Any]:
+def engine_gap(batch: Batch) -> dict[str, Metric]:
     """How far the trainer's log-probabilities are from those of the engine that sampled, in nats: mean and largest."""
     gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), batch.mask)
     return {

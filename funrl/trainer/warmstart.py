@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 
 from funrl import trees
 from funrl.algos.core import reduce
-from funrl.algos.losses.supervised import negative_log_likelihood
 from funrl.algos.losses.reductions import token_mean
+from funrl.algos.losses.supervised import negative_log_likelihood
 from funrl.batch import Batch
 from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
@@ -79,7 +79,9 @@ def initial_weights(job: Job, placed: Placed, stage: Stage) -> trees.Tree:
 def supervise(job: Job, placed: Placed, weights: trees.Tree, stage: Stage) -> trees.Tree:
     """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
     steps = job.warmstart_steps
-    optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99))
+    optimizer = chain(
+        clip_by_global_norm(1.0, in_place=True), fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99)
+    )
     loss = reduce(negative_log_likelihood(), token_mean())
     role = Role(placed, loss=loss, optimizer=optimizer, metric="train/loss")
     state = RoleState(weights, optimizer.init(weights))

@@ -3,11 +3,11 @@
 import pytest
 
 from funrl.mesh.mesh import single
-from funrl.trainer import spmd
+from funrl.trainer import clock as clocks
 
 
 def test_a_clock_adds_recurring_phases_and_is_emptied_even_where_a_phase_fails():
-    clock = spmd.Clock()
+    clock = clocks.Clock()
     for _ in range(2):
         with clock.phase("a"):
             pass
@@ -19,4 +19,4 @@ def test_a_clock_adds_recurring_phases_and_is_emptied_even_where_a_phase_fails()
 
 
 def test_peak_memory_is_that_of_a_process_that_holds_torch():
-    assert 0.05 < spmd.peak_memory_gb(single()) < 1000
+    assert 0.05 < clocks.peak_memory_gb(single()) < 1000
