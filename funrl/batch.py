@@ -28,13 +28,13 @@ from funrl import trees
 KINDS = ("row", "token", "token_k")  # [B] or [B, K], [B, T], [B, T, K]
 WRITERS = {
     "source": "the source of the rows",
-    "policy": "the trainer, by the policy before the first update on the batch",
+    "policy": "the trainer, from the policy before the first update on the batch",
     "reference": "a frozen reference",
     "teacher": "a teacher",
     "implicit_reward": "an implicit reward model, as PRIME trains one",
     "critic": "a critic",
     "advantage": "a piece of the advantage chain",
-    "step": "the training step, by the policy as it is trained",
+    "step": "the training step, from the policy as it is trained",
     "trainer": "the trainer",
 }
 BLOCK = 256  # tokens, of the blocks in which a row is summed
@@ -132,8 +132,8 @@ class Batch:
         ),
     ]
     margin: Annotated[Tensor, Field("token", "source", "by how much the chosen sequence of a pair should win")]
-    old_logp: Annotated[Tensor, Field("token", "policy", "nats, by the trainer before the first update on this batch")]
-    old_entropy: Annotated[Tensor, Field("token", "policy", "nats, before the first update on this batch")]
+    old_logp: Annotated[Tensor, Field("token", "policy", "nats, of the sampled tokens")]
+    old_entropy: Annotated[Tensor, Field("token", "policy", "nats, at the sampled tokens")]
     sum_pi_squared: Annotated[Tensor, Field("token", "policy", "sum over the vocabulary of squared probabilities")]
     ref_logp: Annotated[Tensor, Field("token", "reference", "nats")]
     teacher_logp: Annotated[Tensor, Field("token", "teacher", "nats")]
@@ -159,9 +159,7 @@ class Batch:
     entropy_coefficient: Annotated[
         Tensor, Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()")
     ]
-    kl_baseline: Annotated[
-        Tensor, Field("token", "advantage", "nats, KTO's reference point, made by reference_point()")
-    ]
+    kl_baseline: Annotated[Tensor, Field("token", "source", "nats, KTO's reference point, as of reference_point()")]
     sampled: Annotated[Tensor, Field("token", "trainer", "the mask before corrections, set after the chain", "bool")]
     entropy: Annotated[Tensor, Field("token", "step", "nats, differentiable")]
     topk_logp: Annotated[Tensor, Field("token_k", "step", "nats, of the teacher's K tokens; differentiable")]

@@ -1,30 +1,44 @@
-"""What named algorithms have in common: a policy term with its regularisers, and changes to a finished algorithm."""
+"""What recipes have in common: a policy term with its regularisers, and changes to a finished algorithm."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from funrl.algos.core import Advantage, Algorithm, Filter, Term, add, chain, scale, weighted
-from funrl.algos.filters import every
-from funrl.algos.kl import kl_to_reference
-from funrl.algos.terms import entropy_bonus
+from funrl.algos.advantages.shaping import Controller, adaptive_kl, fixed_kl
+from funrl.algos.core import Advantage, Algorithm, Filter, PieceError, Term, add, chain, scale, weighted
+from funrl.algos.filters.by_row import every
+from funrl.algos.losses.clipped import entropy_bonus
+from funrl.algos.losses.kl import kl_to_reference
 
 
-def policy(term: Term, kl: float = 0.0, entropy: float = 0.0, kind: str = "k3") -> Term:
+def with_regularizers(term: Term, kl_coef: float = 0.0, entropy_coef: float = 0.0, kl_kind: str = "k3") -> Term:
     """A policy term under the importance weights, if there are any, beside a KL and an entropy bonus without them.
 
     Args:
       term: what the policy learns from.
-      kl: factor of the KL to the reference, in units of advantage per nat; 0: none, and no reference is needed.
-      entropy: factor of the entropy bonus, in units of advantage per nat; 0: none.
-      kind: how the KL is estimated, as in `funrl.algos.kl`.
+      kl_coef: factor of the KL to the reference, in units of advantage per nat; 0: none, and no reference is needed.
+      entropy_coef: factor of the entropy bonus, in units of advantage per nat; 0: none.
+      kl_kind: how the KL is estimated, as in `funrl.algos.losses.kl`.
     """
     terms = [weighted(term)]
-    if kl:
-        terms.append(scale(kl, kl_to_reference(kind)))
-    if entropy:
-        terms.append(entropy_bonus(entropy))
+    if kl_coef:
+        terms.append(scale(kl_coef, kl_to_reference(kl_kind)))
+    if entropy_coef:
+        terms.append(entropy_bonus(entropy_coef))
     return add(*terms)
+
+
+def kl_controller(kl_coef: float, kl_target: float | None) -> Controller | None:
+    """`fixed_kl`, or `adaptive_kl` where there is a target; None where the coefficient is 0.
+
+    Raises:
+      ValueError: there is a target and nothing to adapt.
+    """
+    if not kl_coef:
+        if kl_target is not None:
+            raise ValueError(f"kl_target={kl_target} and kl_coef=0: the coefficient that adapts must begin above 0")
+        return None
+    return fixed_kl(kl_coef) if kl_target is None else adaptive_kl(kl_coef, kl_target)
 
 
 def corrected(algorithm: Algorithm, *pieces: Advantage) -> Algorithm:
@@ -32,10 +46,12 @@ def corrected(algorithm: Algorithm, *pieces: Advantage) -> Algorithm:
 
     corrected(grpo(), importance_weights("token", high=2.0)) is GRPO with truncated importance sampling.
     """
+    if algorithm.advantage is None:
+        raise PieceError("this algorithm has no advantage chain to put pieces before")
     return replace(algorithm, advantage=chain(*pieces, algorithm.advantage))
 
 
 def filtered(algorithm: Algorithm, *filters: Filter) -> Algorithm:
     """The algorithm with filters beside its own: filtered(grpo(), unequal_scores()) samples dynamically."""
-    own = () if algorithm.keep is None else (algorithm.keep,)
-    return replace(algorithm, keep=every(*own, *filters))
+    own = () if algorithm.filter is None else (algorithm.filter,)
+    return replace(algorithm, filter=every(*own, *filters))

@@ -27,8 +27,8 @@ from funrl.batch import Batch, Reads, select
 
 __all__ = [
     "Advantage", "Algorithm", "Divergence", "Filter", "Loss", "Max", "Mean", "Metric", "Metrics", "PieceError",
-    "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "advantages", "begin", "chain", "check_rank",
-    "described", "divide", "merge", "name_of", "reads", "reduce", "run_term", "scale", "stateless", "sum_losses",
+    "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "apply_advantage", "begin", "chain",
+    "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_term", "scale", "stateless", "sum_losses",
     "token_mean_of", "value_of", "weighted",
 ]  # fmt: skip
 
@@ -127,7 +127,8 @@ class Advantage(NamedTuple):
     pieces: tuple[Advantage, ...] = ()
 
 
-class Divergence(NamedTuple):
+@dataclass(frozen=True)
+class Divergence:
     """What the step computes as `batch.divergence`, over the whole vocabulary, p the teacher and q the policy.
 
     Attributes:
@@ -138,6 +139,10 @@ class Divergence(NamedTuple):
 
     beta: float = 0.5
     temperature: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.beta <= 1 or self.temperature <= 0:
+            raise ValueError(f"{self}: beta is from 0 to 1 and the temperature above 0")
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,15 @@ class Algorithm:
         for role, loss in self.losses.items():
             if not isinstance(loss, Loss):
                 raise PieceError(
-                    f"the loss of {role!r} is {described(loss)} and not a loss: reduce(term, token_mean()) makes one of "
-                    "a term"
+                    f"the loss of {role!r} is {described(loss)} and not a loss: reduce(term, token_mean()) makes one "
+                    "of a term"
                 )
 
 
 def described(x: Any) -> str:
     """What something is, for an error: a function by its name, a tensor by its shape."""
+    if x is None:
+        return "None"
     if isinstance(x, Tensor):
         return f"a tensor {list(x.shape)}"
     return f"the function {name_of(x)}" if callable(x) else f"a {type(x).__name__}"
@@ -225,7 +232,10 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         if per is not None:
             check_rank(signal, per)
-        return signal._replace(x=fn(signal.x, batch._replace(mask=signal.mask))), state
+        x = fn(signal.x, batch._replace(mask=signal.mask))
+        if not isinstance(x, Tensor):
+            raise PieceError(f"{name_of(fn)}(x, batch) gave {described(x)}: return the new x, [B] or [B, T]")
+        return signal._replace(x=x), state
 
     update.of = fn  # type: ignore[attr-defined]  (whose name errors tell)
     return Advantage(lambda: (), update)
@@ -243,8 +253,11 @@ def chain(*pieces: Advantage) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         after = []
         for piece, before in zip(pieces, state, strict=True):
-            signal, now = piece.update(signal, before, batch)
-            after.append(now)
+            out = piece.update(signal, before, batch)
+            if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Signal):
+                raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state)")
+            signal = out[0]
+            after.append(out[1])
         return signal, tuple(after)
 
     return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces)
@@ -259,16 +272,17 @@ def begin(batch: Batch) -> Signal:
     return Signal(score_B, batch.mask)
 
 
-def advantages(advantage: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, Metric]]:
+def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, Metric]]:
     """Runs a chain on a batch.
 
-    Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled` (the
-      mask before it) and the rows that it drew; the next state; metrics.
+    Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
+      (the mask before it) and the rows that it drew; the next state; metrics.
     Raises:
-      PieceError: the chain never came to tokens, or a piece gave None.
+      PieceError: the chain never came to tokens.
     """
     signal, state = advantage.update(begin(batch), state, batch)
-    check_rank(signal, "token")
+    if signal.x.dim() != 2:
+        raise PieceError(f"the advantage chain ends with {list(signal.x.shape)}: put to_tokens() at its end")
     made = {"advantage": signal.x, "mask": signal.mask, "sampled": batch.mask} | signal.extra
     made |= {k: x for k in ("returns", "weight") if (x := getattr(signal, k)) is not None}
     batch = batch._replace(**made)
@@ -352,8 +366,8 @@ def run_term(term: Term, x_BT: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
         if isinstance(loss_BT, Tensor) and loss_BT.shape == batch.mask.shape:
             return loss_BT, out[1]
         raise PieceError(
-            f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a loss "
-            "per token [B, T] is needed; the reduction sums it"
+            f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a "
+            "loss per token [B, T] is needed; the reduction sums it"
         )
     name = name_of(term)
     if isinstance(out, Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.batch import Batch, map_fields, token_fields
+from funrl.batch import Batch, fields_by, map_fields, token_fields
 
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -14,19 +14,21 @@ def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def clean(batch: Batch) -> Batch:
-    """The batch with every per-token field exactly 0 outside the mask.
+    """The batch as terms see it: per-token fields are exactly 0 outside the mask, and constants but for the step's own.
 
     Raises:
       ValueError: a field is not per token, such as advantages of a chain that never came to tokens.
     """
     mask_BT, per_token = batch.mask, frozenset(token_fields()) - {"tokens", "mask", "positions", "segments"}
+    moving = frozenset(fields_by("step"))
 
     def cleaned(name: str, x: Tensor) -> Tensor:
         if name not in per_token:
             return x
         if x.shape[:2] != mask_BT.shape:
             raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]; to_tokens() in the chain makes it so")
-        return where_masked(x, mask_BT if x.dim() == 2 else mask_BT[..., None])
+        x = where_masked(x, mask_BT if x.dim() == 2 else mask_BT[..., None])
+        return x if name in moving else x.detach()
 
     return map_fields(cleaned, batch)
 
@@ -36,8 +38,12 @@ def total(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
 
     The one way in which an advantage piece sums over tokens; its bits depend on neither padding, threads nor mesh.
     """
-    sums_B = batch.across.sums(where_masked(x_BT, mask_BT))
-    return torch.nn.functional.pad(sums_B, (1, 0)).cumsum(0)[-1]
+    return in_order(batch.across.sums(where_masked(x_BT, mask_BT)))
+
+
+def in_order(x_B: Tensor) -> Tensor:
+    """The sum of numbers of rows, one after the other in the order of the rows."""
+    return torch.nn.functional.pad(x_B, (1, 0)).cumsum(0)[-1]
 
 
 def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:

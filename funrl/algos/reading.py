@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ def reads_of(piece: Any) -> Reads:
 
 @functools.lru_cache(maxsize=1024)
 def _reads_of_function(piece: Any) -> Reads:
-    return _on_example(piece, lambda batch: run_function(piece, batch))[1].reads
+    return on_example(piece, lambda batch: run_function(piece, batch))[1].reads
 
 
 def run_function(piece: Any, batch: Batch) -> Any:
@@ -107,7 +107,7 @@ def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tup
             rewards_BT = torch.where(mask, moved_B[:, None].cumsum(0).expand(mask.shape), 0.0)
             return advantage.update(Signal(rewards_BT, mask, **given), advantage.init(), batch)[0]
 
-    return _on_example(advantage, update)
+    return on_example(advantage, update)
 
 
 def _leaves(signal: Signal) -> list[Tensor]:
@@ -115,15 +115,19 @@ def _leaves(signal: Signal) -> list[Tensor]:
     return [x for x in trees.leaves(fields) if isinstance(x, Tensor)]
 
 
-def _on_example(piece: Any, run: Callable[[Batch], Any]) -> tuple[Any, Seen]:
-    """What `run` gives on the recording example, and what it read; with as many reward functions as it asks for."""
-    batch = example()
+def on_example(piece: Any, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
+    """What `run` gives on the recording example, and what it read; with as many reward functions as it asks for.
+
+    Raises:
+      PieceError: it failed on the example.
+    """
+    batch = example() if batch is None else batch
     for _ in range(2):
         watched, seen = recording(batch)
         try:
             return run(watched), seen
         except CountError as error:
-            batch = batch._replace(scores=as_dict(batch)["score"][:, None].repeat(1, error.wanted))
+            batch = batch._replace(scores=as_dict(batch)["scores"][:, :1].repeat(1, error.wanted))
         except (PieceError, MissingField):
             raise
         except Exception as error:
@@ -132,8 +136,3 @@ def _on_example(piece: Any, run: Callable[[Batch], Any]) -> tuple[Any, Seen]:
                 f"{type(error).__name__}: {error}"
             ) from error
     raise PieceError(f"{name_of(piece)} asks for different numbers of reward functions")
-
-
-def provided(names: Iterable[str]) -> Batch:
-    """The example with these fields only."""
-    return example(frozenset(names) | {"tokens", "mask"})

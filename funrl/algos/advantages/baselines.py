@@ -1,0 +1,195 @@
+"""Baselines of outcomes: what a row's score is compared with, and scales. Pieces on [B], each before `to_tokens`.
+
+Rows of one prompt share a number in `batch.group`. Two rules hold in every piece that compares rows of a group: a group
+of one row has nothing to be compared with, and gets exactly 0; so does every row of a group whose rewards are equal,
+whatever the rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl.algos.advantages.groups import group_max, group_mean, group_std, group_sum, groups_of
+from funrl.algos.core import Advantage, Signal, check_rank, stateless
+from funrl.batch import Batch
+
+
+def group_center() -> Advantage:
+    """Takes the group's mean off each score: x_i - mean_G x, on [B].
+
+    Needs: group [B].
+
+    Warning: a group of one row gets 0. verl's grpo, opo and gpg keep its raw reward (mean 0, deviation 1), TRL gives 0.
+    """
+    return stateless(lambda x_B, batch: x_B - group_mean(x_B, groups_of(batch.group)), per="row")
+
+
+def group_scale(eps: float = 1e-6) -> Advantage:
+    """Divides each number by its group's standard deviation (n - 1 below) plus eps, on [B].
+
+    A group of equal numbers or of one row is left as it is, which after `group_center` is 0.
+
+    Args:
+      eps: in the unit of x, at least 0.
+    Needs: group [B].
+    Raises:
+      ValueError: eps is below 0.
+    References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
+
+    Warning: eps is 1e-6 in verl and here, 1e-4 in TRL, 1e-9 in OpenRLHF. verl divides the rounding that equal rewards
+    leave behind by eps (seven times 0.1 in float32: an advantage of -0.0074); here equal rewards give exactly 0.
+    """
+    check_eps("group_scale", eps)
+
+    def divide(x_B: Tensor, batch: Batch) -> Tensor:
+        std_B = group_std(x_B, groups_of(batch.group))
+        return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
+
+    return stateless(divide, per="row")
+
+
+def batch_scale(eps: float = 1e-6) -> Advantage:
+    """Divides by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
+
+    Prompts whose rewards differ much then weigh more than others. Before `group_center` the deviation is that of the
+    raw rewards, differences between prompts included, which is TRL's scale_rewards="batch" (eps 1e-4 there); after it,
+    the deviation of what is left, as in the last step of GDPO.
+
+    Args:
+      eps: in the unit of x, at least 0.
+    Raises:
+      ValueError: eps is below 0.
+    """
+    check_eps("batch_scale", eps)
+
+    def divide(x_B: Tensor, batch: Batch) -> Tensor:
+        std_B = group_std(x_B, groups_of(x_B.new_zeros(x_B.shape, dtype=torch.int64)))
+        return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
+
+    return stateless(divide, per="row")
+
+
+def leave_one_out() -> Advantage:
+    """Takes off the mean of the other rows of the group: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
+
+    Needs: group [B].
+    References: Kool et al., 2019; RLOO, Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740
+
+    Warning: a group of one row gets 0. verl's rloo gives its raw reward, verl's rloo_vectorized 0.
+    """
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        groups = groups_of(batch.group)
+        return (x_B - group_mean(x_B, groups)) * groups.size / (groups.size - 1).clamp_min(1)
+
+    return stateless(compare, per="row")
+
+
+def win_rate() -> Advantage:
+    """How often a row beats another of its group, less one half: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
+
+    A row is not compared with itself, so the rates of a group have a mean of 1/2 whatever its size. From -1/2 to 1/2,
+    and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
+
+    Needs: group [B].
+    References: SPPO, Wu et al., 2024, https://arxiv.org/abs/2405.00675
+
+    Warning: the paper's estimate is the mean over all rows of the group, the row itself included as a draw, which
+    pulls the rate towards 1/2 by the factor (n - 1) / n.
+    """
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        groups = groups_of(batch.group)
+        same_BB = groups.index[:, None] == groups.index
+        lead_B = (torch.sign(x_B[:, None] - x_B) * same_BB).sum(1)
+        return lead_B / (2 * (groups.size - 1).clamp_min(1))
+
+    return stateless(compare, per="row")
+
+
+def greedy_baseline() -> Advantage:
+    """Takes off the score of a greedy completion of the same prompt: x_i - b_i. Needs: greedy_score [B].
+
+    References: ReMax, Li et al., 2024, https://arxiv.org/abs/2310.10505
+    """
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        return x_B - batch.greedy_score.to(x_B.dtype)
+
+    return stateless(compare, per="row")
+
+
+def length_weighted_center() -> Advantage:
+    """Takes off the group's mean weighted by length: x_i - sum_G l x / sum_G l.
+
+    The baseline of least variance when a completion's gradient has a squared norm that grows with its length l, the
+    number of its sampled tokens, those included that a correction has rejected.
+
+    Needs: group [B].
+    References: OPO, Hao et al., 2025, https://arxiv.org/abs/2505.23585
+
+    Warning: a group of one row gets 0; verl's opo gives its raw reward.
+    """
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "row")
+        length_B = batch.across.sums(batch.mask).to(signal.x.dtype)
+        return signal._replace(x=signal.x - group_mean(signal.x, groups_of(batch.group), length_B)), state
+
+    return Advantage(lambda: (), update)
+
+
+def informative_rescale() -> Advantage:
+    """Multiplies by rows / (rows of groups whose x are not all 0), so that groups that teach nothing do not dilute.
+
+    Comes after `group_center`, which makes x exactly 0 in a group of equal rewards.
+
+    Needs: group [B].
+    References: GPG, Chu et al., 2025, https://arxiv.org/abs/2504.02546
+
+    Warning: as in the paper, the rows that count are those of groups with unequal rewards. verl counts the rows whose
+    reward is not 0, which is another number.
+    """
+
+    def rescale(x_B: Tensor, batch: Batch) -> Tensor:
+        teaches_B = group_max(x_B.abs(), groups_of(batch.group)) > 0
+        return x_B * (x_B.shape[0] / teaches_B.sum().clamp_min(1).to(x_B.dtype))
+
+    return stateless(rescale, per="row")
+
+
+def best_of_group(eps: float | None = 1e-6) -> Advantage:
+    """Only the best row of a group gets an advantage, its lead over the second best: trains pass@k.
+
+    A_i = x_1 - x_2 for the best row i of the group, divided by the group's standard deviation plus eps; else 0.
+
+    Args:
+      eps: in the unit of x, at least 0; None: no division.
+    Needs: group [B].
+    Raises:
+      ValueError: eps is below 0.
+    References: Tang et al., 2025, https://arxiv.org/abs/2503.19595
+
+    Warning: a group of one row gets 0; verl's grpo_passk raises. Of two rows that are equally best neither gets any.
+    """
+
+    check_eps("best_of_group", eps)
+
+    def lead(x_B: Tensor, batch: Batch) -> Tensor:
+        groups = groups_of(batch.group)
+        best_B = x_B == group_max(x_B, groups)
+        alone_B = best_B & (group_sum(best_B.to(x_B.dtype), groups) == 1) & (groups.size > 1)
+        second_B = group_max(torch.where(best_B, -torch.inf, x_B), groups)
+        lead_B = torch.where(alone_B, x_B - second_B, torch.zeros_like(x_B))
+        return lead_B if eps is None else lead_B / (group_std(x_B, groups) + eps)
+
+    return stateless(lead, per="row")
+
+
+def check_eps(name: str, eps: float | None) -> None:
+    """Raises ValueError where eps is below 0."""
+    if eps is not None and eps < 0:
+        raise ValueError(f"{name}(eps={eps}): what is added to a deviation must be at least 0")

@@ -1,0 +1,64 @@
+"""Sums over the rows of a prompt's group. Groups may have any numbers, any sizes and any order of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """Rows sorted into groups.
+
+    Attributes:
+      index: [B] int64, the row's group, 0 to the number of groups.
+      size: [B] int64, how many rows the row's group has.
+      count: the number of groups.
+    """
+
+    index: Tensor
+    size: Tensor
+    count: int
+
+
+def groups_of(group_B: Tensor) -> Groups:
+    """Numbers the groups densely."""
+    numbers, index_B, sizes = torch.unique(group_B, return_inverse=True, return_counts=True)
+    return Groups(index_B, sizes[index_B], numbers.numel())
+
+
+def group_sum(x: Tensor, groups: Groups) -> Tensor:
+    """The sum of x [B, ...] over the rows of each row's group, given back to every row [B, ...]."""
+    return x.new_zeros(groups.count, *x.shape[1:]).index_add_(0, groups.index, x)[groups.index]
+
+
+def group_min(x: Tensor, groups: Groups) -> Tensor:
+    """The smallest x [B, ...] of each row's group, given back to every row."""
+    index = groups.index.reshape(-1, *[1] * (x.dim() - 1)).expand_as(x)
+    least = x.new_full((groups.count, *x.shape[1:]), torch.inf).scatter_reduce_(0, index, x, "amin")
+    return least[groups.index]
+
+
+def group_max(x: Tensor, groups: Groups) -> Tensor:
+    """The largest x [B, ...] of each row's group, given back to every row."""
+    return -group_min(-x, groups)
+
+
+def group_mean(x_B: Tensor, groups: Groups, weight_B: Tensor | None = None) -> Tensor:
+    """The mean of each row's group, weighted if weights are given; of equal numbers exactly that number.
+
+    The smallest number is taken off before the sum and put back after it, so that seven times 0.1 in float32 has
+    a mean of 0.1, not of 0.1 plus a rounding that a small standard deviation would blow up.
+    """
+    least_B = group_min(x_B, groups)
+    weight_B = torch.ones_like(x_B) if weight_B is None else weight_B
+    total_B = group_sum(weight_B, groups)
+    mean_B = group_sum((x_B - least_B) * weight_B, groups) / torch.where(total_B > 0, total_B, 1)
+    return least_B + mean_B
+
+
+def group_std(x_B: Tensor, groups: Groups) -> Tensor:
+    """The standard deviation of each row's group with n - 1 below; 0 for one row and for equal numbers, exactly."""
+    centred_B = x_B - group_mean(x_B, groups)
+    return (group_sum(centred_B.square(), groups) / (groups.size - 1).clamp_min(1)).sqrt()

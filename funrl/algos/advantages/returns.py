@@ -1,0 +1,162 @@
+"""Advantages of single tokens: generalised estimation, rewards to go, whitening. Pieces on token rewards [B, T].
+
+What lies outside the mask of the result is exactly 0, and may be NaN in the batch. `whiten` compares tokens, not rows:
+where completions differ in length, the mean over tokens of what was centred by rows is not 0, and zeros before it are
+that mean, negated and scaled, after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import Advantage, Signal, check_rank, stateless
+from funrl.algos.masks import total, where_masked
+from funrl.batch import Batch
+from funrl.compiled_kernels.scan import reverse_linear_scan
+
+Lambda = Callable[[Tensor], Tensor]
+
+
+class Estimate(NamedTuple):
+    """Advantages and the critic's target, [B, T], 0 outside the mask."""
+
+    advantage: Tensor
+    returns: Tensor
+
+
+def generalised_advantages(
+    reward_BT: Tensor,
+    value_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float = 1.0,
+    gae_lambda: float | Tensor = 1.0,
+    critic_lambda: float | Tensor | None = None,
+) -> Estimate:
+    """Generalised advantage estimation over the masked tokens of each row; `gae` has the formula.
+
+    Args:
+      gae_lambda, critic_lambda: numbers, or tensors that broadcast to [B, T].
+
+    Example:
+      >>> reward, value = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
+      >>> generalised_advantages(reward, value, torch.tensor([[True, True]])).advantage.tolist()
+      [[0.5, 0.75]]
+    """
+    reward_BT, value_BT = where_masked(reward_BT, mask_BT), where_masked(value_BT, mask_BT).to(reward_BT.dtype)
+    delta_BT = where_masked(reward_BT + gamma * next_sampled(value_BT, mask_BT) - value_BT, mask_BT)
+
+    def accumulated(decay: float | Tensor) -> Tensor:
+        return where_masked(accumulate(delta_BT, mask_BT, gamma * decay), mask_BT)
+
+    advantage_BT = accumulated(gae_lambda)
+    target_BT = advantage_BT if critic_lambda is None else accumulated(critic_lambda)
+    return Estimate(advantage_BT, target_BT + value_BT)
+
+
+def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: float | None = None) -> Advantage:
+    """Generalised advantage estimation over the sampled tokens, on [B, T]; sets the critic's target.
+
+    delta[t] = r[t] + gamma v[t'] - v[t],  A[t] = delta[t] + gamma lambda A[t'],  returns[t] = A[t] + v[t],
+    where t' is the next sampled token of the row (a tool's output between them is stepped over), and after the last
+    one v and A are 0. Rewards at tokens that were not sampled are not seen.
+
+    Args:
+      gamma: discount per sampled token.
+      gae_lambda: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step. A function gives each
+        row its own, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
+      critic_lambda: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
+    Needs: value [B, T] in units of reward. Makes: returns.
+    Raises:
+      ValueError: gamma or a lambda is outside 0 to 1; in a run, the signal is of outcomes [B].
+    References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
+    """
+    for name, factor in {"gamma": gamma, "gae_lambda": gae_lambda, "critic_lambda": critic_lambda}.items():
+        if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
+            raise ValueError(f"gae({name}={factor}): give a factor from 0 to 1")
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "token")
+        own_lambda = gae_lambda
+        if callable(gae_lambda):
+            own_lambda = gae_lambda(batch.mask.sum(1, keepdim=True).to(signal.x.dtype))
+        out = generalised_advantages(signal.x, batch.value, signal.mask, gamma, own_lambda, critic_lambda)
+        return signal._replace(x=out.advantage, returns=out.returns), state
+
+    return Advantage(lambda: (), update)
+
+
+def length_adaptive(alpha: float = 0.05) -> Lambda:
+    """Lambda that grows with the response, 1 - 1 / (alpha length), and is 0 below a length of 1 / alpha.
+
+    The weights of the temporal differences then sum to about alpha times the length, so that a long response's
+    advantage is not dominated by the critic's bias.
+
+    Args:
+      alpha: per token.
+    References: VAPO, Yue et al., 2025, https://arxiv.org/abs/2504.05118
+    """
+    return lambda lengths: (1 - 1 / (alpha * lengths.clamp_min(1))).clamp_min(0)
+
+
+def reward_to_go(gamma: float = 1.0) -> Advantage:
+    """The discounted sum of the rewards from each sampled token on: G[t] = r[t] + gamma G[t'], on [B, T].
+
+    Tokens that were not sampled are stepped over: they neither discount nor count.
+
+    Args:
+      gamma: discount per sampled token.
+    """
+
+    def collect(x_BT: Tensor, batch: Batch) -> Tensor:
+        return where_masked(accumulate(where_masked(x_BT, batch.mask), batch.mask, gamma), batch.mask)
+
+    return stateless(collect, per="token")
+
+
+def accumulate(x_BT: Tensor, mask_BT: Tensor, decay: float | Tensor) -> Tensor:
+    """y[t] = x[t] + decay y[t'] with t' the next masked token; positions between carry y[t'] unchanged.
+
+    Args:
+      x_BT: 0 outside the mask.
+      decay: per masked token; a number or a tensor that broadcasts to [B, T].
+    """
+    carry_BT = torch.where(mask_BT, torch.as_tensor(decay, dtype=x_BT.dtype, device=x_BT.device), 1.0)
+    return reverse_linear_scan(x_BT, carry_BT.to(x_BT.dtype))
+
+
+def next_sampled(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """x at the next masked token to the right, 0 where there is none; x is 0 outside the mask."""
+    at_or_after_BT = reverse_linear_scan(x_BT, (~mask_BT).to(x_BT.dtype))
+    return torch.nn.functional.pad(at_or_after_BT[:, 1:], (0, 1))
+
+
+def whiten(eps: float = 1e-8) -> Advantage:
+    """Mean 0 and variance 1 over all masked tokens of the batch: (x - mean) / sqrt(var + eps), on [B, T].
+
+    The variance has n - 1 below. Equal numbers, or a single token, give exactly 0; a zero among others does not stay 0
+    unless the mean over tokens is 0. Signal.returns is left alone.
+
+    Args:
+      eps: in the squared unit of x.
+
+    Warning: verl does not mask again after gae's whitening, so its tool tokens have advantages; here they are 0.
+    OpenRLHF has n below and clamps the variance to 1e-8 instead of adding it.
+    """
+
+    def standardise(x_BT: Tensor, batch: Batch) -> Tensor:
+        mask_BT, dtype = batch.mask, x_BT.dtype
+        count = total(torch.ones_like(x_BT), mask_BT, batch)
+        lowest = batch.across.kth_largest(
+            torch.where(mask_BT, -x_BT, -torch.inf), count.new_ones((), dtype=torch.int64)
+        )
+        shifted_BT = where_masked(x_BT + lowest, mask_BT)
+        mean = total(shifted_BT, mask_BT, batch) / count
+        centred_BT = where_masked(shifted_BT - mean.to(dtype), mask_BT)
+        variance = total(centred_BT.square(), mask_BT, batch) / (count - 1).clamp_min(1)
+        return centred_BT * (variance + eps).rsqrt().to(dtype)
+
+    return stateless(standardise, per="token")

@@ -1,0 +1,96 @@
+"""Several reward functions in one chain: pieces on [B] that read `batch.scores` [B, K].
+
+A score that is NaN is of a reward function that does not apply to the row: the row counts in the others only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from funrl.algos.advantages.baselines import check_eps
+from funrl.algos.advantages.groups import group_mean, group_std, groups_of
+from funrl.algos.core import Advantage, stateless
+from funrl.algos.reading import CountError
+from funrl.batch import Batch
+
+
+def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, deviation: bool = True) -> Advantage:
+    """Each reward function centred and scaled in the group by itself, then summed: sum_k w_k (s_k - mean_G) / std_G.
+
+    The signal's x is replaced. A reward function that does not tell the rows of a group apart adds exactly 0, while in
+    a sum of raw rewards it would still set the scale of the others. What pieces before it have changed in the score, a
+    penalty for example, is centred in the group and added to the sum as it is: 1 of it then counts as much as one
+    deviation of a reward function of weight 1. Where a function does not apply to a row (NaN), it adds 0 to the row and
+    the row is not among those that the function compares.
+
+    Args:
+      weights: one number a reward function; None: all 1.
+      eps: in the unit of the rewards, at least 0.
+      deviation: divide by the group's deviation; False: sum_k w_k (s_k - mean_G).
+    Needs: score [B], scores [B, K], group [B].
+    Raises:
+      ValueError: eps is below 0; in a run, there are not as many weights as reward functions.
+    References: GDPO, Liu et al., 2026, https://arxiv.org/abs/2601.05242
+    """
+    check_eps("decoupled_groups", eps)
+
+    def decouple(x_B: Tensor, batch: Batch) -> Tensor:
+        groups, shaped_B = groups_of(batch.group), x_B - batch.score.to(x_B.dtype)
+        total_B = shaped_B - group_mean(shaped_B, groups)
+        alone_B = groups.count + torch.arange(len(x_B), device=x_B.device)
+        for weight, s_B in zip(_weights(weights, batch.scores), batch.scores.to(x_B.dtype).unbind(1), strict=True):
+            applies_B = ~s_B.isnan()
+            own = groups_of(torch.where(applies_B, groups.index, alone_B))
+            s_B = torch.where(applies_B, s_B, torch.zeros_like(s_B))
+            centred_B, std_B = s_B - group_mean(s_B, own), group_std(s_B, own)
+            if deviation:
+                centred_B = centred_B / torch.where(std_B > 0, std_B + eps, 1)
+            total_B = total_B + weight * centred_B
+        return total_B
+
+    return stateless(decouple, per="row")
+
+
+def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
+    """Several reward functions as one score, sum_k w_k s_k over those that apply. It replaces x: put it first.
+
+    Args:
+      weights: one number a reward function; None: all 1.
+    Needs: scores [B, K].
+    Raises:
+      ValueError: in a run, there are not as many weights as reward functions.
+    """
+
+    def combine(x_B: Tensor, batch: Batch) -> Tensor:
+        factors = torch.tensor(_weights(weights, batch.scores), dtype=x_B.dtype, device=x_B.device)
+        return (batch.scores.to(x_B.dtype) * factors).nansum(1)
+
+    return stateless(combine, per="row")
+
+
+def parse_weights(text: str) -> tuple[float, ...]:
+    """Numbers with commas between, as in "1,0.5".
+
+    Raises:
+      ValueError: something between commas is no finite number.
+    """
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        weights = (math.nan,)
+    if not all(map(math.isfinite, weights)):
+        raise ValueError(f"reward_weights={text}: give numbers with commas between, such as 1,0.5")
+    return weights
+
+
+def _weights(weights: Sequence[float] | None, scores_BK: Tensor) -> Sequence[float]:
+    K = scores_BK.shape[1]
+    if weights is not None and len(weights) != K:
+        raise CountError(
+            f"{len(weights)} weights for {K} reward functions: batch.scores is {list(scores_BK.shape)}", len(weights)
+        )
+    return [1.0] * K if weights is None else weights

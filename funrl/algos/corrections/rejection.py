@@ -1,0 +1,122 @@
+"""Rejection of tokens and rows where engine and trainer are too far apart, or that were cut off.
+
+The ratios are those of `funrl.algos.corrections.importance`. What is rejected leaves `signal.mask`: it is in no
+numerator, and in no denominator either; pieces later in the chain see only the tokens that are left. With
+`in_denominator` it gets a weight of 0 instead: terms under `weighted` learn nothing of it, the denominator counts it,
+and what is outside of `weighted`, such as a KL to the reference, still sees it.
+
+References: masked (IcePop), Ling Team, 2025, https://arxiv.org/abs/2510.18855
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import Advantage, Signal
+from funrl.algos.corrections.importance import check_bounds, gap_over, log_gap
+from funrl.algos.masks import sequence_sums, where_masked
+from funrl.algos.metrics import mean_over_tokens
+from funrl.batch import Batch
+
+
+def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_denominator: bool = False) -> Advantage:
+    """Takes out the tokens, or with "sequence" and "geometric" the rows, whose ratio is not in [low, high].
+
+    Rejection by k1 is this, with the bounds on the ratio trainer / engine. Over tokens and beside
+    `importance_weights("token", 0, high)` it is masked importance sampling (IcePop).
+
+    Args:
+      over: "token", "sequence" or "geometric".
+      low, high: bounds of the ratio trainer / engine.
+      in_denominator: leave rejected tokens in the mask, with a weight of 0.
+    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+    Raises:
+      ValueError: over is unknown, or the bounds are not 0 <= low <= high.
+
+    Warning: verl documents these bounds and applies them to the inverse ratio; its rejected tokens still count in the
+    denominator of token-mean (`in_denominator=True`), but not in its bypass mode.
+    """
+    check_bounds(over, low, high)
+
+    def keep(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        ratio_BT = gap_over(over, d_BT, mask_BT).exp()
+        return (ratio_BT >= low) & (ratio_BT <= high)
+
+    return _rejection(keep, in_denominator)
+
+
+def reject_divergence(
+    kind: str = "k3", over: str = "mean", high: float = 0.01, in_denominator: bool = False
+) -> Advantage:
+    """Takes out the tokens or rows whose divergence between engine and trainer is above a bound.
+
+    k2 = d^2 / 2, k3 = exp(d) - 1 - d, both of KL(engine || trainer) and never below 0.
+
+    Args:
+      kind: "k2" or "k3"; for k1, a bound of the ratio, see `reject_ratio`.
+      over: "token"; or of a row the "sum", the "mean" or the "max" over its tokens, which rejects the whole row.
+      high: bound, in nats, at least 0.
+      in_denominator: leave rejected tokens in the mask, with a weight of 0.
+    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+    Raises:
+      ValueError: kind or over is unknown, or the bound is below 0.
+    """
+    if kind not in ("k2", "k3") or over not in ("token", "sum", "mean", "max"):
+        raise ValueError(f"reject_divergence({kind!r}, {over!r}): kind is k2 or k3, over is token, sum, mean or max")
+    if high < 0:
+        raise ValueError(f"reject_divergence(high={high}): the bound must be at least 0")
+
+    def keep(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        k_BT = 0.5 * d_BT.square() if kind == "k2" else d_BT.expm1() - d_BT
+        if over == "token":
+            return k_BT <= high
+        if over == "max":
+            return (k_BT <= high).all(1, keepdim=True).expand(k_BT.shape)
+        sum_B1 = sequence_sums(k_BT, mask_BT)
+        bound_B1 = high * mask_BT.sum(1, keepdim=True) if over == "mean" else high
+        return (sum_B1 <= bound_B1).expand(k_BT.shape)
+
+    return _rejection(keep, in_denominator)
+
+
+def mask_truncated(in_denominator: bool = False) -> Advantage:
+    """Takes out the rows that ran into the length limit; before a group's statistics they still count in them.
+
+    Args:
+      in_denominator: leave their tokens in the mask, with a weight of 0.
+    Needs: truncated [B].
+    References: DAPO's overlong filtering, Yu et al., 2025, https://arxiv.org/abs/2503.14476; TRL's
+      mask_truncated_completions.
+    """
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        after = signal.mask & ~batch.across.own(batch.truncated)[:, None]
+        return _without(signal, after, in_denominator), state
+
+    return Advantage(lambda: (), update)
+
+
+def _rejection(keep: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
+        after = signal.mask & keep(d_BT, signal.mask)
+        rejected = mean_over_tokens((~after).to(d_BT.dtype), signal.mask, batch)
+        signal = signal._replace(metrics=signal.metrics | {"rollout_corr/rejected": rejected})
+        return _without(signal, after, in_denominator), state
+
+    return Advantage(lambda: (), update)
+
+
+def _without(signal: Signal, mask_BT: Tensor, in_denominator: bool) -> Signal:
+    """The signal on a smaller mask, where what is per token is 0 outside it; or with weights of 0 instead."""
+    if in_denominator:
+        weight_BT = torch.ones_like(mask_BT, dtype=signal.x.dtype) if signal.weight is None else signal.weight
+        return signal._replace(weight=where_masked(weight_BT, mask_BT))
+    per_token = {name: getattr(signal, name) for name in ("returns", "weight")}
+    per_token |= {"x": signal.x} if signal.x.dim() == 2 else {}
+    kept = {name: where_masked(z, mask_BT) for name, z in per_token.items() if z is not None}
+    return signal._replace(mask=mask_BT, **kept)

@@ -1,0 +1,46 @@
+"""The loss of an implicit process reward model, PRIME's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from funrl.algos.core import Loss
+from funrl.algos.losses.reductions import sequence_mean
+from funrl.algos.masks import clean, sequence_sums, where_masked
+from funrl.algos.metrics import Mean
+from funrl.batch import Batch
+
+
+def implicit_reward_loss(beta: float = 0.05) -> Loss:
+    """Trains an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
+
+    The sum is over the tokens of the mask. The trainer gives it the mask before corrections: a completion's outcome is
+    that of all of its tokens.
+
+    L_i = - s log sigmoid(Q) - (1 - s) log sigmoid(-Q),  Q = beta sum_t (log pi_implicit - log pi_ref), the mean over
+    sequences; s is the mean label of the sequence's tokens.
+
+    Args:
+      beta: reward per nat.
+    Needs: label [B, T] in 0 to 1, ref_logp [B, T] (nats). The loss's first argument is the model's logp [B, T].
+    Returns: a loss in nats; metric "implicit_reward/accuracy", the share of sequences where Q and the label agree.
+    References: PRIME, Cui et al., 2025, https://arxiv.org/abs/2502.01456
+    """
+
+    def numerators(logp_BT: Tensor, batch: Batch):
+        mask_BT, segments_BT = batch.mask, batch.get("segments")
+        batch = clean(batch)
+        q_BT = beta * (where_masked(logp_BT, mask_BT) - batch.ref_logp)
+        q_BS, label_BS, length_BS = (
+            sequence_sums(z, mask_BT, segments_BT) for z in (q_BT, batch.label.to(q_BT.dtype), torch.ones_like(q_BT))
+        )
+        label_BS, there_BS = label_BS / length_BS.clamp_min(1), length_BS > 0
+        entropy_BS = binary_cross_entropy_with_logits(q_BS, label_BS, reduction="none")
+        agree_BS = ((q_BS > 0) == (label_BS > 0.5)).to(q_BT.dtype)
+        accuracy = Mean(where_masked(agree_BS, there_BS).sum(), there_BS.sum().to(q_BT.dtype))
+        return (where_masked(entropy_BS, there_BS).sum(),), {"implicit_reward/accuracy": accuracy}
+
+    count = sequence_mean().denominators
+    return Loss(lambda batch: count(batch.mask, batch.get("segments")), numerators)

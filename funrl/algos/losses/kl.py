@@ -1,0 +1,120 @@
+"""Estimates of KL(pi || other) from one sample, per token, and the term that holds a policy near its reference.
+
+With d = log other - log pi at the sampled token:
+
+| kind | value | as a loss, in expectation over fresh samples |
+|---|---|---|
+| k1 | -d | gradient is zero: useful in a reward or with the straight-through form |
+| k2 | d^2 / 2 | gradient of KL(pi, other), the right one |
+| k3 | exp(d) - 1 - d | gradient of KL(other, pi), the forward divergence |
+| abs | the absolute value of d | a distance, not an estimate of the KL |
+
+A kind with "+", such as "k3+", has that kind's value and the gradient of k2.
+
+References: Schulman, 2020, http://joschu.net/blog/kl-approx.html; Tang and Munos, 2025,
+  https://arxiv.org/abs/2506.09477
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from funrl.algos.core import Term
+from funrl.algos.losses.ratios import LOG_RATIO_BOUND, times_ratio
+from funrl.batch import Batch
+
+KINDS = ("k1", "k2", "k3", "abs")
+
+
+def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """A one-sample estimate of KL(pi || other), elementwise; the table above says which.
+
+    Args:
+      kind: "k1", "k2", "k3" or "abs", or one of these with "+".
+    Returns: (logp, other_logp) -> KL; all in nats and of one shape.
+    Raises:
+      ValueError: the kind is unknown.
+
+    Warning: k3 clamps d to +-20 so that exp stays finite. verl also clamps its value to +-10; TRL clamps nothing.
+    """
+    if kind.removesuffix("+") not in KINDS:
+        raise ValueError(f"KL kind {kind!r} is unknown; there are {list(KINDS)}, each also with '+' (gradient of k2)")
+
+    def estimate(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
+        d_BT = other_BT - logp_BT
+        if kind == "k1":
+            return -d_BT
+        if kind == "k2":
+            return 0.5 * d_BT.square()
+        if kind == "abs":
+            return d_BT.abs()
+        d_BT = d_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return d_BT.expm1() - d_BT
+
+    if not kind.endswith("+"):
+        return estimate
+    value, gradient = kl_estimate(kind[:-1]), kl_estimate("k2")
+
+    def straight_through(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
+        moves_BT = gradient(logp_BT, other_BT)
+        return moves_BT - moves_BT.detach() + value(logp_BT, other_BT).detach()
+
+    return straight_through
+
+
+def kl_to(field: str, kind: str, metric: str) -> Term:
+    """An estimate of KL(pi || the policy of that field) per token, reported under that name."""
+    estimate = kl_estimate(kind)
+
+    def term(logp_BT: Tensor, batch: Batch):
+        loss_BT = estimate(logp_BT, getattr(batch, field))
+        return loss_BT, {metric: loss_BT}
+
+    return term
+
+
+def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
+    """An estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
+
+    With `bias_corrected` it is r k with r = pi / pi_old unclipped, and the gradient goes through both factors. For
+    tokens of an older policy that is unbiased in value and gradient with k1 and with k3, and with these only: the mean
+    of k2 and of abs is no KL.
+
+    Args:
+      kind: "k1", "k2", "k3" or "abs", or, without `bias_corrected`, one of these with "+" for the gradient of k2.
+      bias_corrected: weigh by the importance ratio, as DeepSeek-V3.2 does (with k3).
+    Needs: ref_logp [B, T]; old_logp [B, T] if bias_corrected.
+    Returns: a term; loss [B, T] in nats; metric "actor/kl_loss" (nats).
+    Raises:
+      ValueError: the kind is unknown, or has a "+" while the ratio corrects the bias: the gradient through the ratio
+        is a part of the right one already, and that of k2 would come on top of it.
+    References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556
+    """
+    plain = kl_to("ref_logp", kind, "actor/kl_loss")
+    if not bias_corrected:
+        return plain
+    if kind.endswith("+"):
+        raise ValueError(
+            f"kl_to_reference({kind!r}, bias_corrected=True): the ratio and the '+' would both add the gradient that "
+            f"{kind[:-1]} lacks; give {kind[:-1]!r}"
+        )
+    corrected = times_ratio(plain)
+
+    def term(logp_BT: Tensor, batch: Batch):
+        loss_BT, _ = corrected(logp_BT, batch)
+        return loss_BT, {"actor/kl_loss": loss_BT}
+
+    return term
+
+
+def kl_to_old(kind: str = "abs") -> Term:
+    """An estimate of KL(pi || pi_old) per token, a soft leash on the update.
+
+    Args:
+      kind: "k1", "k2", "k3" or "abs", or one of these with "+" for the gradient of k2.
+    Needs: old_logp [B, T].
+    Returns: a term; loss [B, T] in nats; metric "actor/kl_to_old" (nats).
+    """
+    return kl_to("old_logp", kind, "actor/kl_to_old")

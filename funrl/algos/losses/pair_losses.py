@@ -1,0 +1,161 @@
+"""Losses of one preference, elementwise: (chosen, rejected) -> loss, each the implicit reward of a completion.
+
+Rewards are in nats before beta: log pi/pi_ref, or log pi, of a whole completion or per token; d = chosen - rejected,
+s the logistic function. beta is 1 / nats. Which reward goes with which loss is said in `funrl.algos.losses.preference`.
+
+| loss | formula | reference |
+|---|---|---|
+| sigmoid | -log s(beta d - margin), smoothed | DPO https://arxiv.org/abs/2305.18290; cDPO, Mitchell, 2023 |
+| hinge | max(0, 1 - beta d) | SLiC https://arxiv.org/abs/2305.10425; RSO https://arxiv.org/abs/2309.06657 |
+| ipo | (d - 1 / (2 beta))^2 | IPO https://arxiv.org/abs/2310.12036 |
+| robust | the unbiased form of smoothed sigmoid | https://arxiv.org/abs/2403.00409 |
+| exo | KL((s(beta d), s(-beta d)) from (1 - eps, eps)) | EXO https://arxiv.org/abs/2402.00856 |
+| nca | -log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2 | NCA https://arxiv.org/abs/2402.05369 |
+| bco | -log s(beta c) - log s(-beta r) | BCO https://arxiv.org/abs/2404.04656 |
+| sppo | (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 | SPPO-hard https://arxiv.org/abs/2405.00675 |
+| apo_zero | 1 - s(beta c) + s(beta r) | APO https://arxiv.org/abs/2408.06266 |
+| apo_down | s(beta c) + 1 - s(beta d) | APO https://arxiv.org/abs/2408.06266 |
+| discopop | (1 - g) (-log s(beta d)) + g exp(-beta d), g = s(beta d / tau) | https://arxiv.org/abs/2406.08414 |
+
+Warning: TRL ignores label smoothing silently in sigmoid, hinge and nca; here only what takes it has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+class PairLoss(NamedTuple):
+    """The loss of a preference: (chosen reward, rejected reward) -> loss, elementwise.
+
+    Attributes:
+      beta: the scale of the rewards, in 1 / nats; rewards are reported times beta.
+      of: the function.
+    """
+
+    beta: float
+    of: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return self.of(chosen, rejected)
+
+
+def check_beta(beta: float) -> float:
+    """beta, or ValueError where it is not above 0."""
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}: it must be above 0")
+    return beta
+
+
+def smoothed(logit: Tensor, smoothing: float) -> Tensor:
+    """-(1 - eps) log s(logit) - eps log s(-logit)."""
+    return -(1 - smoothing) * logsigmoid(logit) - smoothing * logsigmoid(-logit)
+
+
+def sigmoid_pairs(beta: float = 0.1, smoothing: float = 0.0, margin: float = 0.0) -> PairLoss:
+    """DPO; with `smoothing` cDPO; with `margin` and per-token likelihoods SimPO (its gamma).
+
+    Args:
+      smoothing: probability that a label is wrong, in [0, 1/2).
+      margin: by how much beta d should exceed 0.
+    """
+    check_beta(beta)
+    return PairLoss(beta, lambda chosen, rejected: smoothed(beta * (chosen - rejected) - margin, smoothing))
+
+
+def hinge_pairs(beta: float = 0.1) -> PairLoss:
+    """SLiC's and RSO's hinge."""
+    check_beta(beta)
+    return PairLoss(beta, lambda chosen, rejected: torch.relu(1 - beta * (chosen - rejected)))
+
+
+def ipo_pairs(beta: float = 0.1) -> PairLoss:
+    """IPO's square, for per-token rewards (its authors' and TRL's way)."""
+    check_beta(beta)
+    return PairLoss(beta, lambda chosen, rejected: (chosen - rejected - 1 / (2 * beta)).square())
+
+
+def robust_pairs(beta: float = 0.1, smoothing: float = 0.1) -> PairLoss:
+    """DPO made unbiased for labels that are wrong with probability `smoothing` < 1/2."""
+    check_beta(beta)
+    if not 0 <= smoothing < 0.5:
+        raise ValueError(f"smoothing is {smoothing}: it must be at least 0 and below 1/2")
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        logit = beta * (chosen - rejected)
+        return ((1 - smoothing) * -logsigmoid(logit) - smoothing * -logsigmoid(-logit)) / (1 - 2 * smoothing)
+
+    return PairLoss(beta, loss)
+
+
+def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
+    """EXO's reverse divergence; `smoothing` in (0, 1) is the probability given to the rejected one."""
+    check_beta(beta)
+    if not 0 < smoothing < 1:
+        raise ValueError(f"smoothing is {smoothing}: it must be in (0, 1)")
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        logit = beta * (chosen - rejected)
+        wins = torch.sigmoid(logit) * (logsigmoid(logit) - math.log1p(-smoothing))
+        return wins + torch.sigmoid(-logit) * (logsigmoid(-logit) - math.log(smoothing))
+
+    return PairLoss(beta, loss)
+
+
+def nca_pairs(beta: float = 0.1) -> PairLoss:
+    """NCA: the chosen one's likelihood may not fall."""
+    check_beta(beta)
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -logsigmoid(beta * chosen) - 0.5 * (logsigmoid(-beta * chosen) + logsigmoid(-beta * rejected))
+
+    return PairLoss(beta, loss)
+
+
+def bco_pairs(beta: float = 0.1) -> PairLoss:
+    """BCO on pairs, without its running mean of rewards, as TRL's bco_pair."""
+    check_beta(beta)
+    return PairLoss(beta, lambda chosen, rejected: -logsigmoid(beta * chosen) - logsigmoid(-beta * rejected))
+
+
+def sppo_pairs(beta: float = 0.1) -> PairLoss:
+    """SPPO with win rates of 1 and 0."""
+    check_beta(beta)
+    half = 1 / (2 * beta)
+    return PairLoss(beta, lambda chosen, rejected: (chosen - half).square() + (rejected + half).square())
+
+
+def apo_zero_pairs(beta: float = 0.1) -> PairLoss:
+    """APO where the chosen ones are better than the policy: chosen up, rejected down."""
+    check_beta(beta)
+    return PairLoss(beta, lambda chosen, rejected: 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected))
+
+
+def apo_down_pairs(beta: float = 0.1) -> PairLoss:
+    """APO where the chosen ones are worse than the policy: both down, the rejected one more."""
+    check_beta(beta)
+    return PairLoss(
+        beta, lambda chosen, rejected: torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
+    )
+
+
+def discopop_pairs(beta: float = 0.1, tau: float = 0.05) -> PairLoss:
+    """DiscoPOP's log-ratio modulated blend; exp(-beta d) is held below exp(20).
+
+    Args:
+      tau: how sharply the blend turns, in units of beta d.
+    """
+    check_beta(beta)
+
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        logit = beta * (chosen - rejected)
+        blend = torch.sigmoid(logit / tau)
+        return (1 - blend) * -logsigmoid(logit) + blend * (-logit).clamp(max=20).exp()
+
+    return PairLoss(beta, loss)

@@ -1,0 +1,133 @@
+"""Pairs of a chosen and a rejected completion: how they are laid out in a batch, and sums over each.
+
+Either of:
+- side by side: a row holds segment 1, the chosen completion with its prompt, and segment 2, the rejected one (then 3
+  and 4, and so on). Rows may be split and ordered at will, so this is what the trainer takes; `side_by_side` makes it.
+- interleaved: rows 2i and 2i + 1 are the chosen and the rejected completion of pair i; `segments` is absent. Whoever
+  splits such a batch keeps pairs together.
+`mask` is true on the completions. Every sequence of a pair has at least one masked token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from funrl.algos.masks import sequence_sums, to_own_tokens, where_masked
+from funrl.algos.metrics import Mean
+from funrl.batch import Batch, map_fields, token_fields
+
+
+def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sums of x over the masked tokens of the chosen and of the rejected sequences.
+
+    Returns: two tensors [P]; in packed rows P counts every pair that would fit, those that are not there sum to 0.
+    Raises:
+      ValueError: an odd number of interleaved rows.
+    """
+    table = sequence_sums(x_BT, batch.mask, batch.get("segments"))
+    if batch.get("segments") is not None:
+        table = table[:, 1 : 1 + batch.mask.shape[1] // 2 * 2]
+    elif table.shape[0] % 2:
+        raise ValueError(f"{table.shape[0]} rows are no pairs: chosen and rejected rows must alternate")
+    pairs_P2 = table.reshape(-1, 2)
+    return pairs_P2[:, 0], pairs_P2[:, 1]
+
+
+def to_pair_tokens(x_P: Tensor, batch: Batch) -> Tensor:
+    """Gives every masked token the number of its own pair: from [P], as of `pair_sums`, to [B, T]."""
+    both_P2 = x_P[:, None].expand(-1, 2)
+    segments_BT = batch.get("segments")
+    if segments_BT is None:
+        return to_own_tokens(both_P2.reshape(-1, 1), batch.mask)
+    rows, width = batch.mask.shape
+    table = pad(both_P2.reshape(rows, width // 2 * 2), (1, width % 2))
+    return to_own_tokens(table, batch.mask, segments_BT)
+
+
+def pairs_present(batch: Batch) -> Tensor:
+    """[P] bool, the pairs that have tokens."""
+    chosen_P, rejected_P = pair_sums(torch.ones_like(batch.mask, dtype=torch.float32), batch)
+    return (chosen_P > 0) & (rejected_P > 0)
+
+
+def chosen(batch: Batch) -> Tensor:
+    """Bool that broadcasts to [B, T], the tokens of chosen sequences; for `restrict`."""
+    segments_BT = batch.get("segments")
+    if segments_BT is not None:
+        return segments_BT % 2 == 1
+    return (torch.arange(batch.mask.shape[0], device=batch.mask.device) % 2 == 0)[:, None]
+
+
+def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
+    """Puts the two rows of each pair into one row of twice the width, as segments 1 and 2.
+
+    Args:
+      batch: rows that are single sequences; `length` says where padding begins, None: nowhere.
+      chosen_P, rejected_P: [P] int64, row numbers.
+    Returns: P rows; what is known of a row and not of its tokens is the chosen row's.
+    """
+    rows, width = batch.mask.shape
+    place_T = torch.arange(width, device=batch.mask.device)
+    length_B, positions_BT = batch.get("length"), batch.get("positions")
+    length_B = torch.full((rows,), width, device=batch.mask.device) if length_B is None else length_B
+    real_BT = (place_T < length_B[:, None]).long()
+    positions_BT = place_T.expand(rows, width) if positions_BT is None else positions_BT
+    per_token = frozenset(token_fields())
+
+    def join(name: str, x: Tensor) -> Tensor:
+        return torch.cat((x[chosen_P], x[rejected_P]), 1) if name in per_token else x[chosen_P]
+
+    joined = map_fields(join, batch._replace(positions=positions_BT))
+    segments = torch.cat((real_BT[chosen_P], 2 * real_BT[rejected_P]), 1)
+    return joined._replace(segments=segments, length=width + length_B[rejected_P])
+
+
+def best_and_worst(score_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of the highest and the lowest score of each group; groups of equal scores are left out.
+
+    Of equal scores the first row is taken.
+
+    Returns: two tensors [P] int64, row numbers, groups in ascending order.
+    """
+    by_score = score_B.argsort(stable=True)
+    lowest = by_score[group_B[by_score].argsort(stable=True)]
+    by_score = score_B.argsort(stable=True, descending=True)
+    highest = by_score[group_B[by_score].argsort(stable=True)]
+    group = group_B[highest]
+    first = torch.ones_like(group, dtype=torch.bool)
+    first[1:] = group[1:] != group[:-1]
+    best_G, worst_G = highest[first], lowest[first]
+    differ = score_B[best_G] > score_B[worst_G]
+    return best_G[differ], worst_G[differ]
+
+
+def online_pairs(batch: Batch) -> Batch:
+    """Pairs of the policy's own samples, side by side: with the loss of DPO this is online DPO.
+
+    Needs: score, group [B], and what the loss needs; rows are single sequences.
+    References: Guo et al., 2024, https://arxiv.org/abs/2402.04792
+
+    Warning: TRL samples two completions a prompt and lets a judge or reward model choose; a tie is a pair there.
+    """
+    return side_by_side(batch, *best_and_worst(batch.score, batch.group))
+
+
+def pair_metrics(chosen_P: Tensor, rejected_P: Tensor, batch: Batch) -> dict[str, Mean]:
+    """Means over pairs of the rewards, their difference, and how often the chosen one's is higher.
+
+    A tie counts one half, so a policy that is its reference has an accuracy of 1/2.
+    """
+    present_P = pairs_present(batch)
+    chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+
+    def mean(x_P: Tensor) -> Mean:
+        return Mean(where_masked(x_P, present_P).sum(), present_P.sum().to(x_P.dtype))
+
+    return {
+        "preference/accuracy": mean((1 + (chosen_P - rejected_P).sign()) / 2),
+        "preference/chosen": mean(chosen_P),
+        "preference/rejected": mean(rejected_P),
+        "preference/margin": mean(chosen_P - rejected_P),
+    }

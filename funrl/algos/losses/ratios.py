@@ -1,0 +1,113 @@
+"""Importance ratios of policy terms, (logp, batch) -> [B, T], and what terms over whole sequences share.
+
+A log-ratio is clamped to +-20 before the exponential, and the gradient vanishes where the clamp acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import PieceError, Term, described, name_of, run_term
+from funrl.algos.masks import sequence_sums, to_own_tokens
+from funrl.batch import Batch
+
+Ratio = Callable[[Tensor, Batch], Tensor]
+
+LOG_RATIO_BOUND = 20.0
+
+
+def bounded_exp(x: Tensor) -> Tensor:
+    """exp(x) for x clamped to +-20."""
+    return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def either(condition_BT: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers by a condition, in the dtype of `like`; torch.where of two floats would round to float32."""
+    return torch.where(condition_BT, torch.full_like(like, yes), torch.full_like(like, no))
+
+
+def sum_of_sequence(x_BT: Tensor, batch: Batch) -> Tensor:
+    """The sum over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
+    segments_BT = batch.get("segments")
+    return to_own_tokens(sequence_sums(x_BT, batch.mask, segments_BT), batch.mask, segments_BT)
+
+
+def mean_of_sequence(x_BT: Tensor, batch: Batch) -> Tensor:
+    """The mean over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
+    length_BT = sum_of_sequence(torch.ones_like(x_BT), batch)
+    return sum_of_sequence(x_BT, batch) / length_BT.clamp_min(1)
+
+
+def log_ratio(logp_BT: Tensor, batch: Batch) -> Tensor:
+    """log(pi / pi_old). Needs: old_logp."""
+    return logp_BT - batch.old_logp
+
+
+def token_ratio() -> Ratio:
+    """r_t = pi(t) / pi_old(t), the importance ratio of every token.
+
+    Needs: old_logp [B, T].
+    Returns: a ratio, (logp, batch) -> [B, T].
+    """
+    return lambda logp_BT, batch: bounded_exp(log_ratio(logp_BT, batch))
+
+
+def sequence_ratio(per_token: bool = False) -> Ratio:
+    """s = exp(mean_t log(pi(t) / pi_old(t))), the length-normalised ratio of a sequence, on each of its tokens.
+
+    With `per_token` it is GSPO-token's s_t = sg(s) pi(t) / sg(pi(t)): the same value, but a token's ratio moves only
+    that token's probability. With an advantage that is the same on all tokens of a sequence the two have equal
+    gradients.
+
+    Args:
+      per_token: take GSPO-token's form, for advantages that differ by token.
+    Needs: old_logp [B, T].
+    Returns: a ratio, (logp, batch) -> [B, T], constant over a sequence.
+    References: Zheng et al., 2025, https://arxiv.org/abs/2507.18071
+
+    Warning: verl's gspo is the per-token form, and clamps the log-ratio at 10 from above only.
+    """
+
+    def ratio(logp_BT: Tensor, batch: Batch) -> Tensor:
+        mean_BT = mean_of_sequence(log_ratio(logp_BT, batch), batch)
+        if per_token:
+            mean_BT = mean_BT.detach() + logp_BT - logp_BT.detach()
+        return bounded_exp(mean_BT)
+
+    return ratio
+
+
+def run_ratio(ratio: Ratio, logp_BT: Tensor, batch: Batch) -> Tensor:
+    """The ratio on a batch.
+
+    Raises:
+      PieceError: it is a factory that was not called.
+    """
+    r_BT = ratio(logp_BT, batch)
+    if not isinstance(r_BT, Tensor):
+        raise PieceError(f"ratio {name_of(ratio)} gave {described(r_BT)}: call it, ratio={name_of(ratio)}()")
+    return r_BT
+
+
+def times_ratio(term: Term, ratio: Ratio | None = None) -> Term:
+    """The term's loss times a ratio; the gradient goes through both factors.
+
+    A one-sample estimate under tokens of an older policy becomes one under the policy itself: times_ratio(
+    kl_to_reference("k3")) is the bias-corrected KL of DeepSeek-V3.2.
+
+    Args:
+      term: whose loss is multiplied.
+      ratio: how the ratio is taken; None is `token_ratio()`.
+    Needs: what the ratio and the term need.
+    Returns: a term; its metrics are those of the term.
+    """
+    ratio = ratio or token_ratio()
+
+    def multiplied(logp_BT: Tensor, batch: Batch):
+        loss_BT, metrics = run_term(term, logp_BT, batch)
+        return run_ratio(ratio, logp_BT, batch) * loss_BT, metrics
+
+    return multiplied

@@ -1,0 +1,85 @@
+"""From per-token losses to a loss that is exact under micro-batches, packing and data parallelism.
+
+Each gives a numerator of losses and a denominator of masks alone; a sequence is a row, or a segment of a packed row. A
+token that a correction rejected is in neither, and a sequence without a masked token is not counted. verl counts
+sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean bypass the reduction that was asked for;
+here none does.
+
+Example:
+  >>> loss, mask = torch.tensor([[1.0, 2.0], [6.0, 7.0]]), torch.tensor([[True, True], [True, False]])
+  >>> forms = token_mean(), token_sum(), sequence_mean(), sequence_sum_mean()
+  >>> [value_of(form.numerators(loss, mask, None), form.denominators(mask, None)).item() for form in forms]
+  [3.0, 9.0, 3.75, 4.5]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funrl.algos.core import Reduction, value_of
+from funrl.algos.masks import sequence_sums, where_masked
+
+__all__ = ["constant_mean", "sequence_mean", "sequence_sum_mean", "token_mean", "token_sum", "value_of"]
+
+
+def token_mean() -> Reduction:
+    """The mean over all masked tokens of the batch, sum L m / sum m. A long sequence weighs more than a short one.
+
+    References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476; TRL calls it dapo, and bnpo where the batch
+      that is normalised is one device's micro-batch. Here the batch is always the whole mini-batch.
+    """
+    return Reduction(lambda mask, segments: (_tokens(mask),), _summed)
+
+
+def token_sum() -> Reduction:
+    """The sum over all masked tokens, sum L m: the learning rate then depends on the batch. Its denominator is 0."""
+    return Reduction(lambda mask, segments: (mask.new_zeros((), dtype=torch.float64),), _summed)
+
+
+def sequence_mean() -> Reduction:
+    """The mean over sequences of the mean over their tokens. Each sequence weighs the same, whatever its length.
+
+    References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
+    """
+
+    def numerators(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+        sums_BS = sequence_sums(loss_BT, mask_BT, segments_BT)
+        lengths_BS = sequence_sums(torch.ones_like(loss_BT), mask_BT, segments_BT)
+        return ((sums_BS / lengths_BS.clamp_min(1)).sum(),)
+
+    return Reduction(_sequences, numerators)
+
+
+def sequence_sum_mean() -> Reduction:
+    """The mean over sequences of the sum over their tokens: the gradient of a sequence's log-probability."""
+    return constant_mean(1)
+
+
+def constant_mean(length: float) -> Reduction:
+    """The mean over sequences of the sum over their tokens divided by one constant.
+
+    Args:
+      length: tokens, the same for every sequence of the run, above 0; usually the longest completion allowed.
+    Raises:
+      ValueError: the length is not above 0.
+    References: Dr. GRPO, Liu et al., 2025, https://arxiv.org/abs/2503.20783
+
+    Warning: verl divides by the padded width of the batch unless a constant is given, so its loss moves with padding.
+    """
+    if not length > 0:
+        raise ValueError(f"constant_mean({length}): the length that sums are divided by must be above 0")
+    return Reduction(_sequences, lambda loss, mask, segments: (_summed(loss, mask, segments)[0] / length,))
+
+
+def _summed(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+    return (where_masked(loss_BT, mask_BT).sum(),)
+
+
+def _tokens(mask_BT: Tensor) -> Tensor:
+    return mask_BT.count_nonzero().to(torch.float64)
+
+
+def _sequences(mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+    lengths_BS = sequence_sums(mask_BT.to(torch.float64), mask_BT, segments_BT)
+    return (lengths_BS.count_nonzero().to(torch.float64),)

@@ -1,0 +1,69 @@
+"""Distillation from a teacher on the student's own samples, as terms."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from funrl.algos.core import Term
+from funrl.algos.losses.kl import kl_to
+from funrl.batch import Batch
+
+
+def kl_to_teacher(kind: str = "k3") -> Term:
+    """An estimate of KL(pi || pi_teacher) per sampled token, minimised directly.
+
+    Args:
+      kind: as in `funrl.algos.losses.kl`; "k1+" has the value of k1 and the right gradient, that of k2.
+    Needs: teacher_logp [B, T].
+    Returns: a term; loss [B, T] in nats; metric "distillation/loss".
+    References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649
+    """
+    return kl_to("teacher_logp", kind, "distillation/loss")
+
+
+def divergence_to_teacher() -> Term:
+    """The divergence of the policy from the teacher over the whole vocabulary, minimised directly.
+
+    What it is of, `Algorithm.divergence` says: the forward or the reverse KL, or the Jensen-Shannon divergence between
+    them. The step computes it from the hidden states of both models, in chunks: no [T, V] is ever whole.
+
+    Needs: divergence [B, T], differentiable.
+    Returns: a term; loss [B, T] in nats; metric "distillation/loss".
+    References: GKD, Agarwal et al., 2023, https://arxiv.org/abs/2306.13649
+    """
+    return lambda logp_BT, batch: (batch.divergence, {"distillation/loss": batch.divergence})
+
+
+def forward_kl_topk(rest: bool = False) -> Term:
+    """sum_k p_k (log p_k - log q_k) over the teacher's K likeliest tokens, at least 0; p the teacher, q the student.
+
+    Both are probabilities over the whole vocabulary, so that with K of its size this is KL(p || q).
+
+    Args:
+      rest: count all other tokens as one more outcome, of probability 1 - sum_k p_k. Then it is the KL of two
+        distributions, a lower bound of KL(p || q), and its gradient also moves the other tokens' mass.
+    Needs: teacher_topk_logp, topk_logp [B, T, K]; the second differentiable.
+    Returns: a term; loss [B, T] in nats; metrics "distillation/loss", "distillation/teacher_mass",
+      "distillation/student_mass" (probability of the K tokens).
+    References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531
+
+    Warning: verl and TRL drop the remaining mass, which is `rest=False`.
+    """
+
+    def term(logp_BT: Tensor, batch: Batch):
+        p_BTK, teacher_BTK, student_BTK = batch.teacher_topk_logp.exp(), batch.teacher_topk_logp, batch.topk_logp
+        teacher_BT, student_BT = p_BTK.sum(-1), student_BTK.exp().sum(-1)
+        loss_BT = (p_BTK * (teacher_BTK - student_BTK)).sum(-1)
+        if rest:
+            p_BT, q_BT = ((1 - mass_BT).clamp_min(REST) for mass_BT in (teacher_BT, student_BT))
+            loss_BT = loss_BT + p_BT * (p_BT.log() - q_BT.log())
+        return loss_BT.clamp_min(0), {
+            "distillation/loss": loss_BT.clamp_min(0),
+            "distillation/teacher_mass": teacher_BT,
+            "distillation/student_mass": student_BT,
+        }
+
+    return term
+
+
+REST = 1e-7  # the least probability of all other tokens together, so that a logarithm stays finite

@@ -1,0 +1,21 @@
+"""Recipes: one algorithm a file, a function of the file's name that makes it. Every argument has a default."""
+
+import importlib
+from typing import Any
+
+NAMES = (
+    "ppo", "grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "remax", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "prime", "vapo", "pf_ppo", "sppo", "dppo", "otb",
+    "distillation", "gkd", "sft", "dpo", "simpo", "alphapo", "cpo", "orpo", "reward_model",
+)  # fmt: skip
+
+
+def recipe(name: str) -> Any:
+    """The function of a recipe.
+
+    Raises:
+      ValueError: there is none of this name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"there is no recipe {name!r}; there are {', '.join(NAMES)}")
+    return getattr(importlib.import_module(f"{__name__}.{name}"), name)

@@ -1,0 +1,54 @@
+"""On-policy distillation: the student samples, the teacher judges every token.
+
+References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; as a reward, Lu and Thinking Machines, 2025,
+  https://thinkingmachines.ai/blog/on-policy-distillation
+verl: either form, the policy gradient with the clipped loss only. TRL: GKD, over the whole vocabulary, and MiniLLM.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.advantages.shaping import to_tokens
+from funrl.algos.advantages.teacher_rewards import teacher_advantage
+from funrl.algos.compose import with_regularizers
+from funrl.algos.core import Algorithm, reduce
+from funrl.algos.losses.clipped import clipped_surrogate
+from funrl.algos.losses.reductions import token_mean
+from funrl.algos.losses.teacher import forward_kl_topk, kl_to_teacher
+
+
+def distillation(
+    direct: bool = False,
+    kind: str | None = None,
+    rest: bool = False,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    entropy_coef: float = 0.0,
+) -> Algorithm:
+    """KL(student || teacher) on the student's own samples, by policy gradient or directly.
+
+    Args:
+      direct: minimise the estimate itself.
+      kind: the estimator of the KL, as in `funrl.algos.losses.kl`; None: k1 by policy gradient, k1+ directly. Or
+        forward, KL(teacher || student) over the teacher's likeliest tokens instead of each sampled one, which is always
+        minimised directly.
+      rest: of forward: count all other tokens as one more outcome.
+      clip_low, clip_high: how far the ratio of a token may fall below and rise above 1, without `direct`.
+      entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+    Raises:
+      ValueError: k1 directly, whose gradient has a mean of 0; rest without forward.
+
+    Warning: scores are not looked at, nor what pieces before have made of them, such as the penalties of `corrected`.
+    """
+    if direct and kind == "k1":
+        raise ValueError("distillation(direct=True, kind='k1'): its gradient has a mean of 0; 'k1+' has that of k2")
+    if rest and kind != "forward":
+        raise ValueError(f"distillation(rest=True, kind={kind!r}): the other tokens are one outcome of 'forward' only")
+    kind = kind or ("k1+" if direct else "k1")
+    if kind == "forward":
+        term, advantage = forward_kl_topk(rest), to_tokens()
+    else:
+        term = kl_to_teacher(kind) if direct else clipped_surrogate(clip_low, clip_high)
+        advantage = teacher_advantage(kind.removesuffix("+"))
+    return Algorithm(
+        advantage=advantage, losses={"policy": reduce(with_regularizers(term, 0.0, entropy_coef), token_mean())}
+    )

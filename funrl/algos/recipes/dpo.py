@@ -1,0 +1,95 @@
+"""DPO: the policy learns which of two completions is better, by how far it moves from where it began; and its family.
+
+    DPO      dpo()                                  f-DPO    dpo(divergence="forward_kl")
+    cDPO     dpo(smoothing=0.1)                     LD-DPO   dpo(length_alpha=0.5)
+    IPO      dpo("ipo", per_token=True)             WPO      dpo(on_policy=True)
+    RPO      dpo(likelihood_coef=1.0)               MPO      dpo("0.8*sigmoid+0.2*bco", likelihood_coef=1.0)
+
+`simpo`, `cpo`, `orpo` and `alphapo` need no reference and are recipes of their own.
+
+References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; RPO, Pang et al., 2024,
+  https://arxiv.org/abs/2404.19733.
+verl: none in its main tree. TRL: DPOTrainer; its ipo takes the mean over tokens, its rpo_alpha is `likelihood_coef`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from funrl.algos.core import Algorithm, Term, add, reduce, scale, sum_losses
+from funrl.algos.losses import pair_losses
+from funrl.algos.losses.preference import aot, chosen_likelihood, on_policy_weight, preference, reference_log_ratio
+from funrl.algos.losses.reductions import sequence_mean
+
+PAIRS = {
+    "sigmoid": pair_losses.sigmoid_pairs, "hinge": pair_losses.hinge_pairs, "ipo": pair_losses.ipo_pairs,
+    "robust": pair_losses.robust_pairs, "exo": pair_losses.exo_pairs, "nca": pair_losses.nca_pairs,
+    "bco": pair_losses.bco_pairs, "sppo": pair_losses.sppo_pairs, "apo_zero": pair_losses.apo_zero_pairs,
+    "apo_down": pair_losses.apo_down_pairs, "discopop": pair_losses.discopop_pairs,
+}  # fmt: skip
+LOSSES = PAIRS | {"aot": aot}
+
+
+def dpo(
+    loss: str = "sigmoid",
+    beta: float = 0.1,
+    smoothing: float | None = None,
+    margin: float | None = None,
+    per_token: bool = False,
+    divergence: str = "reverse_kl",
+    divergence_alpha: float = 0.5,
+    length_alpha: float = 1.0,
+    on_policy: bool = False,
+    likelihood_coef: float = 0.0,
+) -> Algorithm:
+    """Direct preference optimisation and its family.
+
+    Args:
+      loss: sigmoid (DPO), hinge, ipo, robust, exo, nca, bco, sppo, apo_zero, apo_down, discopop or aot; or a sum of
+        some, each with a factor, such as 0.8*sigmoid+0.2*bco. aot orders the pairs of a micro-batch.
+      beta: how much a nat of log-ratio counts.
+      smoothing: probability that a label is wrong, for sigmoid, robust, exo and aot; None: the loss's own.
+      margin: by how much the chosen completion should win, for sigmoid, in units of beta nats; None: 0.
+      per_token: take the mean over a completion's tokens and not the sum, as IPO does.
+      divergence: what holds the policy near its reference: reverse_kl (DPO), forward_kl, js or alpha.
+      divergence_alpha: of alpha, above 0 and below 1.
+      length_alpha: factor of the tokens beyond the length of the pair's shorter completion, 0 to 1; LD-DPO.
+      on_policy: weigh pairs by how likely the policy is to write them itself; WPO.
+      likelihood_coef: loss per nat of the chosen completions' negative log-likelihood; RPO.
+    Raises:
+      ValueError: a loss is unknown, or an argument is given that it does not have.
+    """
+    reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha)
+    weight = on_policy_weight() if on_policy else None
+    asked = {k: v for k, v in {"smoothing": smoothing, "margin": margin}.items() if v is not None}
+    parts = loss_factors(loss)
+    for name, value in asked.items():
+        if not any(name in inspect.signature(LOSSES[part]).parameters for part in parts):
+            raise ValueError(f"dpo({name}={value}): loss {loss!r} has none")
+    plain = (per_token, divergence, length_alpha, on_policy) == (False, "reverse_kl", 1.0, False)
+    if "aot" in parts and not plain:
+        raise ValueError(
+            "dpo('aot') compares sums of log-ratios: per_token, divergence, length_alpha and on_policy are not for it"
+        )
+    terms: list[Term] = []
+    for part, factor in parts.items():
+        own = {k: v for k, v in asked.items() if k in inspect.signature(LOSSES[part]).parameters}
+        term = aot(beta, **own) if part == "aot" else preference(PAIRS[part](beta, **own), reward, weight)
+        terms.append(scale(factor, term))
+    contrast = reduce(add(*terms), sequence_mean())
+    whole = sum_losses(contrast, chosen_likelihood(likelihood_coef)) if likelihood_coef else contrast
+    return Algorithm(None, {"policy": whole})
+
+
+def loss_factors(loss: str) -> dict[str, float]:
+    """{name: factor} of "name" or "factor*name+factor*name".
+
+    Raises:
+      ValueError: a name is unknown or given twice.
+    """
+    parts = [re.fullmatch(r"(?:([\d.]+)\*)?(\w+)", part.strip()) for part in loss.split("+")]
+    names = [part[2] for part in parts if part and part[2] in LOSSES]
+    if len(names) < len(parts) or len(set(names)) < len(names):
+        raise ValueError(f"loss={loss}: it must be one of {', '.join(LOSSES)}, or a sum such as 0.8*sigmoid+0.2*bco")
+    return {part[2]: float(part[1] or 1) for part in parts if part}

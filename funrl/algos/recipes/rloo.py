@@ -1,0 +1,39 @@
+"""RLOO: REINFORCE with the mean of the other completions of the prompt as a baseline.
+
+References: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740.
+verl: token mean; a singleton group keeps its raw reward. TRL: one ratio for the summed log-probabilities of a sequence;
+  takes the KL of the sequence off after clipping the reward, as `clip_reward` before this chain would.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.advantages.baselines import leave_one_out
+from funrl.algos.advantages.shaping import kl_in_reward, to_tokens
+from funrl.algos.compose import kl_controller, with_regularizers
+from funrl.algos.core import Algorithm, chain, reduce
+from funrl.algos.losses.clipped import clipped_surrogate
+from funrl.algos.losses.reductions import sequence_sum_mean
+
+
+def rloo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.01,
+    kl_target: float | None = None,
+    entropy_coef: float = 0.0,
+) -> Algorithm:
+    """REINFORCE leave-one-out; the clip matters only from the second update on a batch.
+
+    Args:
+      clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
+      kl_coef: reward taken off per nat of a completion's KL to the reference; 0: none, and no reference.
+      kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
+      entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+    """
+    controller = kl_controller(kl_coef, kl_target)
+    penalty = () if controller is None else (kl_in_reward(controller),)
+    surrogate = clipped_surrogate(clip_low, clip_high)
+    return Algorithm(
+        advantage=chain(*penalty, leave_one_out(), to_tokens()),
+        losses={"policy": reduce(with_regularizers(surrogate, 0.0, entropy_coef), sequence_sum_mean())},
+    )

@@ -1,0 +1,30 @@
+"""SAPO: GRPO with a soft gate instead of the clip, steeper for negative advantages.
+
+References: Gao et al., 2025, https://arxiv.org/abs/2511.20347.
+verl: ignores the aggregation that is asked for and takes this one. TRL: the same loss, empty rows counted.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.advantages.baselines import group_center, group_scale
+from funrl.algos.advantages.shaping import to_tokens
+from funrl.algos.compose import with_regularizers
+from funrl.algos.core import Algorithm, chain, reduce
+from funrl.algos.losses.reductions import sequence_mean
+from funrl.algos.losses.token_terms import soft_gate
+
+
+def sapo(positive: float = 1.0, negative: float = 1.05, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> Algorithm:
+    """Soft adaptive policy optimisation.
+
+    Args:
+      positive, negative: temperature of the gate where the advantage is positive, and where it is not.
+      kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
+      entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+    """
+    return Algorithm(
+        advantage=chain(group_center(), group_scale(), to_tokens()),
+        losses={
+            "policy": reduce(with_regularizers(soft_gate(positive, negative), kl_coef, entropy_coef), sequence_mean())
+        },
+    )

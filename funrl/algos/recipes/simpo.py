@@ -1,0 +1,23 @@
+"""SimPO: DPO on mean-token log-likelihoods with a target margin and no reference.
+
+References: Meng et al., 2024, https://arxiv.org/abs/2405.14734.
+verl: none in its main tree. TRL: CPOTrainer with loss_type="simpo", whose simpo_gamma is `margin`, with cpo_alpha=0.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.core import Algorithm, reduce
+from funrl.algos.losses.pair_losses import sigmoid_pairs
+from funrl.algos.losses.preference import log_likelihood, preference
+from funrl.algos.losses.reductions import sequence_mean
+
+
+def simpo(beta: float = 2.0, margin: float = 1.0) -> Algorithm:
+    """Simple preference optimisation.
+
+    Args:
+      beta: how much a nat per token counts.
+      margin: by how much beta times the difference should exceed 0.
+    """
+    contrast = preference(sigmoid_pairs(beta, margin=margin), log_likelihood(per_token=True))
+    return Algorithm(None, {"policy": reduce(contrast, sequence_mean())})
