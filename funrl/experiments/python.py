@@ -25,12 +25,12 @@ from funrl.rollout.native import native_engine
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run
+from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome
 from funrl.trainer.loop import train as run_loop
 from funrl.trainer.rollout import completion_texts
-from funrl.trainer.declaration import SettingsError
 from funrl.trainer.settings import Settings
 from funrl.trainer.tasks import Given
 

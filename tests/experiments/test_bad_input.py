@@ -120,7 +120,6 @@ BAD = [  # flags, and what the one line says
     (["--run_dir={own}/model"], "holds a config.json that no run has written"),
     (["--setps=3"], "--setps is not a flag; did you mean --steps?"),
     (["--data={own}/p.jsonl"], "--data has no meaning in reinforcement learning"),
-    (["--resume"], "--resume does nothing without --run_dir; give --run_dir too"),
     (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
     (["--fsdp_models=reward"], "--fsdp_models=reward: it must be some of policy,critic,reference,implicit_reward"),
     (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
