@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
 from funrl.mesh.mesh import Mesh
@@ -51,7 +52,7 @@ class Placed:
     def token_scores(
         self,
         params: trees.Tree,
-        batch: Any,
+        batch: Batch,
         want: tuple[str, ...] = ("logp",),
         temperature: float = 1.0,
         topk: Tensor | None = None,
@@ -76,7 +77,7 @@ class Placed:
         scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
         return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
 
-    def topk(self, params: trees.Tree, batch: Any, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k most probable tokens at every position, and their log-probabilities.
 
         Args: as in `token_scores`; k: at most the size of the vocabulary.
@@ -88,7 +89,7 @@ class Placed:
             ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature)
             return _spread(ids_NK, at_N, batch), _spread(logp_NK, at_N, batch)
 
-    def values(self, params: trees.Tree, batch: Any) -> Tensor:
+    def values(self, params: trees.Tree, batch: Batch) -> Tensor:
         """The value head's number before each token: position t is read from the hidden state of token t - 1.
 
         Returns: [B, T] in float32 or wider, differentiable.
@@ -101,7 +102,7 @@ class Placed:
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         value_BT = self.model.value(weights, hidden_BTD[:, :-1])
-        return torch.where(follows(batch.tokens, batch_field(batch, "segments")), F.pad(value_BT, (1, 0)), 0)
+        return torch.where(follows(batch.tokens, batch.get("segments")), F.pad(value_BT, (1, 0)), 0)
 
     def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
         """Weights of this model that begin as those of another one. Collective; the copy shares no memory.
@@ -133,7 +134,7 @@ class Placed:
             made[HEAD] = made["norm"].new_zeros(dst[HEAD].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])
 
-    def _before_tokens(self, params: trees.Tree, batch: Any) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:
+    def _before_tokens(self, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:
         """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of the
         B (T - 1) tokens behind the first these are."""
         if self.model.unembed is None:
@@ -142,7 +143,7 @@ class Placed:
         hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
-        before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch_field(batch, "mask")
+        before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch.get("mask")
         if mask_BT is None:
             return before_MD, w_VD, over, slice(None)
         at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
@@ -174,14 +175,9 @@ def place(
     return Placed(model, mesh, stored, compute, dtype, layer or model.layer)
 
 
-def inputs_of(batch: Any) -> Inputs:
+def inputs_of(batch: Batch) -> Inputs:
     """The inputs of a forward pass over the rows of a batch."""
-    return Inputs(batch.tokens, batch_field(batch, "positions"), batch_field(batch, "segments"))
-
-
-def batch_field(batch: Any, name: str) -> Tensor | None:
-    """A field of a batch, None where it is absent."""
-    return batch.get(name) if hasattr(batch, "get") else getattr(batch, name)
+    return Inputs(batch.tokens, batch.get("positions"), batch.get("segments"))
 
 
 def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
@@ -192,13 +188,13 @@ def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
     return F.pad(same_BT, (1, 0))
 
 
-def _spread(x: Tensor, at_N: Tensor | slice, batch: Any) -> Tensor:
+def _spread(x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
     """Numbers of some tokens, [N, ...], among 0s as [B, T, ...]."""
     B, T = batch.tokens.shape
     if isinstance(at_N, Tensor):
         x = x.new_zeros(B * (T - 1), *x.shape[1:]).index_copy(0, at_N, x)
     x = torch.cat([x.new_zeros(B, 1, *x.shape[1:]), x.view(B, T - 1, *x.shape[1:])], 1)
-    known_BT = follows(batch.tokens, batch_field(batch, "segments"))
+    known_BT = follows(batch.tokens, batch.get("segments"))
     return torch.where(known_BT.view(*known_BT.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 

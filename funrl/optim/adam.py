@@ -1,4 +1,4 @@
-"""Adam, and Adam with decoupled weight decay."""
+"""Adam's scaling of gradients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation, accumulator_dtype, chain, stateful, zero_count
-from funrl.optim.scale import Mask, add_decayed_weights, scale_by_learning_rate
-from funrl.optim.schedules import Schedule
+from funrl.optim.base import Transformation, accumulator_dtype, stateful, zero_count
 
 
 class AdamState(NamedTuple):
@@ -54,34 +52,6 @@ def scale_by_adam(
         return updates, AdamState(count, mu, nu)
 
     return stateful("adam", init, update)
-
-
-def adamw(
-    learning_rate: float | Schedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    mask: Mask = None,
-    mu_dtype: torch.dtype | None = None,
-) -> Transformation:
-    """Adam with decoupled weight decay: p <- p - lr (adam(g) + weight_decay p).
-
-    Args:
-      learning_rate: a number or a schedule.
-      b1, b2, eps, mu_dtype: see `scale_by_adam`.
-      weight_decay: per update, in units of the learning rate; 0 is Adam.
-      mask: which leaves decay (`matrices` for the usual choice); None: all.
-
-    References: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101
-    Warning: the default decay is 0; optax has 1e-4 and torch.optim.AdamW 1e-2.
-    """
-    return chain(
-        scale_by_adam(b1, b2, eps, mu_dtype),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-        name="adamw",
-    )
 
 
 def correction(decay: float, count: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from funrl import trees
-from funrl.optim.adam import AdamState, adamw, correction
+from funrl.optim.adam import AdamState, correction
 from funrl.optim.base import Transformation, stateful
-from funrl.optim.scale import Mask, ScheduleState, mask_of
+from funrl.optim.recipes import adamw
+from funrl.optim.scaling import Mask, ScheduleState, mask_of
 from funrl.optim.schedules import Schedule
 
 GROUP = 2**26  # elements that share one temporary

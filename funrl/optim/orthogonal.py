@@ -18,6 +18,7 @@ from funrl.optim.base import Transformation, accumulator_dtype, stateless
 
 Coefficients = Sequence[tuple[float, float, float]]
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # steepest at 0: singular values end in about [0.7, 1.2]
+EMBED = ("embed", "expert_embed")  # logical axes of a matrix inside the model: one of its sides
 SCALINGS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -42,11 +43,11 @@ def matrix_view(name: str, axes: Sequence[str]) -> MatrixView:
     Raises:
       ValueError: `embed` is neither the first nor the last of more than two dims.
     """
-    batch = 1 if axes[0] == "experts" and len(axes) > 2 else 0
+    batch = 1 if len(axes) > 2 and axes[0] == "experts" else 0
     own = axes[batch:]
-    if len(own) == 2 or (own[0] == "embed" and len(own) > 2):
+    if len(own) == 2 or (len(own) > 2 and own[0] in EMBED):
         return MatrixView(batch, 1)
-    if own[-1] == "embed" and len(own) > 2:
+    if len(own) > 2 and own[-1] in EMBED:
         return MatrixView(batch, len(own) - 1)
     raise ValueError(f"{name}: the axes {axes} do not say which dims are the rows of a matrix; give a `view` that does")
 
@@ -108,7 +109,11 @@ def orthogonalize(
             done |= {name: x for (name, _), x in zip(members, results, strict=True)}
         return trees.map_named(lambda name, g: done[name].to(accumulator_dtype(g)), grads)
 
-    return stateless("orthogonalize", update)
+    def init(params: trees.Tree) -> tuple[()]:
+        trees.map_named(kind, params)  # what is not a matrix is an error before the first update
+        return ()
+
+    return stateless("orthogonalize", update)._replace(init=init)
 
 
 def newton_schulz(x: Tensor, coefficients: Coefficients = JORDAN, eps: float = 1e-7) -> Tensor:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import optree
-from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import AXES
@@ -36,7 +35,7 @@ def layouts_of(state: trees.Tree, layouts: trees.Tree) -> trees.Tree:
         return optree.tree_structure(node, none_is_leaf=True) == like_params
 
     def of_subtree(node: Any) -> Any:
-        if isinstance(node, Tensor) and not node.ndim:
+        if getattr(node, "ndim", None) == 0:
             return scalar
         if is_like_params(node):
             return optree.tree_map(lambda x, its: None if x is None else its, node, layouts, none_is_leaf=True)

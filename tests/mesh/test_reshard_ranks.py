@@ -20,9 +20,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.plan import plan
 from funrl.mesh.reshard import export_weights, reshard, unshard
 from funrl.mesh.rules import Layout
-from funrl.models import decoder
-from funrl.models.config import Config
-from funrl.models.hf import hf_names
+from funrl.models import Config, decoder_model
 
 pytestmark = pytest.mark.gloo
 
@@ -92,11 +90,12 @@ CONFIG = Config(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=2
 @pytest.mark.parametrize("engine", ["", "dp2,tp2"])
 def test_export_yields_other_names_and_shapes_a_bucket_at_a_time(engine):
     def program(mesh):
-        params = decoder.init(CONFIG, torch.Generator().manual_seed(0))
-        table = rules.layouts(params, decoder.axes(CONFIG), FULLY, mesh.sizes)
+        model = decoder_model(CONFIG)
+        params = model.init(torch.Generator().manual_seed(0))
+        table = rules.layouts(params, model.axes, FULLY, mesh.sizes)
         target = resharding.replicated(table)
-        to = rules.layouts(params, decoder.axes(CONFIG), rules.GENERATE, parse(engine)) if engine else None
-        names = hf_names(CONFIG)
+        to = rules.layouts(params, model.axes, rules.GENERATE, parse(engine)) if engine else None
+        names = model.names
         given = dict(export_weights(rules.shard(params, table, mesh), table, mesh, names, to, bucket_bytes=2000))
         assert set(given) == {theirs for theirs, _ in names.values()}
         for (name, x), lay in zip(trees.named(params), trees.leaves(to or target), strict=True):

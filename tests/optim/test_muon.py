@@ -93,8 +93,8 @@ VIEWS = {
     ("embed", "mlp"): (0, 1),
     ("heads", "head", "embed"): (0, 2),
     ("embed", "heads", "head"): (0, 1),
-    ("experts", "mlp", "embed"): (1, 1),
-    ("experts", "embed", "mlp"): (1, 1),
+    ("experts", "mlp", "expert_embed"): (1, 1),
+    ("experts", "expert_embed", "mlp"): (1, 1),
     ("experts", "embed"): (0, 1),  # a router
     ("rank", "embed"): (0, 1),
 }
@@ -110,7 +110,7 @@ def test_tensors_that_are_not_seen_to_be_matrices():
         optim.matrix_view("layers/0/w", ("heads", "rank", "head"))
     step, q = optim.orthogonalize(), {"q": randn(2, 3, 4)}
     with pytest.raises(ValueError, match=r"q has shape \(2, 3, 4\)"):
-        step.update(q, (), q)
+        step.init(q)
     with pytest.raises(ValueError, match=r"scaling is 'muP', there are \['original'"):
         optim.orthogonalize("muP")
 
@@ -131,11 +131,11 @@ def test_tensors_of_more_dims_are_seen_as_matrices():
 def test_matrices_inside_the_model_are_muons():
     axes = {
         "embed": ("vocab", "embed"), "norm": ("norm",), "value": ("value", "norm"), "q_bias": ("heads", "head"),
-        "router": ("experts", "embed"), "q": ("heads", "head", "embed"),
+        "router": ("experts", "embed"), "up": ("experts", "mlp", "expert_embed"),
     }  # fmt: skip
     params = {name: randn(*[2] * len(own)) for name, own in axes.items()}
     state = optim.muon(0.1, axes=axes).init(params)
-    assert [n for n, _ in trees.named(state["muon"])] == ["momentum/trace/q", "momentum/trace/router"]
+    assert [n for n, _ in trees.named(state["muon"])] == ["momentum/trace/router", "momentum/trace/up"]
     assert [n for n, _ in trees.named(state["adamw"]["adam"].mu)] == ["embed", "norm", "q_bias", "value"]
 
 

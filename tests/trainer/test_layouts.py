@@ -67,11 +67,11 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
     [
         ({"mesh": "tp2", "fsdp": True}, "--fsdp: the mesh tp2 has one device over dp,ep"),
         ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp"),
-        ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: it must be some of dp, ep"),
+        ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: it must be some of dp,ep"),
         ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy does nothing without --fsdp"),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"},
-            "--fsdp_models=policy,actor: it must be some of policy, critic, reference",
+            "--fsdp_models=policy,actor: it must be some of policy,critic,reference",
         ),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "critic", "compose": GRPO},

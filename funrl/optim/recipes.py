@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest."""
+"""Optimizers: chains of transformations, from gradients to what is added to the parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,52 @@ import torch
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.optim.adam import adamw
+from funrl.optim.adam import scale_by_adam
 from funrl.optim.base import Transformation, chain
-from funrl.optim.orthogonal import JORDAN, Coefficients, MatrixView, axes_by_name, matrix_view, orthogonalize
-from funrl.optim.partition import partition
-from funrl.optim.scale import add_decayed_weights, matrices, scale_by_learning_rate, trace
+from funrl.optim.masking import partition
+from funrl.optim.orthogonal import EMBED, JORDAN, Coefficients, MatrixView, axes_by_name, matrix_view, orthogonalize
+from funrl.optim.scaling import Mask, add_decayed_weights, matrices, scale_by_learning_rate, trace
 from funrl.optim.schedules import Schedule
+
+
+def sgd(learning_rate: float | Schedule, momentum: float | None = None, nesterov: bool = False) -> Transformation:
+    """Stochastic gradient descent.
+
+    Args:
+      learning_rate: a number or a schedule.
+      momentum: decay of the sum of gradients; None: no momentum.
+      nesterov: look one step ahead.
+    """
+    steps = [] if momentum is None else [trace(momentum, nesterov)]
+    return chain(*steps, scale_by_learning_rate(learning_rate), name="sgd")
+
+
+def adamw(
+    learning_rate: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+    mu_dtype: torch.dtype | None = None,
+) -> Transformation:
+    """Adam with decoupled weight decay: p <- p - lr (adam(g) + weight_decay p).
+
+    Args:
+      learning_rate: a number or a schedule.
+      b1, b2, eps, mu_dtype: see `scale_by_adam`.
+      weight_decay: per update, in units of the learning rate; 0 is Adam.
+      mask: which leaves decay (`matrices` for the usual choice); None: all.
+
+    References: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101
+    Warning: the default decay is 0; optax has 1e-4 and torch.optim.AdamW 1e-2.
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps, mu_dtype),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+        name="adamw",
+    )
 
 
 def muon(
@@ -66,8 +106,8 @@ def muon(
 
     def label(name: str, is_matrix: bool) -> str:
         own = known.get(name, ())
-        inner = is_matrix if axes is None else len(own) > 1 and "embed" in own and "vocab" not in own
-        return "muon" if inner else "adamw"
+        inside_model = len(own) > 1 and "vocab" not in own and any(axis in EMBED for axis in own)
+        return "muon" if (is_matrix if axes is None else inside_model) else "adamw"
 
     def labels(params: trees.Tree) -> trees.Tree:
         return trees.map_named(label, matrices(params))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.optim.base import Transformation
-from funrl.optim.scale import Mask, mask_of
+from funrl.optim.scaling import Mask, mask_of
 
 Labels = trees.Tree | Callable[[trees.Tree], trees.Tree]
 
