@@ -22,7 +22,7 @@ import funrl
 from funrl.loading import LoadError, load
 from funrl.trainer.declaration import Flag, SettingsError, one_of, value_type
 
-RECIPES = "funrl.algos"  # the package with one file per recipe, each with a function of the file's name
+RECIPES = "funrl.algos.recipes"  # the package with one file per recipe, each with a function of the file's name
 
 
 class Arguments(NamedTuple):
@@ -66,23 +66,23 @@ def arguments_of(recipe: Callable[..., Any], source: str) -> Arguments:
 
 
 def argument_texts(doc: str) -> dict[str, str]:
-    """The text of each argument in the Args section of a docstring.
+    """The text of each argument in the Args section of a docstring, as `inspect.getdoc` gives it.
 
     An item is `name: text` or `name, name: text`; lines that are further to the right continue it. The section ends
-    with the first line that is not further to the right than its title.
+    with the next line that is not indented.
 
     >>> argument_texts("One line.\\n\\nArgs:\\n  low, high: how far\\n    it goes.\\n  seed: of it.\\nReturns: x.")
     {'low': 'how far it goes', 'high': 'how far it goes', 'seed': 'of it'}
     """
-    lines = inspect.cleandoc(doc).splitlines()
-    title = next((number for number, line in enumerate(lines) if line.strip() == "Args:"), len(lines))
+    lines = doc.splitlines()
+    title = next((number for number, line in enumerate(lines) if line.rstrip() == "Args:"), len(lines))
     items: list[tuple[list[str], list[str]]] = []
     first = None
     for line in lines[title + 1 :]:
         if not line.strip():
             continue
         indent = len(line) - len(line.lstrip())
-        if indent <= len(lines[title]) - len(lines[title].lstrip()):
+        if indent == 0:
             break
         first = indent if first is None else first
         item = re.fullmatch(r"(\w+(?:, \w+)*): *(.*)", line.strip()) if indent == first else None
@@ -90,7 +90,7 @@ def argument_texts(doc: str) -> dict[str, str]:
             items.append((item[1].split(", "), [item[2]]))
         elif items:
             items[-1][1].append(line.strip())
-    return {name: " ".join(text).removesuffix(".") for names, text in items for name in names}
+    return {name: " ".join(text).strip().removesuffix(".") for names, text in items for name in names}
 
 
 def find_recipe(text: str) -> Callable[..., Any]:
@@ -119,8 +119,7 @@ def full_source(text: str) -> str:
 def recipe_names() -> tuple[str, ...]:
     """Names of the recipes of funrl, in alphabetical order."""
     folder = Path(funrl.__file__).parent.joinpath(*RECIPES.split(".")[1:])
-    found = {file.stem: _function(_parsed(file), file.stem) for file in folder.glob("*.py")}
-    return tuple(sorted(k for k, v in found.items() if v and v.returns and ast.unparse(v.returns) == "Algorithm"))
+    return tuple(sorted(file.stem for file in folder.glob("*.py") if _function(_parsed(file), file.stem)))
 
 
 def names_of_arguments(source: str) -> frozenset[str] | None:

@@ -12,7 +12,7 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from funrl.experiments import flags
@@ -71,9 +71,10 @@ def listing() -> str:
     return "\n".join([*parts, "", "Other recipes, with their own defaults:", *_lines(recipes)])
 
 
-def _lines(entries: Iterable[tuple[str, str]]) -> list[str]:
+def _lines(entries: Sequence[tuple[str, str]]) -> list[str]:
     width = max(72, min(shutil.get_terminal_size((100, 24)).columns, 120))
-    lines = [f"  {name:<22}{text}" for name, text in entries]
+    column = max((len(name) for name, _ in entries), default=0) + 2
+    lines = [f"  {name:<{column}}{text}" for name, text in entries]
     return [line if len(line) <= width else line[: width - 3].rstrip() + "..." for line in lines]
 
 

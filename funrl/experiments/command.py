@@ -50,6 +50,11 @@ class Experiment(NamedTuple):
         """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
         arguments = arguments_of(find_recipe(source), source)
         mine = self.defaults if self.algorithm and full_source(self.algorithm) == source else {}
+        strange = set(mine) - set(settings_flags()) - set(arguments.flags)
+        if strange:
+            raise TypeError(
+                f"the experiment {self.name} has defaults for {sorted(strange)}, which {source} does not take"
+            )
         own = [flag for name, flag in arguments.flags.items() if name not in settings_flags()]
         return arguments, [flag._replace(default=mine.get(flag.name, flag.default)) for flag in own]
 
@@ -103,7 +108,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )
     flags.refuse_unknown(every.unknown, every.values)
-    known = every.values | {"max_new_tokens": resolved(settings).max_new_tokens}
+    known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
     command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
     kind = kind_of(command.compose())
     flags.refuse_idle(every.given, kind, source)

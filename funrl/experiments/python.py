@@ -16,7 +16,7 @@ import torch
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
-from funrl.experiments.flags import find_recipe
+from funrl.experiments.arguments import find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
@@ -25,12 +25,12 @@ from funrl.rollout.native import native_engine
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run
+from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome
 from funrl.trainer.loop import train as run_loop
 from funrl.trainer.rollout import completion_texts
-from funrl.trainer.declaration import SettingsError
 from funrl.trainer.settings import Settings
 from funrl.trainer.tasks import Given
 

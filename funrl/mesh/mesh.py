@@ -17,9 +17,21 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from funrl.mesh.text import AXES, SHORT, MeshError, parse, text
+from funrl.mesh.text import AXES, ROW_AXES, SHORT, MeshError, parse, text
 
-__all__ = ["AXES", "SHORT", "Mesh", "MeshError", "combinations", "coordinates", "members", "parse", "single", "text"]
+__all__ = [
+    "AXES",
+    "ROW_AXES",
+    "SHORT",
+    "Mesh",
+    "MeshError",
+    "combinations",
+    "coordinates",
+    "members",
+    "parse",
+    "single",
+    "text",
+]
 
 Axes = str | tuple[str, ...]
 Ranks = range | tuple[int, ...]
@@ -51,7 +63,7 @@ class Mesh:
     process: int = -1
     timeout: timedelta | None = None
 
-    row_axes: ClassVar[tuple[str, ...]] = ("data", "expert")
+    row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
     token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
 
     def __post_init__(self) -> None:

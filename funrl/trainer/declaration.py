@@ -167,7 +167,8 @@ def value_type(hint: Any) -> ValueType:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if union else (hint,)
     rest = [option for option in options if option is not type(None)]
-    one, choices = rest[0] if len(rest) == 1 else None, ()
+    one: Any = rest[0] if len(rest) == 1 else None
+    choices: tuple[Any, ...] = ()
     if typing.get_origin(one) is typing.Literal:
         choices = typing.get_args(one)
         one = type(choices[0]) if len({type(choice) for choice in choices}) == 1 else None

@@ -99,7 +99,7 @@ def test_any_mesh_and_a_table_for_each_model(tmp_path):
 def test_the_command_prints_everything_and_suggests_its_own_flags(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=4e6))
-    recipe, model = f"funrl.experiments.{name}:algorithm", write_config(tmp_path, num_hidden_layers=2, vocab_size=2048)
+    recipe, model = name, write_config(tmp_path, num_hidden_layers=2, vocab_size=2048)
     flags = [f"--model={model}", "--mesh=dp4", "--batch_prompts=64", "--text_tokens=100", "--dry_run"]
     assert main(name, [name, *flags], recipe) == 0
     said = capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funrl.experiments.run import main
-from funrl.models import decoder, hf
+from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
 
 REWARDS = """
@@ -62,8 +62,8 @@ def forget():
 def own(tmp_path_factory):
     """A folder with a model, prompts and rewards, and with broken ones of each."""
     folder = tmp_path_factory.mktemp("own")
-    config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
-    hf.save(folder / "model", config, decoder.init(config, torch.Generator().manual_seed(0)), tokenizer)
+    model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
+    hf.save(folder / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
     (folder / "empty").mkdir()
     shutil.copytree(folder / "model", folder / "short")
     weights = (folder / "model" / "model.safetensors").read_bytes()
@@ -119,6 +119,11 @@ BAD = [  # flags, and what the one line says
     (["--run_dir={own}/p.jsonl"], "--run_dir={own}/p.jsonl: cannot be created: file exists"),
     (["--run_dir={own}/model"], "holds a config.json that no run has written"),
     (["--setps=3"], "--setps is not a flag; did you mean --steps?"),
+    (["--data={own}/p.jsonl"], "--data has no meaning in reinforcement learning"),
+    (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
+    (["--fsdp_models=reward"], "--fsdp_models=reward: it must be some of policy,critic,reference,implicit_reward"),
+    (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
+    (["--reward_lr=1e-3"], "--reward_lr is not a flag; did you mean --"),
     (["--nothing_like_it=3"], "--nothing_like_it is not a flag; --help lists all flags"),
     (["steps=3"], "'steps=3' is not a flag; flags are written --name=value"),
     (["--steps=many"], "--steps=many: a whole number is needed"),
@@ -142,15 +147,16 @@ BAD = [  # flags, and what the one line says
     (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),
     (["--algorithm={own}/syntax.py:fn"], "syntax.py does not import: SyntaxError"),
-    (["--algorithm=funrl.experiments.ppo"], "write FILE.py:function or module:function"),
-    (["--algorithm=funrl.experiments.ppo:algorithms"], "has no 'algorithms'; its functions: "),
+    (["--algorithm=funrl.algos.core"], "write FILE.py:function or module:function"),
+    (["--algorithm=funrl.algos.core:chains"], "has no 'chains'; its functions: "),
+    (["--algorithm=pppo"], "--algorithm=pppo: no recipe has this name; did you mean ppo?"),
 ]  # fmt: skip
 
 
 def call(flags, own, run_dir):
     flags = [flag.format(own=own) for flag in flags]
     argv = ["ppo", *TINY, *([] if any(f.startswith("--run_dir") for f in flags) else [f"--run_dir={run_dir}"]), *flags]
-    return main("ppo", argv, algorithm="funrl.experiments.ppo:algorithm")
+    return main("ppo", argv)
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f[-2:]) for f, _ in BAD])
@@ -182,13 +188,13 @@ def test_cuda_without_a_gpu_is_refused(own, tmp_path, capsys):
 
 
 def check_stopped(run_dir, said, prompts):
-    """The run stopped after some steps, said on what, and left everything that it had learnt."""
+    """The run stopped after some steps, printed on what, and saved everything that it had learned."""
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert f"results in {run_dir}; open {run_dir / 'report.html'}" in said.out
     assert any(f"prompt: {p!r}" in said.err for p in prompts)
     assert "completion: " in said.err
-    config, params = hf.load(run_dir / "model", torch.float32)
-    start = decoder.init(config, torch.Generator().manual_seed(0))
+    model, params = hf.load(run_dir / "model", torch.float32)
+    start = model.init(torch.Generator().manual_seed(0))
     return steps, not torch.equal(params["embed"], start["embed"])
 
 
