@@ -79,7 +79,7 @@ def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield Mesh(sizes, 0, torch.device("cpu"), launch._groups(sizes, 0))
+        yield Mesh(sizes, 0, torch.device("cpu"), launch.groups(sizes))
     finally:
         dist.destroy_process_group()
 

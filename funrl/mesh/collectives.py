@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.mesh import AXES, Axes, Mesh
 
 _c10d = torch.ops._c10d_functional
 
@@ -97,11 +97,11 @@ def wait(x: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
-    """Any picklable value of every rank, by rank. For the rare and the small: errors, names."""
+    """Any picklable value of every rank of the mesh, by rank. For the rare and the small: errors, names."""
     if mesh.world == 1:
         return [value]
     values: list[Any] = [None] * mesh.world
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=mesh.group(AXES))
     return values
 
 

@@ -1,14 +1,17 @@
 """A named mesh of devices: one process per device, four axes, written "dp4,tp2" on the command line.
 
 The axes are, outermost first, `data`, `expert`, `sequence` and `tensor`; tensor parallelism is innermost because it
-talks most and neighbours are nearest. An axis that is not named has size 1. Ranks are numbered row-major.
+talks most and neighbours are nearest. An axis that is not named has size 1. Ranks are numbered row-major. A mesh is
+over all processes of a run, or over some of them: two meshes are two views of the same devices, or of disjoint ones.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 Axes = str | tuple[str, ...]
+Ranks = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,13 @@ class Mesh:
       row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is the
         sum over its own tokens, and the same on every rank of the other axes.
       sizes: size of each of `AXES`.
-      rank: this process's number, row-major over `AXES`.
-      device: where this process's tensors live.
+      rank: this process's number in the mesh, row-major over `AXES`; -1 in a process outside.
+      device: where this process's tensors are.
       groups: name of the process group of every combination of axes that are larger than 1.
       indices: position on each axis; given only by the simulator, where it differs within one process.
+      over: the processes of the mesh by their numbers in the run, in the order of the mesh; None: all of them.
+      process: this process's number in the run; -1: that of `rank`.
+      timeout: how long a rank waits for another in a collective before that is an error; None: torch's default.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
@@ -52,9 +59,28 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
+    over: Ranks | None = None
+    process: int = -1
+    timeout: timedelta | None = None
 
     row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
     token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
+
+    def __post_init__(self) -> None:
+        if self.here and self.indices is None:  # once, not where torch.compile traces through
+            object.__setattr__(self, "indices", coordinates(self.sizes, self.rank))
+        if self.here and self.process < 0:
+            object.__setattr__(self, "process", self.ranks[self.rank])
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the mesh, by their numbers in the run, in the order of the mesh."""
+        return range(self.world) if self.over is None else self.over
+
+    @property
+    def here(self) -> bool:
+        """Whether this process is in the mesh."""
+        return self.rank >= 0
 
     @property
     def world(self) -> int:
@@ -68,10 +94,11 @@ class Mesh:
 
     def index(self, axes: Axes) -> Any:
         """Position along `axes`, the first outermost. An int, or a simulated one under `simulate`."""
-        at = self.indices or coordinates(self.sizes, self.rank)
+        if self.indices is None:
+            raise MeshError(f"process {self.process} is not in the mesh {self} over {self.ranks}")
         index: Any = 0
         for axis in _tuple(axes):
-            index = index * self.sizes[axis] + at[axis]
+            index = index * self.sizes[axis] + self.indices[axis]
         return index
 
     def group_name(self, axes: Axes) -> str:
@@ -96,15 +123,28 @@ def single(device: torch.device | str = "cpu") -> Mesh:
 
 
 def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
-    """Position of `rank` on each axis."""
-    at = {}
+    """Position of `rank` on each axis.
+
+    Raises:
+      MeshError: the mesh has no such rank.
+    """
+    at, outer = {}, rank
     for axis in reversed(AXES):
-        rank, at[axis] = divmod(rank, sizes[axis])
+        outer, at[axis] = divmod(outer, sizes[axis])
+    if outer:
+        raise MeshError(f"the mesh {text(sizes)} has no rank {rank}")
     return at
 
 
+def ranks_of(numbers: Sequence[int]) -> Ranks:
+    """The numbers as a range if they are one, which takes the same memory for any number of ranks."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    regular = step > 0 and all(b - a == step for a, b in itertools.pairwise(numbers))
+    return range(numbers[0], numbers[-1] + 1, step) if regular else tuple(numbers)
+
+
 def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks of every group over `axes`: they agree on all other axes. In order of their first rank."""
+    """Ranks of every group over `axes`: they agree on all other axes. In the order of their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         at = coordinates(sizes, rank)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.algos.core import Algorithm, check
+from funrl.algos.check import check
+from funrl.algos.core import Algorithm
 from funrl.batch import FIELDS
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes

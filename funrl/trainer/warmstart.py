@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from funrl import trees
 from funrl.algos.core import reduce
 from funrl.algos.losses.reductions import token_mean
-from funrl.algos.losses.supervised import negative_log_likelihood
+from funrl.algos.losses.likelihood import negative_log_likelihood
 from funrl.batch import Batch
 from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
