@@ -113,12 +113,8 @@ def test_meshes_over_different_ranks_exchange_exactly_what_is_lacking(seed):
     texts = [rng.choice(meshes) for _ in range(2)]
     worlds = [math.prod(sizes_of(text)) for text in texts]
     start = rng.randrange(16 - worlds[0])
-    apart = seed % 3 == 0  # disjoint, the source first
-    ranks = [
-        ranks_of(sorted(rng.sample(range(8 * apart * i, 16 - 8 * apart * (1 - i)), n))) for i, n in enumerate(worlds)
-    ]
-    if seed % 3 == 1:
-        ranks[0] = range(start, start + worlds[0])
+    pools = [(range(8), range(8, 16)), (range(start, start + worlds[0]), range(16)), (range(16), range(16))][seed % 3]
+    ranks = [ranks_of(sorted(rng.sample(pool, n))) for pool, n in zip(pools, worlds, strict=True)]
     whole, src, dst = random_trees(rng, 4, *texts)
     dtypes = trees.map(lambda x: x.dtype, whole)
     made = plan(src, dst, dtypes, rng.choice([2, 8]), *ranks)
@@ -267,14 +263,14 @@ def test_donated_leaves_are_emptied_and_shared_ones_are_not():
 
 
 def test_the_same_tensor_in_two_leaves_can_be_donated():
-    lay = Layout((8, 4), (("data",), ()), sizes_of("dp8"))
+    split = Layout((8, 4), (("data",), ()), sizes_of("dp8"))
     to = Layout((8, 4), ((), ()), sizes_of("dp8"))
     x = torch.arange(32.0).view(8, 4)
     locals_ = []
     for rank in range(8):
-        tied = part(x, lay, rank)
+        tied = part(x, split, rank)
         locals_.append({"a": tied, "b": tied})
-    results, _ = execute(locals_, plan({"a": lay, "b": lay}, {"a": to, "b": to}, torch.float32), 64, donate=True)
+    results, _ = execute(locals_, plan({"a": split, "b": split}, {"a": to, "b": to}, torch.float32), 64, donate=True)
     assert all(torch.equal(result[k], x) for result in results for k in "ab")
 
 
@@ -342,7 +338,9 @@ def test_errors_name_the_tensor_and_the_sizes():
     with pytest.raises(MeshError, match=r"embed: rank 0 has shape \(3, 32\), its layout says \(64, 32\)"):
         tree = trees.map(lambda layout: torch.ones(layout.local_shape(0)), layouts_of("dp8"))
         reshard.reshard({**tree, "embed": torch.ones(3, 32)}, made, Mesh(parse("dp8")))
-    with pytest.raises(MeshError, match="the plan is for 8 devices, the mesh dp2 has 2"):
+    with pytest.raises(
+        MeshError, match=r"from ranks range\(0, 8\) to range\(0, 8\), the mesh dp2 is over "
+    ):
         reshard.reshard(tree, made, Mesh(parse("dp2")))
     with pytest.raises(MeshError, match="lacks"):
         reshard.reshard({"embed": tree["embed"]}, made, Mesh(parse("dp8")))

@@ -18,6 +18,7 @@ from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
+from funrl.mesh.launch import groups
 from funrl.mesh.rules import STORED, layouts, shard
 from funrl.models import decoder, value
 from funrl.models.config import Config
@@ -72,11 +73,8 @@ def checked(text):
     sizes = meshes.parse(text)
     dist.init_process_group("fake", rank=RANK, world_size=meshes.Mesh(sizes).world)
     try:
-        combinations = meshes.combinations(sizes)
-        own = {a: next(ranks for ranks in meshes.members(sizes, a) if RANK in ranks) for a in combinations}
-        groups = {axes: dist.new_group(ranks) for axes, ranks in own.items()}
-        mesh = meshes.Mesh(sizes, RANK, groups={axes: group.group_name for axes, group in groups.items()})
-        names = {axes[0]: spmd.MeshAxis.of(group) for axes, group in groups.items() if len(axes) == 1}
+        mesh = meshes.Mesh(sizes, RANK, groups=groups(sizes))
+        names = {axes[0]: spmd.MeshAxis.of(mesh.group(axes)) for axes in mesh.groups if len(axes) == 1}
         with spmd.set_current_mesh(names), checker.typecheck():
             yield mesh
     finally:
@@ -94,12 +92,12 @@ def inputs(mesh, config):
         policy = decoder.init(config, torch.Generator().manual_seed(0))
         whole = {"policy": policy, "critic": value.init(config, policy)}
         axes = {"policy": decoder.axes(config), "critic": value.axes(config)}
-        lays = layouts(whole, axes, STORED, mesh.sizes)
-        local = trees.map(lambda x: x.clone().requires_grad_(), shard(whole, lays, mesh))
+        places = layouts(whole, axes, STORED, mesh.sizes)
+        local = trees.map(lambda x: x.clone().requires_grad_(), shard(whole, places, mesh))
         tokens = torch.arange(10).view(2, 5) % config.vocab
         positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
         batch = [tokens, positions, torch.tensor([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]])]
-    params = trees.map(lambda x, lay: typed(x, mesh, R, V if lay.axes else I), local, lays)
+    params = trees.map(lambda x, layout: typed(x, mesh, R, V if layout.axes else I), local, places)
     return params, [typed(x, mesh, V) for x in batch]
 
 
