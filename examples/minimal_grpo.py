@@ -29,7 +29,7 @@ from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.rollout import Example, rollout, to_batch
 from funrl.trainer.score import score
 
-DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 250, 25, 32, 8
+DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
 
 
 def optimizer(lr):
