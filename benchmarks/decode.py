@@ -18,8 +18,7 @@ from absl import app, flags
 
 from funrl import trees
 from funrl.mesh.mesh import single
-from funrl.models import decoder
-from funrl.models.config import Config
+from funrl.models import Config, decoder_model
 from funrl.rollout.completions import Sampling
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
@@ -50,10 +49,11 @@ def main(argv: list[str]) -> None:
         mlp=4 * EMBED.value,
     )
     mesh = single(DEVICE.value)
-    params = decoder.init(config, torch.Generator().manual_seed(0))
-    engine, peer = native_engine(config, mesh), hf_engine(config, mesh)
-    engine.load(trees.named(params))
-    peer.load(trees.named(params))
+    model = decoder_model(config)
+    params = model.init(torch.Generator().manual_seed(0))
+    engine, peer = native_engine(model, mesh), hf_engine(model, mesh)
+    engine.load(engine.weights.named(params))
+    peer.load(peer.weights.named(params))
 
     def ours(tokens_BT: torch.Tensor, turn: int) -> torch.Tensor:
         return engine.generate(tokens_BT.tolist(), Sampling(max_new_tokens=NEW.value), seed=turn).tokens

@@ -20,17 +20,20 @@ from pathlib import Path
 import torch
 
 from funrl import trees
+from funrl.algos import ppo
+from funrl.batch import Batch
 from funrl.cost import dry_run
 from funrl.cost.hardware import HARDWARE
-from funrl.experiments import ppo
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import shard
-from funrl.models import decoder
-from funrl.trainer import ensemble, phases
+from funrl.models import with_value_head
+from funrl.trainer import loop
+from funrl.trainer.build import build, first_state, first_weights, sync
+from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.settings import Settings
-from funrl.trainer.spmd import Clock
+from funrl.trainer.sources import Source
 
 PROMPT, NEW = 64, 64
 SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
@@ -38,6 +41,9 @@ SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
     "20M": ({"vocab": 2048, "embed": 512, "layers": 6, "heads": 8, "kv_heads": 8, "head": 64, "mlp": 1536}, 32, 2048),
     "60M": ({"vocab": 2048, "embed": 768, "layers": 8, "heads": 12, "kv_heads": 4, "head": 64, "mlp": 2304}, 16, 1024),
 }
+
+
+NOWHERE = Source(dict, lambda state, step: (Batch(), state, {}), lambda roles, step: {})  # the batch is made here
 
 
 def main() -> None:
@@ -72,8 +78,11 @@ def job_of(shape: str) -> Job:
         mesh=mesh, generate_mesh=mesh, batch_prompts=rows // 2, samples_per_prompt=2, max_new_tokens=NEW,
         token_budget=budget, minibatches=1,
     )  # fmt: skip
-    job = dry_run.plain_job(settings, ppo.algorithm, HARDWARE["cpu"].memory)
-    return job._replace(config=dataclasses.replace(job.config, max_positions=PROMPT + NEW, **sizes))
+    job = dry_run.plain_job(settings, ppo(), HARDWARE["cpu"].memory)
+    model = job.model.rebuild(dataclasses.replace(job.model.config, max_positions=PROMPT + NEW, **sizes))
+    valued = with_value_head(model)
+    models = {name: valued if one.unembed is None else model for name, one in job.models.items()}
+    return job._replace(model=model, models=models)
 
 
 def measure(shape: str) -> None:
@@ -83,16 +92,18 @@ def measure(shape: str) -> None:
     def program(mesh: Mesh) -> int:
         a = torch.randn(64, 64, requires_grad=True)  # what the libraries take for themselves comes first
         torch.nn.functional.silu(a @ a).sum().backward()
-        models = ensemble.build(job, mesh, lambda _: None)
+        parts = build(job, mesh, lambda _: None)
         batch = dry_run.full_batch(job, PROMPT, SHAPES[shape.partition("/")[0]][1])
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
         before = resident("VmHWM")
         generator = torch.Generator().manual_seed(0)
-        shapes, lays = decoder.shapes(job.config), models.policy_layouts
-        weights = trees.map(lambda x, lay: _piece(x, lay, mesh, generator), shapes, lays)
-        state = phases.start(job, models, weights)
-        batch, state, _ = phases.score_batch(job, models, state, batch, Clock())
-        phases.learn(job, models, state, batch, 1, Clock())
+        begin = trees.map(lambda x, lay: _piece(x, lay, mesh, generator), job.model.shapes, parts.begin.stored)
+        weights = first_weights(job, parts, begin)
+        frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+        state = sync(parts, first_state(job, parts, weights, ()))
+        run = loop.Run(job, parts, NOWHERE, frozen, Clock())
+        batch, state, _ = loop.score_batch(run, state, batch)
+        loop.learn_batch(run, state, batch)
         return resident("VmHWM") - before
 
     print(json.dumps(launch.launch(program, job.sizes, "cpu")))

@@ -40,7 +40,7 @@ from funrl.mesh.mesh import AXES, Mesh, members, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout, Rules
-from funrl.models import decoder
+from funrl.models import decoder_model
 from funrl.models.config import Config
 
 ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
@@ -48,16 +48,16 @@ TREE = flags.DEFINE_enum("tree", "89mb", ["89mb", "1gb"], "size of the tree of w
 BUCKET = flags.DEFINE_integer("bucket_mb", 64, "megabytes that a bucket stages at most", lower_bound=1)
 
 SIZES = {"89mb": (10240, 512, 5, 1536), "1gb": (16384, 1536, 8, 4096)}  # vocabulary, width, layers, mlp
-TRAIN, FULLY, GENERATE = rules.TRAIN, rules.fully_sharded(rules.TRAIN), rules.GENERATE
+STORED, FULLY, GENERATE = rules.STORED, rules.fully_sharded(rules.STORED), rules.GENERATE
 ROWS = [
     ("FSDP dp4,tp2 -> dp4,tp2", (FULLY, "dp4,tp2"), (GENERATE, "dp4,tp2")),
     ("FSDP dp4,tp2 -> dp2,tp4", (FULLY, "dp4,tp2"), (GENERATE, "dp2,tp4")),
     ("FSDP dp4,tp2 -> replicated", (FULLY, "dp4,tp2"), (GENERATE, "dp8")),
-    ("dp4,tp2 -> dp2,tp4", (TRAIN, "dp4,tp2"), (GENERATE, "dp2,tp4")),
-    ("dp4,tp2 -> replicated", (TRAIN, "dp4,tp2"), (GENERATE, "dp8")),
+    ("dp4,tp2 -> dp2,tp4", (STORED, "dp4,tp2"), (GENERATE, "dp2,tp4")),
+    ("dp4,tp2 -> replicated", (STORED, "dp4,tp2"), (GENERATE, "dp8")),
     ("dp4,tp2 -> FSDP dp4,tp2", (GENERATE, "dp4,tp2"), (FULLY, "dp4,tp2")),
     ("dp2,tp4 -> FSDP dp4,tp2", (GENERATE, "dp2,tp4"), (FULLY, "dp4,tp2")),
-    ("dp2,tp4 -> dp4,tp2", (GENERATE, "dp2,tp4"), (TRAIN, "dp4,tp2")),
+    ("dp2,tp4 -> dp4,tp2", (GENERATE, "dp2,tp4"), (STORED, "dp4,tp2")),
     ("replicated -> FSDP dp4,tp2", (GENERATE, "dp8"), (FULLY, "dp4,tp2")),
 ]
 METHODS = ("plan", "per tensor", "flat", "DTensor")
@@ -153,7 +153,8 @@ def dtensor(pairs: list[Pair], mesh: Mesh, devices: DeviceMesh) -> Method:
 def tree_of_weights() -> tuple[trees.Tree, trees.Tree]:
     vocab, embed, layers, mlp = SIZES[TREE.value]
     config = Config(vocab, embed, layers, heads=8, kv_heads=8, head=embed // 8, mlp=mlp, tied=True)
-    return decoder.shapes(config), decoder.axes(config)
+    model = decoder_model(config)
+    return model.shapes, model.axes
 
 
 def part(layout: Layout, rank: int) -> Tensor:

@@ -30,12 +30,13 @@ from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import character_tokenizer
 from funrl.experiments import grpo, ppo
 from funrl.mesh.mesh import single
-from funrl.models import decoder, hf
+from funrl.models import decoder_model, hf
 from funrl.models.config import Config
-from funrl.trainer import ensemble, phases
+from funrl.trainer import loop
+from funrl.trainer.build import sync
+from funrl.trainer.clock import Clock
 from funrl.trainer.job import prepare
 from funrl.trainer.settings import Settings
-from funrl.trainer.spmd import Clock
 
 LAYERS = flags.DEFINE_integer("layers", 4, "layers")
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64")
@@ -107,8 +108,8 @@ def make_files(folder: Path) -> Files:
         mlp=4 * EMBED.value, bos=1, eos=(1,), pad=0,
     )  # fmt: skip
     alphabet = "".join(chr(0x4E00 + i) for i in range(VOCAB.value - 2))
-    params = decoder.init(config, torch.Generator().manual_seed(0))
-    hf.save(files.model, config, params, character_tokenizer(alphabet))
+    model = decoder_model(config)
+    hf.save(files.model, model, model.init(torch.Generator().manual_seed(0)), character_tokenizer(alphabet))
     draw = random.Random(0)
     lines = [json.dumps({"prompt": "".join(draw.choices(alphabet, k=PROMPT.value))}) for _ in range(40 * PROMPTS.value)]
     files.prompts.write_text("\n".join(lines) + "\n")
@@ -124,19 +125,20 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
         max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR,
     )  # fmt: skip
     job, mesh = prepare(settings, compose), single()
-    models = ensemble.build(job, mesh, lambda text: None)
-    _, weights = hf.load(files.model, torch.float32)
-    state, number = phases.start(job, models, weights), 1
+    clock = BothClock()
+    run, state = loop.begin(job, mesh, Silent(), clock=clock)
+    state = sync(run.parts, state)._replace(step=1)
 
     def step() -> Times:
-        nonlocal state, number
-        clock, start, number = BothClock(), now(), number + 1
-        batch, state, _ = phases.collect(job, models, state, number, clock, Silent())
-        batch, state, _ = phases.score_batch(job, models, state, batch, clock)
-        state, _ = phases.learn(job, models, state, batch, number, clock)
-        phases.sync(job, models, state, clock)
+        nonlocal state
+        start = now()
+        batch, state, _ = loop.draw(run, state)
+        batch, state, _ = loop.score_batch(run, state, batch)
+        state, _ = loop.learn_batch(run, state, batch)
+        state = sync(run.parts, state, clock)
         assert batch.tokens.shape == (PROMPTS.value * SAMPLES.value, PROMPT.value + NEW.value)
-        return clock.times | {"total": since(start)}
+        times, clock.times = clock.times, {}
+        return times | {"total": since(start)}
 
     return step
 
@@ -222,7 +224,7 @@ def main(argv: list[str]) -> None:
                 ours()
         else:
             with_trl(files, folder, after_trl)
-        count = trees.count(decoder.shapes(hf.check(files.model)))
+        count = trees.count(hf.check(files.model).shapes)
     rows = f"{PROMPTS.value} prompts x {SAMPLES.value} samples of {PROMPT.value} + {NEW.value} tokens"
     print(f"{count / 1e6:.1f}M parameters, {rows}, {THREADS.value} threads, float32, KL coefficient {KL.value} in GRPO")
     report({key: steps_[1:] for key, steps_ in turns.items()})

@@ -30,13 +30,8 @@ def load(flag: str, text: str) -> Callable[..., Any]:
     Raises:
       LoadError: the file is missing or does not import, has no such function, or it cannot be called.
     """
-    name, colon, function = text.rpartition(":")
-    if not (name and colon and function):
-        raise LoadError(f"--{flag}={text}: write FILE.py:function or module:function, such as {flag}.py:{flag}")
+    name, function = locate(flag, text)
     path = Path(name)
-    if name.endswith(".py") and not path.is_file():
-        problem = "this is a directory, a file is needed" if path.is_dir() else "no such file"
-        raise LoadError(f"--{flag}={text}: {path}: {problem}")
     try:
         module = _from_file(path) if name.endswith(".py") else importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -48,6 +43,24 @@ def load(flag: str, text: str) -> Callable[..., Any]:
     if not callable(found):
         raise LoadError(f"--{flag}={text}: {function!r} is {found!r}, which cannot be called; a function is needed")
     return found
+
+
+def locate(flag: str, text: str) -> tuple[str, str]:
+    """The file or module and the function that "FILE.py:function" or "package.module:function" names; nothing is run.
+
+    Args: as in `load`.
+
+    Raises:
+      LoadError: the text is not of this form, or the file is missing.
+    """
+    name, colon, function = text.rpartition(":")
+    if not (name and colon and function):
+        raise LoadError(f"--{flag}={text}: write FILE.py:function or module:function, such as {flag}.py:{flag}")
+    path = Path(name)
+    if name.endswith(".py") and not path.is_file():
+        problem = "this is a directory, a file is needed" if path.is_dir() else "no such file"
+        raise LoadError(f"--{flag}={text}: {path}: {problem}")
+    return name, function
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -1,6 +1,8 @@
 """Trees of tensors: nested dicts, tuples and NamedTuples whose leaves are tensors. None is an empty tree.
 
-Every leaf has a name, the path to it: `named({"layers": ({"norm": x},)})` is `[("layers/0/norm", x)]`.
+Every leaf has a name, the path to it, made of dict keys, names of fields and positions in tuples:
+`named({"layers": ({"norm": x},)})` is `[("layers/0/norm", x)]`, and `named(AdamState(count, mu={"w": x}, nu=...))` has
+`("mu/w", x)`.
 """
 
 from __future__ import annotations
@@ -37,17 +39,26 @@ def leaves(tree: Tree) -> list:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
+def names(structure: optree.PyTreeSpec) -> list[str]:
+    """The names of the leaves of a tree of this structure, in the order of `leaves`."""
+    return ["/".join(_step(entry) for entry in accessor) for accessor in structure.accessors()]
+
+
+def _step(entry: optree.PyTreeEntry) -> str:
+    """A dict's key, a record's field or a tuple's position."""
+    return str(getattr(entry, "field", entry.entry))  # a NamedTuple's entry is a position, which has a field's name
+
+
 def named(tree: Tree) -> list[tuple[str, Any]]:
     """The leaves with their names, in the same order as `leaves`."""
-    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    return [("/".join(str(key) for key in path), value) for path, value in zip(paths, values, strict=True)]
+    values, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return list(zip(names(structure), values, strict=True))
 
 
 def map_named(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
-    """Applies `fn(name, leaf, ...)` leaf by leaf."""
-    return optree.tree_map_with_path(
-        lambda path, *xs: fn("/".join(str(key) for key in path), *xs), tree, *rest, namespace=NAMESPACE
-    )
+    """Applies `fn(name, leaf, ...)` leaf by leaf. Trees after the first may be deeper, as in `map`."""
+    name = iter(names(optree.tree_structure(tree, namespace=NAMESPACE)))
+    return map(lambda *xs: fn(next(name), *xs), tree, *rest)
 
 
 def fill(tree: Tree, values: Iterable) -> Tree:

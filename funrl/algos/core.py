@@ -148,12 +148,15 @@ class Algorithm:
         ("policy", "implicit_reward") or its numbers ("critic", "reward_model").
       filter: batch -> [B] bool, rows worth training on; the source samples more prompts for those that are not.
       divergence: what the step is to compute where a loss reads `divergence`; None: none does.
+      example: what belongs together and is chosen, balanced and packed as one: a "row", or a "pair" of a chosen and a
+        rejected text.
     """
 
     advantage: Advantage | None
     losses: Mapping[str, Loss]
     filter: Filter | None = None
     divergence: Divergence | None = None
+    example: str = "row"
 
     def __post_init__(self):
         if self.advantage is not None:

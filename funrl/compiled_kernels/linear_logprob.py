@@ -15,16 +15,17 @@ from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import Mesh, single
 
 SINGLE = single()
-WANTS = ("logp", "entropy", "sum_pi_squared")
+EXTRAS = ("entropy", "sum_pi_squared")
+WANTS = ("logp", *EXTRAS)
 
 
 class TokenScores(NamedTuple):
-    """What a model says of tokens; None was not asked for. All have the tokens' shape, `among_logp` a dim K more."""
+    """A model's scores of tokens; None: not asked for. All have the tokens' shape, `topk_logp` a dim K more."""
 
     logp: Tensor | None = None  # nats, of the token
     entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
-    among_logp: Tensor | None = None  # nats, of K other tokens that stood to choice
+    topk_logp: Tensor | None = None  # nats, of K other tokens at the same position
 
 
 def linear_logprob(
@@ -35,7 +36,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int = 1024,
     want: tuple[str, ...] = ("logp",),
-    among_TK: Tensor | None = None,
+    topk_TK: Tensor | None = None,
 ) -> TokenScores:
     """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2, and log p of further
     tokens; all differentiable.
@@ -48,9 +49,9 @@ def linear_logprob(
       temperature: above 0.
       chunk: tokens at a time.
       want: some of "logp", "entropy", "sum_pi_squared".
-      among_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
+      topk_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
 
-    Returns: [T] each, [T, K] for `among_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
+    Returns: [T] each, [T, K] for `topk_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
       rank.
 
     Raises:
@@ -61,22 +62,21 @@ def linear_logprob(
         raise ValueError(f"want has {unknown[0]!r}, there are {list(WANTS)}")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
-    ids_TN = targets_T[:, None] if among_TK is None else torch.cat([targets_T[:, None], among_TK], 1)
-    picks = among_TK is not None or "logp" in want
-    ordered = tuple(w for w in WANTS if w in want or (w == "logp" and picks))
-    *rows, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, ordered)
-    found = dict(zip(ordered, rows, strict=True))
-    if picks:
-        logp_TN = found.pop("logp")
-        found |= {"logp": logp_TN[:, 0]} if "logp" in want else {}
-        found |= {"among_logp": logp_TN[:, 1:]} if among_TK is not None else {}
+    ids_TN = targets_T[:, None] if topk_TK is None else torch.cat([targets_T[:, None], topk_TK], 1)
+    extras = tuple(name for name in EXTRAS if name in want)
+    logp_TN, *rest, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras)
+    found = dict(zip(extras, rest, strict=True))
+    if "logp" in want:
+        found["logp"] = logp_TN[:, 0]
+    if topk_TK is not None:
+        found["topk_logp"] = logp_TN[:, 1:]
     return TokenScores(**found)
 
 
-def likeliest(
+def topk(
     hidden_TD: Tensor, unembed_VD: Tensor, k: int, mesh: Mesh = SINGLE, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens and their log-probabilities, [T, k] each, the likeliest first; without a gradient.
+    """The k most probable tokens and their log-probabilities, [T, k] each, in descending order; without a gradient.
 
     Args: those of `linear_logprob`; k: at most the size of the vocabulary.
     """
@@ -86,15 +86,15 @@ def likeliest(
         top_CK, row_CK = x_CV.topk(min(k, x_CV.shape[1]), -1)
         tops.append(top_CK)
         ids.append(row_CK + mesh.index("tensor") * unembed_VD.shape[0])
-    # The likeliest of all are among the likeliest of each rank.
+    # The first k of all ranks are among the first k of each rank.
     top_TK = all_gather(torch.cat(tops), mesh, "tensor", 1)
     id_TK = all_gather(torch.cat(ids), mesh, "tensor", 1)
-    among_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
-    targets_T = among_TK[:, 0]
+    topk_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
+    targets_T = topk_TK[:, 0]
     with torch.no_grad():
-        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), among_TK)
-    assert scores.among_logp is not None
-    return among_TK, scores.among_logp
+        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), topk_TK)
+    assert scores.topk_logp is not None
+    return topk_TK, scores.topk_logp
 
 
 def linear_logprob_reference(
@@ -120,33 +120,30 @@ def project(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
 
 
 class _LinearLogprob(torch.autograd.Function):
+    """(logp [T, N], those of `extras`, the logarithm of the normalizer [T]); the last has no gradient."""
+
     @staticmethod
-    def forward(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, want):
+    def forward(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras):
         row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
         parts = [
-            _sums(h, unembed_VD, row, temperature, want)
+            _sums(h, unembed_VD, row, temperature, extras)
             for h, row in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True)
         ]
-        top_T, picked_TN, sum_T, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
+        top_T, picked_TN, sum_T, *more = (torch.cat(part) for part in zip(*parts, strict=True))
         # From this rank's maximum to that of all: shift what was taken relative to it.
         most_T = pmax(top_T, mesh, "tensor")
         shift_T = top_T - most_T
-        sums = {"sum": shift_T.exp() * sum_T}
-        rest = dict(zip([w for w in want if w != "logp"], rest, strict=True))
-        if "entropy" in want:
-            sums["entropy"] = shift_T.exp() * (rest["entropy"] + shift_T * sum_T)
-        if "sum_pi_squared" in want:
-            sums["sum_pi_squared"] = (2 * shift_T).exp() * rest["sum_pi_squared"]
+        sums = [shift_T.exp() * sum_T]
+        for name, x_T in zip(extras, more, strict=True):
+            sums.append(shift_T.exp() * (x_T + shift_T * sum_T) if name == "entropy" else (2 * shift_T).exp() * x_T)
         picked_NT = torch.where(mine_TN, picked_TN + shift_T[:, None], 0).T
-        met = psum(torch.cat([torch.stack(list(sums.values())), picked_NT]), mesh, "tensor")
-        whole = dict(zip(sums, met[: len(sums)].unbind(0), strict=True))
-        log_T = whole["sum"].log()
-        results = {
-            "logp": lambda: (met[len(sums) :] - log_T).T.contiguous(),
-            "entropy": lambda: log_T - whole["entropy"] / whole["sum"],
-            "sum_pi_squared": lambda: whole["sum_pi_squared"] / whole["sum"] ** 2,
-        }
-        return *(results[w]() for w in want), most_T + log_T
+        all_sums = psum(torch.cat([torch.stack(sums), picked_NT]), mesh, "tensor")
+        (sum_T, *more), picked_NT = all_sums[: len(sums)], all_sums[len(sums) :]
+        log_T = sum_T.log()
+        results = [
+            log_T - x_T / sum_T if name == "entropy" else x_T / sum_T**2 for name, x_T in zip(extras, more, strict=True)
+        ]
+        return (picked_NT - log_T).T.contiguous(), *results, most_T + log_T
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -158,9 +155,10 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         hidden_TD, unembed_VD, ids_TN, *rows, normalizer_T = ctx.saved_tensors
-        mesh, temperature, chunk, want = ctx.args
+        mesh, temperature, chunk, extras = ctx.args
+        names = ("logp", *extras)
         grads = (None if g is None else g / temperature for g in grads[:-1])
-        given = {w: (_columns(x), _columns(g)) for w, x, g in zip(want, rows, grads, strict=True) if g is not None}
+        given = {n: (_columns(x), _columns(g)) for n, x, g in zip(names, rows, grads, strict=True) if g is not None}
         if not given:
             return (None,) * 7
         row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
@@ -173,8 +171,8 @@ class _LinearLogprob(torch.autograd.Function):
                 _tempered(hidden_TD[part], unembed_VD, temperature).sub_(normalizer_T[part, None]),
                 row_TN[part],
                 mine_TN[part],
-                {w: x[part] for w, (x, _) in given.items()},
-                {w: g[part] for w, (_, g) in given.items()},
+                {n: x[part] for n, (x, _) in given.items()},
+                {n: g[part] for n, (_, g) in given.items()},
             ).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(d_logits @ unembed_VD)
@@ -202,17 +200,17 @@ def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tens
     return x_CV if temperature == 1 else x_CV.div_(temperature)
 
 
-def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_CN: Tensor, temperature: float, want: tuple[str, ...]):
-    """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; if wanted sum x e^x, sum e^2x."""
+def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_CN: Tensor, temperature: float, extras: tuple[str, ...]):
+    """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; of the extras sum x e^x, sum e^2x."""
     x_CV = _tempered(hidden_CD, unembed_VD, temperature)
     top_C = x_CV.amax(-1)
     x_CV.sub_(top_C.unsqueeze(-1))
     picked_CN = x_CV.gather(1, row_CN)
-    e_CV = x_CV.exp() if "entropy" in want else x_CV.exp_()
+    e_CV = x_CV.exp() if "entropy" in extras else x_CV.exp_()
     found = [top_C, picked_CN, e_CV.sum(-1)]
-    if "entropy" in want:
+    if "entropy" in extras:
         found.append((e_CV * x_CV).sum(-1))
-    if "sum_pi_squared" in want:
+    if "sum_pi_squared" in extras:
         found.append(e_CV.square().sum(-1))
     return found
 

@@ -7,60 +7,35 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from funrl.algos.core import Algorithm, Loss
-from funrl.cost import dry_run as reinforcement
-from funrl.cost import dry_supervise as supervised
+from funrl.algos.core import Algorithm
 from funrl.cost.costs import KINDS, UPDATES, Costs
+from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.estimate import Estimate, stage_of
 from funrl.cost.hardware import HARDWARE, USABLE, Hardware, collective_seconds
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.offload import PARTS
-from funrl.trainer.settings import Settings, SettingsError
-from funrl.trainer.sharding import sharded_models
-from funrl.trainer.supervise import SupervisedSettings
+from funrl.trainer.settings import Settings
+from funrl.trainer.sharding import sharded_roles
 
 DEFAULT = "h100"
 ATTEMPTS = 3  # estimates of other flags where it does not fit
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
-    """Everything that --dry_run prints of reinforcement learning.
+    """Everything that --dry_run prints.
 
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
-    prompt = _tokens(settings, "prompt_tokens") or reinforcement.prompt_tokens_of(settings)
+    algorithm = compose()
+    tokens = tokens_of(settings, algorithm)
 
     def costs(settings: Settings, hardware: Hardware) -> Estimate:
-        return reinforcement.estimate(reinforcement.plain_job(settings, compose, hardware.memory), prompt, hardware)
+        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
 
     return report(settings, costs)
-
-
-def supervised_dry_run(
-    settings: SupervisedSettings, compose: Callable[[], Loss], kind: str, reads: str = "likelihoods"
-) -> str:
-    """Everything that --dry_run prints of learning from given texts; the arguments are those of `prepare_course`.
-
-    Raises:
-      ValueError: a flag that cannot work, as a run would say it.
-    """
-    text = _tokens(settings, "text_tokens") or supervised.text_tokens_of(settings, kind)
-
-    def costs(settings: SupervisedSettings, hardware: Hardware) -> Estimate:
-        course = supervised.plain_course(settings, compose, hardware.memory, kind, reads)
-        return supervised.estimate(course, text, hardware)
-
-    return report(settings, costs)
-
-
-def _tokens(settings: Settings, flag: str) -> int | None:
-    given = getattr(settings, flag)
-    if given is not None and given < 1:
-        raise SettingsError(f"--{flag}={given}: it must be at least 1")
-    return given
 
 
 def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
@@ -71,8 +46,6 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> st
       costs: estimates such flags.
     """
     settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
-    if settings.hardware not in HARDWARE:
-        raise SettingsError(f"--hardware={settings.hardware}: it must be one of {', '.join(HARDWARE)}")
     hardware = HARDWARE[str(settings.hardware)]
     found = costs(settings, hardware)
     parts = [title(found, settings), memory(found), work(found, hardware), traffic(found)]
@@ -88,7 +61,7 @@ def title(found: Estimate, settings: Settings) -> str:
     generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
     world = meshes.Mesh(job.sizes).world
     return (
-        f"{job.config.family}, {found.parameters / 1e6:,.1f} M parameters, {settings.dtype}, "
+        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters, {settings.dtype}, "
         f"{world} device{'s' * (world > 1)} ({settings.hardware}): train {train}{generate}\n"
         f"a step: {found.step}"
     )
@@ -184,14 +157,14 @@ def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Call
 
 def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
     """Changes of flags that may help the worst phase, most promising first."""
-    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.config
+    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.model.config
     states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
     passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
     total, changes = sum(peak.values()), []
     if not settings.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
-    if settings.fsdp and not set(found.models) <= set(sharded_models(settings)) and states > 0.2 * total:
-        changes.append({"fsdp_models": ",".join(found.models)})
+    if settings.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
+        changes.append({"fsdp_models": ",".join(found.roles)})
     if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})
     if passing > 0.2 * total and settings.token_budget > found.tokens:

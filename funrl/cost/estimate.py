@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,9 +16,9 @@ from funrl.cost.hardware import Hardware
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
-from funrl.models import decoder
+from funrl.trainer.build import Parts
+from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
-from funrl.trainer.spmd import Clock
 
 DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
 
@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
 
     Attributes:
       job: what was estimated.
-      models: those of `sharding.MODELS` that it has.
+      roles: that it has.
       step: what a step is, in words.
       tokens: of a row.
       phases: by name, in the order of a step.
@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
     """
 
     job: Job
-    models: tuple[str, ...]
+    roles: tuple[str, ...]
     step: str
     tokens: int
     phases: dict[str, Costs]
@@ -79,7 +79,7 @@ def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield Mesh(sizes, 0, torch.device("cpu"), launch._groups(sizes, 0))
+        yield Mesh(sizes, 0, torch.device("cpu"), launch.groups(sizes))
     finally:
         dist.destroy_process_group()
 
@@ -93,17 +93,24 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
     }
 
 
-def tracer_of(job: Job, lies: Sequence[trees.Tree], hardware: Hardware, real: bool) -> Tracer:
-    """A tracer that knows the weights of models in these layouts when it sees them; the first is of a decoder."""
-    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves(list(lies))}
-    shapes |= {tuple(x.shape) for x in trees.leaves(decoder.shapes(job.config))} if job.settings.fsdp else set()
-    vocabulary = trees.leaves(decoder.unembed(lies[0]))[0].local_shape(0)[0]
+def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool) -> Tracer:
+    """A tracer that knows the weights of the roles when it sees them."""
+    stored = [role.placed.stored for role in parts.roles.values()]
+    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves(stored)}
+    shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.fsdp else set()
+    vocabulary = next((lay.local_shape(0)[0] for lay in trees.leaves(unembedding(parts))), 0)
     return Tracer(hardware, shapes, (vocabulary,), real=real)
 
 
-def make_weights(tracer: Tracer, lies: trees.Tree, dtype: torch.dtype) -> trees.Tree:
+def unembedding(parts: Parts) -> trees.Tree:
+    """The layout of the unembedding that the run begins with."""
+    placed = parts.begin
+    return () if placed.model.unembed is None else placed.model.unembed(placed.stored)
+
+
+def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:
     """Weights of rank 0 in these layouts, held from now on."""
-    made = trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), lies)
+    made = trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), stored)
     tracer.hold_tree(made, "weights")
     return made
 
@@ -122,16 +129,19 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
     Args:
       costs: of a job.
     """
-    # A teacher has a depth of its own: there is no one line to be on.
-    if job.config.layers <= DEPTHS[1] or job.teacher is not None:
+    # A model of its own, such as a teacher, has a depth of its own: there is no one line to be on.
+    layers = job.model.config.layers
+    if layers <= DEPTHS[1] or job.directories:
         return costs(job)
     low, high = (costs(_with_layers(job, n)) for n in DEPTHS)
-    return {name: along(low[name], high[name], job.config.layers - DEPTHS[0]) for name in low}
+    return {name: along(low[name], high[name], layers - DEPTHS[0]) for name in low}
 
 
 def _with_layers(job: Job, layers: int) -> Job:
-    windows = None if job.config.windows is None else job.config.windows[:layers]
-    return job._replace(config=dataclasses.replace(job.config, layers=layers, windows=windows))
+    models = {id(model): model.with_layers(layers) for model in (job.model, *job.models.values())}
+    return job._replace(
+        model=models[id(job.model)], models={name: models[id(model)] for name, model in job.models.items()}
+    )
 
 
 def micro_batch(job: Job, width: int) -> int:

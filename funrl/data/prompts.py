@@ -49,21 +49,32 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def prompt_batch(prompts: Sequence[T], count: int, seed: int, position: int) -> list[T]:
+def check_prompts(records: Sequence[Any]) -> list[Prompt]:
+    """Prompts of records in memory, each with "prompt" and further fields, as the lines of a file.
+
+    Raises:
+      PromptError: there is none, or one is not a mapping or lacks a usable prompt.
+    """
+    if not records:
+        raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
+    return [_check_record(f"prompt {n}", record) for n, record in enumerate(records, 1)]
+
+
+def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
     """The next `count` of an endless sequence: all prompts in a shuffled order, then all in another, and so on.
 
-    It has no state: a run that goes on at `position` takes the prompts that it would have taken without a stop,
+    It has no state: a run that goes on after `consumed` prompts takes those that it would have taken without a stop,
     whatever the batch sizes before.
 
     Args:
       prompts: N of them, at least 1.
       count: how many; may exceed N.
       seed: of the shuffles.
-      position: how many were taken before.
+      consumed: how many were taken before.
     """
     orders: dict[int, np.ndarray] = {}
     batch = []
-    for at in range(position, position + count):
+    for at in range(consumed, consumed + count):
         epoch, place = divmod(at, len(prompts))
         if epoch not in orders:
             orders[epoch] = np.random.default_rng((seed, epoch)).permutation(len(prompts))
@@ -78,6 +89,10 @@ def _parse(where: str, line: bytes) -> Prompt:
         raise PromptError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise PromptError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+    return _check_record(where, record)
+
+
+def _check_record(where: str, record: Any) -> Prompt:
     if not isinstance(record, dict):
         raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
     if "prompt" not in record:

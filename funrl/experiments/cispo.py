@@ -11,27 +11,7 @@ Left out on purpose: MiniMax's filter of repeated text.
 
 import sys
 
-from funrl.algos.cispo import cispo
-from funrl.algos.core import Algorithm
 from funrl.experiments.run import main
 
-
-def algorithm(
-    clip_low: float | None = None,
-    clip_high: float = 0.2,
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-) -> Algorithm:
-    """Clipped importance sampling, MiniMax, 2025, https://arxiv.org/abs/2506.13585.
-
-    Args:
-      clip_low: how far the weight of a token may fall below 1; default: to 0
-      clip_high: how far it may rise above 1
-      kl_coef: loss per nat of KL to the reference; 0: no reference is kept
-      entropy_coef: loss taken off per nat of entropy
-    """
-    return cispo(clip_low, clip_high, kl_coef, entropy_coef)
-
-
 if __name__ == "__main__":
-    sys.exit(main("funrl.experiments.cispo"))
+    sys.exit(main("cispo"))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.mesh import AXES, Axes, Mesh
 
 _c10d = torch.ops._c10d_functional
 
@@ -72,26 +72,36 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Te
 
 
 def start_all_gather(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """Begins to concatenate the shards of `axes` along dim 0 and returns at once; `wait` for it before use.
+    """Begin to concatenate the shards of `axes` along dim 0; return at once, `wait` for it before use. No gradient.
 
-    `x` must stay as it is until then. No gradient.
+    `x` must stay as it is until then.
     """
     if mesh.size(axes) == 1:
         return x.detach()
     return _c10d.all_gather_into_tensor(x.detach().contiguous(), mesh.size(axes), mesh.group_name(axes))
 
 
+def start_psum_scatter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Begin to sum over `axes` and keep this rank's part of dim 0; return at once, `wait` for it before use.
+
+    No gradient. `x` must be contiguous and stay as it is until then.
+    """
+    if mesh.size(axes) == 1:
+        return x.detach()
+    return _c10d.reduce_scatter_tensor(x.detach(), "sum", mesh.size(axes), mesh.group_name(axes))
+
+
 def wait(x: Tensor) -> Tensor:
-    """What a started collective results in."""
+    """The result of a started collective."""
     return _c10d.wait_tensor(x)
 
 
 def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
-    """Any picklable value of every rank, by rank. For the rare and the small: errors, names."""
+    """Any picklable value of every rank of the mesh, by rank. For the rare and the small: errors, names."""
     if mesh.world == 1:
         return [value]
     values: list[Any] = [None] * mesh.world
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=mesh.group(AXES))
     return values
 
 

@@ -1,23 +1,18 @@
-"""Runs one program on every device of a mesh.
+"""Run one program on every device of a mesh, and make meshes over some of its processes.
 
 Under torchrun (RANK and WORLD_SIZE in the environment) this process is one of the ranks. Otherwise the ranks are
 started here: forked on CPU, because a fork after `import torch` is ready in a second where eight fresh interpreters
-take half a minute; spawned on CUDA and ROCm, one process per GPU. A mesh of one device starts nothing.
+take half a minute; fresh interpreters on CUDA and ROCm, one per GPU. A mesh of one device starts nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
+import itertools
 import os
-import pickle
-import signal
-import socket
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,14 +20,16 @@ import torch
 import torch.distributed as dist
 
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.mesh.processes import Task, WorkerError, can_fork, supervise
 
-GRACE_S = 4.0  # how long ranks may take to end by themselves once one of them has failed
+__all__ = [
+    "WorkerError", "check_devices", "cores", "device_type", "groups", "launch", "ranks_per_node", "submesh", "view",
+]  # fmt: skip
 
-
-class WorkerError(RuntimeError):
-    """A rank failed; the message is its rank and its traceback."""
+# The groups of every mesh that has been made, as long as the group of all processes is the same.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] = weakref.WeakKeyDictionary()
 
 
 def device_type() -> str:
@@ -55,21 +52,29 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def launch(
     program: Callable[[Mesh], Any],
     sizes: Mapping[str, int],
     device: str | None = None,
     plain: tuple[type[Exception], ...] = (),
-    patience: timedelta = timedelta(minutes=10),
+    timeout: timedelta = timedelta(minutes=10),
 ) -> Any:
-    """Runs `program(mesh)` on every rank and returns what rank 0 returned.
+    """Run `program(mesh)` on every rank and return what rank 0 returned.
+
+    Each rank computes with its share of the machine's cores. The program may be any callable, a lambda of a notebook
+    too: forked ranks have it, and cloudpickle takes it to fresh interpreters.
 
     Args:
-      program: the same on every rank; picklable where ranks are spawned (GPUs).
+      program: the same on every rank.
       sizes: size of each mesh axis.
       device: "cpu" or "cuda"; the default is `device_type()`.
-      plain: exceptions whose message says all that a user needs; no traceback is shown of them.
-      patience: how long a rank waits for another in a collective before that is an error.
+      plain: exceptions whose message is all that a user needs; no traceback is shown of them.
+      timeout: how long a rank waits for another in a collective, of any group, before that is an error.
 
     Raises:
       MeshError: the mesh does not fit the devices.
@@ -82,21 +87,36 @@ def launch(
     world = Mesh(sizes).world
     if "WORLD_SIZE" in os.environ:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
-        with _process_group(sizes, rank, local, device, "env://", patience) as mesh:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        with _process_group(sizes, rank, local, here, device, "env://", timeout) as mesh:
             return program(mesh)
     if world == 1:
         if device == "cuda":
             torch.cuda.set_device(0)
         return program(meshes.single(f"{device}:0" if device == "cuda" else "cpu"))
-    return _supervise(program, sizes, device, plain, patience)
+    run = functools.partial(_run, program, sizes, device, timeout)
+    return supervise(Task(run, plain), world, fork=device == "cpu" and can_fork())
+
+
+def _run(
+    program: Callable[[Mesh], Any], sizes: dict[str, int], device: str, timeout: timedelta, rank: int, folder: str
+) -> Any:
+    """The program on one of the ranks that are started here."""
+    rendezvous = f"file://{folder}/rendezvous"
+    with _process_group(sizes, rank, rank, Mesh(sizes).world, device, rendezvous, timeout) as mesh:
+        return program(mesh)
 
 
 @contextlib.contextmanager
 def _process_group(
-    sizes: dict[str, int], rank: int, local: int, device: str, rendezvous: str, patience: timedelta
+    sizes: dict[str, int], rank: int, local: int, here: int, device: str, rendezvous: str, timeout: timedelta
 ) -> Iterator[Mesh]:
-    """The mesh as this rank sees it, with a process group for every combination of its axes."""
-    world = Mesh(sizes).world
+    """The mesh of all ranks as one of them sees it, with a process group for every combination of its axes.
+
+    Args:
+      local, here: its number among the ranks of this machine, and how many these are.
+    """
+    torch.set_num_threads(max(1, cores() // here))
     where = torch.device(f"{device}:{local}" if device == "cuda" else "cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
@@ -105,215 +125,83 @@ def _process_group(
         "nccl" if device == "cuda" else "gloo",
         init_method=rendezvous,
         rank=rank,
-        world_size=world,
-        timeout=patience,
+        world_size=Mesh(sizes).world,
+        timeout=timeout,
         **options,
     )
-    yield Mesh(sizes, rank, where, _groups(sizes, rank))
+    yield Mesh(sizes, rank, where, groups(sizes, timeout=timeout), timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
     dist.barrier()
     dist.destroy_process_group()
 
 
 def view(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """The same processes as a mesh of other sizes, such as the one to generate on. Called by every rank."""
+    """The same processes as a mesh of other sizes, such as the one to generate on. Called by every process of the run.
+
+    Raises:
+      MeshError: the sizes make another number of devices.
+    """
     sizes = dict(sizes)
     if Mesh(sizes).world != mesh.world:
         raise MeshError(
             f"{meshes.text(sizes)} has {Mesh(sizes).world} devices, {mesh} has {mesh.world}; they must be the same"
         )
-    return mesh if sizes == mesh.sizes else Mesh(sizes, mesh.rank, mesh.device, _groups(sizes, mesh.rank))
+    return mesh if sizes == mesh.sizes else submesh(mesh, sizes, mesh.ranks)
 
 
-def _groups(sizes: dict[str, int], rank: int) -> dict[tuple[str, ...], str]:
-    """Names of this rank's process groups, one for every combination of axes. Made by all ranks in the same order."""
-    world, groups = Mesh(sizes).world, {}
-    for axes in meshes.combinations(sizes):
-        for ranks in meshes.members(sizes, axes):
-            group: Any = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks)
-            if rank in ranks:
-                groups[axes] = group.group_name
-    return groups
+def submesh(mesh: Mesh, sizes: Mapping[str, int], ranks: Sequence[int]) -> Mesh:
+    """A mesh over some of the processes of a run. Called by every process of the run, with the same arguments.
 
+    A process outside of it gets it too, with `here` False: it knows its sizes and ranks, but no collective. A mesh over
+    the processes of two others is their union.
 
-def _supervise(
-    program: Callable, sizes: dict[str, int], device: str, plain: tuple[type[Exception], ...], patience: timedelta
-) -> Any:
-    """Starts the ranks, waits for them, and ends all of them when one fails or the user interrupts."""
-    with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
-        pids: dict[int, int] = {}
-        start = _fork if device == "cpu" else _spawn
-        _flush()
-        try:
-            for rank in range(Mesh(sizes).world):
-                pids[start(program, sizes, rank, device, folder, plain, patience)] = rank
-            failed = _wait(pids)
-            first_is_done = 0 not in pids.values() and 0 not in failed
-        except KeyboardInterrupt:
-            # The terminal has sent the interrupt to every rank too: give them time to leave their files readable.
-            _end(pids, signal.SIGINT)
-            raise
-        finally:
-            _end(pids, signal.SIGTERM)
-        result = os.path.join(folder, "result")
-        if first_is_done and not os.path.exists(result):
-            raise WorkerError("rank 0 ended before the program did, as os._exit does")
-        if failed:
-            raise WorkerError(_explain(folder, failed))
-        with open(result, "rb") as file:
-            return pickle.load(file)
+    Args:
+      mesh: any mesh of the run.
+      sizes: size of each axis.
+      ranks: the processes by their numbers in the run, ascending.
 
-
-def _wait(pids: dict[int, int]) -> dict[int, int]:
-    """Waits until all ranks end well, or one does not: then the wait statuses of those that failed, by rank.
-
-    A rank that loses its peer fails within moments of it, so the others are looked at once more before the verdict.
+    Raises:
+      MeshError: the ranks are not as many as the mesh has devices, not ascending, or not of this run.
     """
-    failed: dict[int, int] = {}
-    deadline = float("inf")
-    while pids and time.monotonic() < deadline:
-        for pid in list(pids):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                rank = pids.pop(pid)
-                if status:
-                    failed[rank] = status
-                    deadline = min(deadline, time.monotonic() + 0.3)
-        time.sleep(0.02)
-    return failed
+    sizes = dict(sizes)
+    world, shape = Mesh(sizes).world, meshes.text(sizes)
+    if len(ranks) != world or any(a >= b for a, b in itertools.pairwise(ranks)):
+        raise MeshError(f"the mesh {shape} has {world} devices: {list(ranks)} must be as many ranks, ascending")
+    ranks = meshes.ranks_of(ranks)
+    run, process = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    if ranks[0] < 0 or ranks[-1] >= run:
+        raise MeshError(f"the mesh {shape} is to be over the ranks {list(ranks)}; this run has {run}")
+    rank = ranks.index(process) if process in ranks else -1
+    made = groups(sizes, ranks, mesh.timeout)
+    return Mesh(sizes, rank, mesh.device, made, over=ranks, process=process, timeout=mesh.timeout)
 
 
-def _end(pids: dict[int, int], sign: signal.Signals) -> None:
-    """Asks the remaining ranks to end, and kills those that have not after a few seconds."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, sign)
-    deadline = time.monotonic() + GRACE_S
-    while pids and time.monotonic() < deadline:
-        for pid in list(pids):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                del pids[pid]
-        time.sleep(0.02)
-    for pid in list(pids):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        del pids[pid]
+def groups(
+    sizes: Mapping[str, int], ranks: Ranks | None = None, timeout: timedelta | None = None
+) -> dict[tuple[str, ...], str]:
+    """Names of this process's process groups in a mesh, one for every combination of axes that are larger than 1.
 
+    Called by every process of the run, in the same order. The groups of a mesh are made once.
 
-def _explain(folder: str, failed: Mapping[int, int]) -> str:
-    """What the rank that failed first has to say: one that was killed, else the one with the oldest traceback.
-
-    A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback.
+    Args:
+      sizes: of the axes.
+      ranks: the processes of the mesh; None: all.
+      timeout: of their collectives.
     """
-    killed = {rank: os.WTERMSIG(status) for rank, status in failed.items() if os.WIFSIGNALED(status)}
-    for rank, number in killed.items():
-        if number != signal.SIGABRT:
-            name = signal.Signals(number).name
-            return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    for rank, status in failed.items():
-        code = os.waitstatus_to_exitcode(status)
-        if code - 128 in (signal.SIGTERM, signal.SIGINT):  # which have not come from here yet
-            return f"rank {rank} was ended by {signal.Signals(code - 128).name}"
-        if code > 0 and not os.path.exists(os.path.join(folder, f"error-{rank}")):
-            return f"rank {rank} ended with status {code} and left no traceback"
-    reports = []
-    for name in os.listdir(folder):
-        if name.startswith("error-"):
-            path = os.path.join(folder, name)
-            with open(path) as file:
-                reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
-    if reports:
-        return min(reports)[2]
-    return f"rank {next(iter(killed))} aborted and left no traceback"
-
-
-def _fork(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // Mesh(sizes).world))
-    _rank_main(program, sizes, rank, *rest)
-    raise AssertionError("a rank does not return")
-
-
-def _spawn(program: Callable, sizes: dict[str, int], rank: int, *rest: Any) -> int:
-    import multiprocessing
-
-    process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=(program, sizes, rank, *rest))
-    process.start()
-    assert process.pid is not None
-    return process.pid
-
-
-def _rank_main(
-    program: Callable,
-    sizes: dict[str, int],
-    rank: int,
-    device: str,
-    folder: str,
-    plain: tuple[type[Exception], ...],
-    patience: timedelta,
-) -> None:
-    """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
-    _die_with_parent()
-    # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    signal.signal(signal.SIGINT, _interrupted if rank == 0 else lambda *_: os._exit(130))
-    status = 1
-    try:
-        with _process_group(sizes, rank, rank, device, f"file://{folder}/rendezvous", patience) as mesh:
-            result = program(mesh)
-            if rank == 0:
-                with open(os.path.join(folder, "result"), "wb") as file:
-                    pickle.dump(result, file)
-        status = 0
-    except KeyboardInterrupt:
-        status = 130
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) and leaving.code else 1
-    except BaseException as error:
-        _report(folder, rank, error, plain)
-    finally:
-        with contextlib.suppress(OSError):  # a reader of the output that has gone
-            _flush()
-        os._exit(status)
-
-
-def _flush() -> None:
-    """Writes out what has been printed, where there is somewhere to print to."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-
-
-def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
-    """Leaves what a rank has to say of its failure for the supervisor; the first word stands."""
-    trace = "".join(traceback.format_exception(error))
-    said = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
-    try:
-        with open(os.path.join(folder, f"error-{rank}"), "x") as file:
-            file.write(said)
-    except FileExistsError:
-        return
-    except OSError:  # the disk is full, which may be the very error
-        print(said, file=sys.stderr)
-
-
-def _interrupted(*_: Any) -> None:
-    """Rank 0 writes files: it gets to close them, undisturbed by further interrupts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _die_with_parent() -> None:
-    """Linux: this process gets SIGKILL when its parent ends, so that a killed supervisor leaves no rank behind."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A TCP port on loopback that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    sizes = dict(sizes)
+    if not meshes.combinations(sizes):
+        return {}
+    ranks = range(Mesh(sizes).world) if ranks is None else ranks
+    everyone: Any = dist.group.WORLD
+    made, key = _made.setdefault(everyone, {}), (tuple(sizes[axis] for axis in AXES), ranks)
+    if key not in made:
+        mine = made[key] = {}
+        for axes in meshes.combinations(sizes):
+            for positions in meshes.members(sizes, axes):
+                over = [ranks[position] for position in positions]
+                group: Any = everyone
+                if len(over) < dist.get_world_size():
+                    group = dist.new_group(over, timeout=timeout)
+                if dist.get_rank() in over:
+                    mine[axes] = group.group_name
+    return made[key]

@@ -1,56 +1,40 @@
 """A named mesh of devices: one process per device, four axes, written "dp4,tp2" on the command line.
 
 The axes are, outermost first, `data`, `expert`, `sequence` and `tensor`; tensor parallelism is innermost because it
-talks most and neighbours are nearest. An axis that is not named has size 1. Ranks are numbered row-major.
+talks most and neighbours are nearest. An axis that is not named has size 1. Ranks are numbered row-major. A mesh is
+over all processes of a run, or over some of them: two meshes are two views of the same devices, or of disjoint ones.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
-AXES = tuple(SHORT.values())
+from funrl.mesh.text import AXES, ROW_AXES, SHORT, MeshError, parse, text
+
+__all__ = [
+    "AXES",
+    "ROW_AXES",
+    "SHORT",
+    "Mesh",
+    "MeshError",
+    "combinations",
+    "coordinates",
+    "members",
+    "parse",
+    "single",
+    "text",
+]
+
 Axes = str | tuple[str, ...]
-
-
-class MeshError(ValueError):
-    """A mesh that cannot be built; the message says which part and what would be right."""
-
-
-def parse(text: str) -> dict[str, int]:
-    """Sizes of all four axes from text such as "dp4,tp2"; the order is free, "" is one device.
-
-    Raises:
-      MeshError: an unknown axis, one given twice, or a size below 1.
-    """
-    sizes = dict.fromkeys(AXES, 1)
-    seen = set()
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        match = re.fullmatch(r"([a-z]+)(\d+)", part)
-        if match is None or match[1] not in SHORT:
-            raise MeshError(
-                f"--mesh={text}: {part!r} is not an axis; write dp, tp, ep or sp and a size, such as dp4,tp2"
-            )
-        if match[1] in seen:
-            raise MeshError(f"--mesh={text}: axis {match[1]!r} is given twice")
-        if int(match[2]) < 1:
-            raise MeshError(f"--mesh={text}: the size of {match[1]!r} is {match[2]}, it must be at least 1")
-        seen.add(match[1])
-        sizes[SHORT[match[1]]] = int(match[2])
-    return sizes
-
-
-def text(sizes: dict[str, int]) -> str:
-    """The inverse of `parse`: "dp4,tp2"; a mesh of one device is "dp1"."""
-    named = [f"{short}{sizes[axis]}" for short, axis in SHORT.items() if sizes[axis] > 1]
-    return ",".join(named) or "dp1"
+Ranks = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,11 +42,16 @@ class Mesh:
     """This process's view of the mesh.
 
     Attributes:
+      row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is the
+        sum over its own tokens, and the same on every rank of the other axes.
       sizes: size of each of `AXES`.
-      rank: this process's number, row-major over `AXES`.
-      device: where this process's tensors live.
+      rank: this process's number in the mesh, row-major over `AXES`; -1 in a process outside.
+      device: where this process's tensors are.
       groups: name of the process group of every combination of axes that are larger than 1.
       indices: position on each axis; given only by the simulator, where it differs within one process.
+      over: the processes of the mesh by their numbers in the run, in the order of the mesh; None: all of them.
+      process: this process's number in the run; -1: that of `rank`.
+      timeout: how long a rank waits for another in a collective before that is an error; None: torch's default.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
@@ -70,6 +59,28 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False)
     indices: dict[str, Any] | None = field(default=None, repr=False)
+    over: Ranks | None = None
+    process: int = -1
+    timeout: timedelta | None = None
+
+    row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
+    token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
+
+    def __post_init__(self) -> None:
+        if self.here and self.indices is None:  # once, not where torch.compile traces through
+            object.__setattr__(self, "indices", coordinates(self.sizes, self.rank))
+        if self.here and self.process < 0:
+            object.__setattr__(self, "process", self.ranks[self.rank])
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the mesh, by their numbers in the run, in the order of the mesh."""
+        return range(self.world) if self.over is None else self.over
+
+    @property
+    def here(self) -> bool:
+        """Whether this process is in the mesh."""
+        return self.rank >= 0
 
     @property
     def world(self) -> int:
@@ -83,10 +94,11 @@ class Mesh:
 
     def index(self, axes: Axes) -> Any:
         """Position along `axes`, the first outermost. An int, or a simulated one under `simulate`."""
-        at = self.indices or coordinates(self.sizes, self.rank)
+        if self.indices is None:
+            raise MeshError(f"process {self.process} is not in the mesh {self} over {self.ranks}")
         index: Any = 0
         for axis in _tuple(axes):
-            index = index * self.sizes[axis] + at[axis]
+            index = index * self.sizes[axis] + self.indices[axis]
         return index
 
     def group_name(self, axes: Axes) -> str:
@@ -111,20 +123,44 @@ def single(device: torch.device | str = "cpu") -> Mesh:
 
 
 def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
-    """Position of `rank` on each axis."""
-    at = {}
+    """Position of `rank` on each axis.
+
+    Raises:
+      MeshError: the mesh has no such rank.
+    """
+    at, outer = {}, rank
     for axis in reversed(AXES):
-        rank, at[axis] = divmod(rank, sizes[axis])
+        outer, at[axis] = divmod(outer, sizes[axis])
+    if outer:
+        raise MeshError(f"the mesh {text(sizes)} has no rank {rank}")
     return at
 
 
+def ranks_of(numbers: Sequence[int]) -> Ranks:
+    """The numbers as a range if they are one, which takes the same memory for any number of ranks."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    regular = step > 0 and all(b - a == step for a, b in itertools.pairwise(numbers))
+    return range(numbers[0], numbers[-1] + 1, step) if regular else tuple(numbers)
+
+
 def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
-    """The ranks of every group over `axes`: they agree on all other axes. In order of their first rank."""
+    """Ranks of every group over `axes`: they agree on all other axes. In the order of their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
         at = coordinates(sizes, rank)
         groups.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
     return list(groups.values())
+
+
+def peers(sizes: dict[str, int], axes: tuple[str, ...], rank: int) -> list[int]:
+    """Ranks of the group over `axes` that `rank` is in, in the order of the mesh."""
+    group, stride = [0], 1
+    at = coordinates(sizes, rank)
+    for axis in reversed(AXES):
+        positions = range(sizes[axis]) if axis in axes else (at[axis],)
+        group = [position * stride + inner for position in positions for inner in group]
+        stride *= sizes[axis]
+    return group
 
 
 def combinations(sizes: dict[str, int]) -> list[tuple[str, ...]]:

@@ -1,7 +1,13 @@
-"""Which mesh axis each logical axis of a tensor is split over: two tables, one to train and one to generate.
+"""Which mesh axis each logical axis of a tensor is split over: tables of rules, and the layouts that they give.
 
 A parameter tree has beside it a tree of logical axes, such as `("vocab", "embed")`. A rule table sends each logical
 axis to a mesh axis, to several (outermost first), or to None. The three together give a tree of `Layout`s.
+
+| table | says where a parameter is |
+|---|---|
+| `STORED` | between steps; its gradient and its optimizer's state are there too |
+| `COMPUTE` | while its layer runs; what `STORED` splits beyond it is gathered before the layer |
+| `GENERATE` | in the engine |
 """
 
 from __future__ import annotations
@@ -24,35 +30,40 @@ class IfDivides(str):
     """A mesh axis to split over where the size divides, and to replicate over where it does not."""
 
 
-# Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], layers' norms are ("embed_norm",).
-TRAIN: Rules = {
+# Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts [E]; norms are ("norm",).
+COMPUTE: Rules = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": IfDivides("tensor"),
     "mlp": "tensor",
+    "experts": "expert",
     "embed": None,
+    "expert_embed": None,
     "head": None,
     "norm": None,
     "value": None,
 }
-GENERATE: Rules = dict(TRAIN)
-ROWS = ("data", "expert")  # the mesh axes that the rows of a batch are split over
+STORED: Rules = dict(COMPUTE)
+GENERATE: Rules = dict(COMPUTE)
 
 
 def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
-    """The table with `embed` split over `over` too: all weights are then split over it, norms and biases are not.
+    """The table with `embed` split over `over` too: all matrices are then split over it, norms and biases are not.
 
-    Every matrix has exactly one dim `embed`, so this is the choice of one dim for each of them.
+    Every matrix has exactly one dim `embed`, or `expert_embed` if it has a dim `experts`; the latter is split over
+    those of the axes that do not split `experts`.
 
     Args:
-      over: some of `ROWS`. Leaving out one of them shards inside a group and replicates across groups.
+      rules: how parameters are stored, such as `STORED`.
+      over: some of `Mesh.token_axes`. Leaving out one of them shards inside a group and replicates across groups.
     """
-    return {**rules, "embed": over}
+    axes, taken = _tuple(over), _tuple(rules["experts"])
+    return {**rules, "embed": axes, "expert_embed": tuple(axis for axis in axes if axis not in taken)}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies on the mesh: the only sharding metadata there is.
+    """How one tensor is spread over a mesh: the only sharding metadata there is.
 
     Attributes:
       shape: the whole tensor's shape.
@@ -112,7 +123,7 @@ def layout(
         if axis not in rules:
             raise MeshError(f"{name}: logical axis {axis!r} has no rule; the table knows {sorted(rules)}")
         rule = rules[axis]
-        over = () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)
+        over = _tuple(rule)
         unknown = [a for a in over if a not in AXES]
         if unknown:
             raise MeshError(f"{name}: the rule for {axis!r} names mesh axis {unknown[0]!r}; there are {list(AXES)}")
@@ -145,8 +156,43 @@ def layouts(shapes: trees.Tree, axes: trees.Tree, rules: Rules, sizes: Mapping[s
 def shard(tree: trees.Tree, layout_tree: trees.Tree, mesh: Mesh) -> trees.Tree:
     """This rank's part of every leaf of a tree that is whole on every rank. Parts own their memory."""
 
-    def part(x: Tensor, lay: Layout) -> Tensor:
-        where = tuple(slice(low, high) for low, high in lay.box(mesh.rank))
-        return x[where].clone().contiguous() if lay.axes else x
+    def part(x: Tensor, layout: Layout) -> Tensor:
+        where = tuple(slice(low, high) for low, high in layout.box(mesh.rank))
+        return x[where].clone().contiguous() if layout.axes else x
 
     return trees.map(part, tree, layout_tree)
+
+
+def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, ...], ...]:
+    """For each dim the mesh axes to gather over before a layer runs: those of `stored` that `compute` does not have.
+
+    Raises:
+      MeshError: `compute` splits a dim otherwise than `stored` begins to; `name` is what the error calls the tensor.
+    """
+    axes = []
+    for dim, (have, want) in enumerate(zip(stored.spec, compute.spec, strict=True)):
+        if have[: len(want)] != want:
+            raise MeshError(
+                f"{name}: dim {dim} of {stored.shape} is stored over {have} and computed over {want}, which must be "
+                "the first of those axes: what follows them is gathered"
+            )
+        axes.append(have[len(want) :])
+    return tuple(axes)
+
+
+def rest_axes(stored: trees.Tree, compute: trees.Tree, mesh: Mesh) -> list[tuple[str, ...]]:
+    """For each leaf the axes to sum its gradient over once a step, in the order of `trees.leaves`.
+
+    A gradient is summed over the axes that split the batch's tokens, but for those that split the leaf while it
+    computes: these ranks have other parts of it. What is gathered before a layer is summed by the scatter after it.
+    """
+
+    def rest(stored: Layout, compute: Layout) -> tuple[str, ...]:
+        done = (*stored.axes, *compute.axes)
+        return tuple(axis for axis in mesh.token_axes if mesh.sizes[axis] > 1 and axis not in done)
+
+    return [rest(*pair) for pair in zip(trees.leaves(stored), trees.leaves(compute), strict=True)]
+
+
+def _tuple(rule: Rule) -> tuple[str, ...]:
+    return () if rule is None else (rule,) if isinstance(rule, str) else tuple(rule)

@@ -1,0 +1,54 @@
+"""Models as records of pure functions, and models on devices."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from funrl.models.compile import compile_layer
+    from funrl.models.config import Config, ModelError
+    from funrl.models.decoder import decoder_model
+    from funrl.models.hf import load_model
+    from funrl.models.model import Inputs, Model, Output, cache_prefix
+    from funrl.models.placed import Placed, place
+    from funrl.models.remat import rematerialized
+    from funrl.models.value_head import with_value_head
+
+_FILES = {
+    "Config": "config",
+    "Inputs": "model",
+    "Model": "model",
+    "ModelError": "config",
+    "Output": "model",
+    "Placed": "placed",
+    "cache_prefix": "model",
+    "compile_layer": "compile",
+    "decoder_model": "decoder",
+    "load_model": "hf",
+    "place": "placed",
+    "rematerialized": "remat",
+    "with_value_head": "value_head",
+}
+
+__all__ = [
+    "Config",
+    "Inputs",
+    "Model",
+    "ModelError",
+    "Output",
+    "Placed",
+    "cache_prefix",
+    "compile_layer",
+    "decoder_model",
+    "load_model",
+    "place",
+    "rematerialized",
+    "with_value_head",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"funrl.models has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"funrl.models.{_FILES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What a decoder is made of: one frozen record, from and to a Hugging Face config.json.
+"""Sizes and switches of a decoder: one frozen record, from and to a Hugging Face config.json.
 
 | family | what it adds to a pre-norm decoder with rotary positions, grouped key-value heads and a gated SiLU mlp |
 |---|---|
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -23,11 +23,11 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the lengths of pretraining.
+    """Stretching of rotary frequencies beyond the lengths of pretraining.
 
     Attributes:
       kind: "linear" divides every frequency by `factor`; "llama3" only the low ones, with a smooth ramp between.
-      factor: by how much.
+      factor: the divisor.
       low, high: llama3: frequencies that turn fewer times than `low` over the original length are divided by
         `factor`, those that turn more often than `high` are kept.
       original: llama3: length of pretraining, in tokens.
@@ -48,11 +48,11 @@ class Config:
       vocab, embed, layers, heads, kv_heads, head, mlp: sizes V, D, L, H, K, N, F.
       norm_eps: added to the mean square in every norm.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: how they are stretched; None: not at all.
+      rope_scaling: stretching of these; None: none.
       qk_norm: q and k of each head are normalised before rotation.
       attention_bias, output_bias: q, k, v have a bias; the attention's output has one.
       tied: the unembedding is the embedding.
-      windows: per layer, how many tokens back a token sees, itself included; None: all of them.
+      windows: per layer, the number of tokens that a token sees, itself and those before it; None: all of them.
       max_positions: longest sequence that the model was made for.
       dtype: of the weights in the file.
       family: which Hugging Face architecture this is.
@@ -93,10 +93,16 @@ class Config:
             raise ModelError(f"windows has {len(self.windows)} entries for {self.layers} layers")
 
     def window(self, layer: int) -> int | None:
+        """Attention window of one layer; None: it sees all tokens before."""
         return None if self.windows is None else self.windows[layer]
 
+    def with_layers(self, layers: int) -> Config:
+        """The same sizes with only the first `layers` layers."""
+        windows = None if self.windows is None else self.windows[:layers]
+        return replace(self, layers=layers, windows=windows)
 
-# What transformers takes for a field that config.json does not have.
+
+# Values that transformers takes for fields that config.json lacks.
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
 _QWEN = _QWEN | {"sliding_window": 4096, "max_window_layers": 28}
@@ -149,7 +155,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
 
 
 def config_to_hf(config: Config) -> dict[str, Any]:
-    """What config.json says of this model, readable by transformers 4 and 5."""
+    """The fields of this model's config.json, readable by transformers 4 and 5."""
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": config.family,
@@ -171,7 +177,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "dtype": config.dtype,
         "torch_dtype": config.dtype,
     }
-    expected = config_from_hf(raw)  # what the family implies by itself; the rest is said
+    expected = config_from_hf(raw)  # what the family implies; the rest is written
     if config.rope_scaling is not None:
         raw["rope_scaling"] = _rope_to_hf(config.rope_scaling)
     if config.output_bias != expected.output_bias:
@@ -181,7 +187,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
     if config_from_hf(raw) != config:
         lost = [k for k, v in vars(config_from_hf(raw)).items() if v != getattr(config, k)]
         raise ModelError(
-            f"a {config.family} config.json cannot say {', '.join(f'{k}={getattr(config, k)}' for k in lost)}"
+            f"a {config.family} config.json cannot hold {', '.join(f'{k}={getattr(config, k)}' for k in lost)}"
         )
     return raw
 

@@ -1,14 +1,15 @@
 """A decoder-only transformer as pure functions of a tree of weights: Llama, Qwen2 and Qwen3.
 
-Weights are [out, in] with the heads kept apart; `axes` names their dims. The same `apply` trains (whole or packed rows,
-no cache) and decodes (a cache). It sees local shards: under tensor parallelism a rank holds its heads, its part of the
-mlp and its rows of the vocabulary, and each half of a layer begins with `pbroadcast` and ends with `psum`.
+`decoder_model` puts them into a `Model`. Weights are [out, in] with heads as a dim of their own; `axes` names their
+dims. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It sees local shards: under tensor
+parallelism a rank holds its heads, its part of the mlp and its rows of the vocabulary, and each half of a layer begins
+with `pbroadcast` and ends with `psum`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,11 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
 from funrl.mesh.collectives import pbroadcast, psum
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.mesh import Mesh
 from funrl.models.config import Config, ModelError
 from funrl.models.fsdp import regathering
-
-SINGLE = single()
+from funrl.models.model import SINGLE, Inputs, Layer, Model, Output
+from funrl.models.names import hf_names
 
 
 class Cache(NamedTuple):
@@ -34,15 +35,44 @@ class Cache(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-class View(NamedTuple):
-    """What the tokens of one layer see."""
+class Context(NamedTuple):
+    """Inputs of a layer besides its weights and hidden states.
 
-    mask_BTS: Tensor | None  # bool; None: everything, or up to themselves where `causal`
+    Attributes:
+      rope: rotations of the tokens' positions.
+      attention_mask_BTS: bool, true where token t sees slot s; None: every slot, or those up to t where `causal`.
+      causal: without a mask, token t sees slots up to t.
+      kv_cache: this layer's keys and values [B, S, K, N], written in place.
+      slots_BT: the slots of `kv_cache` where the tokens go; None: its first ones.
+    """
+
+    rope: Rotary
+    attention_mask_BTS: Tensor | None
     causal: bool
+    kv_cache: tuple[Tensor, Tensor] | None = None
+    slots_BT: Tensor | None = None
+
+
+def decoder_model(config: Config) -> Model:
+    """The Llama, Qwen2 or Qwen3 of these sizes."""
+    tree = shapes(config)
+    return Model(
+        config=config,
+        shapes=tree,
+        axes=axes(config),
+        names=hf_names(tree),
+        init=functools.partial(init, config),
+        apply=functools.partial(apply, config),
+        unembed=unembed,
+        value=None,
+        layer=decoder_layer,
+        init_cache=functools.partial(init_cache, config),
+        rebuild=decoder_model,
+    )
 
 
 def shapes(config: Config) -> trees.Tree:
-    """The whole tree of weights as tensors without memory."""
+    """The tree of whole weights, as tensors without memory."""
     V, D, H, K, N, F_ = config.vocab, config.embed, config.heads, config.kv_heads, config.head, config.mlp
     attn = {"q": (H, N, D), "k": (K, N, D), "v": (K, N, D), "o": (D, H, N)}
     if config.attention_bias:
@@ -95,7 +125,7 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
 
     The numbers are drawn in float32, so every dtype begins with the same model.
     """
-    residual = 1 / math.sqrt(2 * config.layers)  # what each of the 2 L residual branches adds is made smaller
+    residual = 1 / math.sqrt(2 * config.layers)  # of each of the 2 L branches that add to the residual stream
 
     def draw(name: str, x: Tensor) -> Tensor:
         last = name.rsplit("/", 1)[-1]
@@ -128,95 +158,73 @@ def init_cache(
     return Cache(empty(), empty())
 
 
-def cache_rows(cache: Cache, rows: Tensor) -> Cache:
-    """The given rows of a cache, copied."""
-    return trees.map(lambda x: x.index_select(0, rows), cache)
-
-
-def cache_prefix(cache: Cache, length: int) -> Cache:
-    """A view of the first `length` slots; what is written to it is written to `cache`."""
-    return trees.map(lambda x: x[:, :length], cache)
-
-
 def apply(
     config: Config,
     params: trees.Tree,
-    tokens_BT: Tensor,
-    positions: Tensor | None = None,
-    segments: Tensor | None = None,
-    cache: Cache | None = None,
+    inputs: Inputs,
     mesh: Mesh = SINGLE,
-    layer: Callable | None = None,
-) -> tuple[Tensor, Cache | None]:
-    """Hidden states after the last norm.
+    cache: Cache | None = None,
+    layer: Layer | None = None,
+) -> Output:
+    """A forward pass, as `Model.apply` says.
 
-    Args:
-      config: sizes and switches.
-      params: this rank's shards of the weights, or what `fsdp.gathered` makes of them.
-      tokens_BT: token ids, int64.
-      positions: [B, T] or [T] int64; None: 0, 1, 2, ...
-      segments: [B, T] int64, which sequence of a packed row; tokens see their own sequence only. 0 is padding.
-        None: every row is one sequence. Not with a cache.
-      cache: keys and values are written at slot == position, in place: the caller gives the cache up for the returned
-        one. A token sees the slots up to its position, so what lies beyond (padding of a shorter row) is overwritten
-        before it is ever seen. `positions=None` fills an empty cache, and is quicker.
-      mesh: the axis sizes; weights are shards over "tensor".
-      layer: a replacement of `decoder_layer`, such as a compiled one.
-
-    Returns: hidden [B, T, D] in the dtype of the weights, the same on every tensor rank; the cache.
+    Raises:
+      ModelError: packed segments are given together with a cache.
     """
-    if cache is not None and segments is not None:
+    if cache is not None and inputs.segments is not None:
         raise ModelError("packed segments and a cache exclude each other: a cache has one sequence a row")
-    T = tokens_BT.shape[1]
-    x_BTD = _embed(config, params["embed"], tokens_BT, mesh)
-    where = torch.arange(T, device=tokens_BT.device) if positions is None else positions
-    wide = torch.promote_types(x_BTD.dtype, torch.float32)
-    frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide, tokens_BT.device)
-    turn = rotary(where, frequency, x_BTD.dtype)
-    slots = None if cache is None or positions is None else positions.expand(tokens_BT.shape)
-    length = T if cache is None or slots is None else cache.keys[0].shape[1]
-    views = {w: _view(T, length, slots, segments, w, tokens_BT.device) for w in set(config.windows or (None,))}
+    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
+    contexts = _contexts(config, inputs, cache, x_BTD.dtype)
     layer = layer or decoder_layer
     layers = params["layers"]
     with regathering(layers):
         weights = iter(layers)
         for i in range(config.layers):
-            kept = None if cache is None else (cache.keys[i], cache.values[i])
+            context = contexts[config.window(i)]
+            if cache is not None:
+                context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
-            x_BTD = layer(config, mesh, next(weights), x_BTD, turn, views[config.window(i)], kept, slots)
-    return rms_norm(x_BTD, params["norm"], config.norm_eps), cache
+            x_BTD = layer(config, mesh, next(weights), x_BTD, context)
+    return Output(rms_norm(x_BTD, params["norm"], config.norm_eps), cache, {})
 
 
-def decoder_layer(
-    config: Config,
-    mesh: Mesh,
-    params: trees.Tree,
-    x_BTD: Tensor,
-    turn: Rotary,
-    view: View,
-    kept: tuple[Tensor, Tensor] | None,
-    slots_BT: Tensor | None,
-) -> Tensor:
+def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context) -> Tensor:
     """One layer: x + attention(norm(x)), then the same with the mlp.
 
     Args:
       config, mesh: as in `apply`.
       params: the weights of this layer.
-      x_BTD: what the layer before gave.
-      turn: rotary turns of the tokens' positions.
-      view: what the tokens see.
-      kept: this layer's keys and values [B, S, K, N], written in place.
-      slots_BT: where in `kept` the tokens go; None: they are its first ones.
+      x_BTD: output of the layer before.
+      context: positions, mask and cache.
     """
     h_BTD = pbroadcast(rms_norm(x_BTD, params["attn_norm"], config.norm_eps), mesh, "tensor")
-    x_BTD = x_BTD + _attend(config, mesh, params["attn"], h_BTD, turn, view, kept, slots_BT)
+    x_BTD = x_BTD + _attend(config, mesh, params["attn"], h_BTD, context)
     h_BTD = pbroadcast(rms_norm(x_BTD, params["mlp_norm"], config.norm_eps), mesh, "tensor")
     mlp = params["mlp"]
     inner_BTF = F.silu(F.linear(h_BTD, mlp["gate"])) * F.linear(h_BTD, mlp["up"])
     return x_BTD + psum(F.linear(inner_BTF, mlp["down"]), mesh, "tensor")
 
 
-def _attend(config, mesh, params, h_BTD, turn, view, kept, slots_BT) -> Tensor:
+def _contexts(config: Config, inputs: Inputs, cache: Cache | None, dtype: torch.dtype) -> dict[int | None, Context]:
+    """The context of layers with each attention window, less their caches."""
+    tokens_BT, positions, segments = inputs
+    T, device = tokens_BT.shape[1], tokens_BT.device
+    wide = torch.promote_types(dtype, torch.float32)
+    frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide, device)
+    rope = rotary(torch.arange(T, device=device) if positions is None else positions, frequency, dtype)
+    slots = None if cache is None or positions is None else positions.expand(tokens_BT.shape)
+    length = T if cache is None or slots is None else cache.keys[0].shape[1]
+    contexts = {}
+    for window in set(config.windows or (None,)):
+        if slots is None and segments is None and (window is None or window >= T):
+            contexts[window] = Context(rope, None, T > 1, None, slots)
+        else:
+            at = torch.arange(T, device=device) if slots is None else slots
+            contexts[window] = Context(rope, _attention_mask(at, length, segments, window), False, None, slots)
+    return contexts
+
+
+def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
     heads = params["q"].shape[0]
     q_BTHN = _project(h_BTD, params["q"], params.get("q_bias"))
     k_BTKN = _project(h_BTD, *_kv_heads(config, mesh, heads, params["k"], params.get("k_bias")))
@@ -224,23 +232,24 @@ def _attend(config, mesh, params, h_BTD, turn, view, kept, slots_BT) -> Tensor:
     if config.qk_norm:
         q_BTHN = rms_norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"), config.norm_eps)
         k_BTKN = rms_norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"), config.norm_eps)
-    q_BTHN, k_BTKN = rotate(q_BTHN, turn), rotate(k_BTKN, turn)
-    if kept is not None:
-        k_BTKN, v_BTKN = _keep(kept, k_BTKN, v_BTKN, slots_BT)
-    out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, view.mask_BTS, view.causal)
+    q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
+    if context.kv_cache is not None:
+        k_BTKN, v_BTKN = _write(context.kv_cache, k_BTKN, v_BTKN, context.slots_BT)
+    out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
     out_BTD = psum(F.linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
 
 
 def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Hidden states to heads [B, T, H, N], by a weight [H, N, D] and a bias [H, N]."""
     out = F.linear(h_BTD, weight.flatten(0, 1), None if bias is None else bias.flatten())
     return out.unflatten(-1, weight.shape[:2])
 
 
-def _keep(kept: tuple[Tensor, Tensor], k_BTKN: Tensor, v_BTKN: Tensor, slots_BT: Tensor | None):
-    """Writes new keys and values; returns those to attend to."""
-    keys, values = kept
-    if slots_BT is None:  # an empty cache: what is new is all there is
+def _write(kv_cache: tuple[Tensor, Tensor], k_BTKN: Tensor, v_BTKN: Tensor, slots_BT: Tensor | None):
+    """Write new keys and values to a cache; returns those to attend to."""
+    keys, values = kv_cache
+    if slots_BT is None:  # the cache was empty: there are no others
         keys[:, : k_BTKN.shape[1]] = k_BTKN
         values[:, : v_BTKN.shape[1]] = v_BTKN
         return k_BTKN, v_BTKN
@@ -260,7 +269,7 @@ def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tenso
 
 
 def _kv_count(heads: int, group: int) -> int:
-    """How many key-value heads a rank with `heads` query heads needs, `group` query heads sharing each.
+    """Number of key-value heads that a rank with `heads` query heads needs, `group` query heads sharing each.
 
     Where the ranks' borders do not fall on the groups' it is one per query head, so that every rank has as many.
     """
@@ -282,16 +291,14 @@ def _kv_heads(
     return own, None if bias is None else pbroadcast(bias, mesh, "tensor").index_select(0, used)
 
 
-def _view(T: int, S: int, slots_BT: Tensor | None, segments_BT: Tensor | None, window: int | None, device) -> View:
-    """Which of S slots each of T tokens sees."""
-    if slots_BT is None and segments_BT is None and (window is None or window >= T):
-        return View(None, T > 1)
-    slot_S = torch.arange(S, device=device)
-    last = (slot_S if slots_BT is None else slots_BT).unsqueeze(-1)
+def _attention_mask(at: Tensor, slots: int, segments_BT: Tensor | None, window: int | None) -> Tensor:
+    """Bool [B, T, S], the batch dim 1 where rows are alike: the slots that tokens at slots `at` ([T] or [B, T]) see."""
+    slot_S = torch.arange(slots, device=at.device)
+    last = at.unsqueeze(-1)
     mask = slot_S <= last
     if window is not None:
         mask = mask & (slot_S > last - window)
     if segments_BT is not None:
         # Padding sees padding: its output is never used, and a token that sees nothing has no softmax.
         mask = mask & (segments_BT.unsqueeze(-1) == segments_BT.unsqueeze(-2))
-    return View(mask if mask.dim() == 3 else mask.unsqueeze(0), False)
+    return mask if mask.dim() == 3 else mask.unsqueeze(0)

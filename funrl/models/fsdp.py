@@ -1,21 +1,24 @@
-"""Fully sharded weights: a layer's shards are put together right before it computes, and let go right after.
+"""Sharded weights: a layer's shards are gathered right before it computes, and its whole weights go right after.
 
-`gathered` gives a tree to compute with that looks like the whole one. Looking at a part of it gathers that part: all
-shards of a layer in one collective, cast to the dtype to compute in before they are sent. The next layer's gather is
-on its way while a layer computes. The backward pass does not find the whole weights in memory either: what autograd
-saves of them is a note of where they lay, and they are gathered again, in the other direction and again one layer
-ahead. A layer's gradients are summed and split over the ranks in the dtype of the shards, so they arrive as shards.
+What is gathered is the difference of two layouts: how a parameter is stored, and how its layer computes with it.
+`gathered` gives a tree to compute with. Looking at a part of it gathers that part: all shards of a layer that are split
+over the same axes in one collective, cast to the dtype to compute in before they are sent. The parts of a tree are used
+in the order of its names, so while one computes the gather of the next is on its way: `embed`, the layers, `unembed`.
+The backward pass does not find the whole weights in memory either: autograd saves a note of which part of which layer
+each was, and they are gathered again, in the other direction and again one layer ahead. A layer's gradients are summed
+and split over the same axes, in the dtype of the shards, while the layer before it computes.
 
     forward    gather 0 | compute 0, gather 1 | compute 1, gather 2 | ...
-    backward   ... | gather 1, back through 2, scatter 2 | gather 0, back through 1, scatter 1 | ...
+    backward   ... | back through 2, gather 1 | back through 1, gather 0, scatter 2 | back through 0, scatter 1 | ...
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,45 +26,58 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import collectives
-from funrl.mesh.mesh import AXES, Mesh, MeshError
-from funrl.mesh.rules import ROWS, Layout
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.rules import Layout, gather_axes
 
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
 
 
-class Place(NamedTuple):
-    """Where one split leaf lies in the buffers of its group.
+class Bucket(NamedTuple):
+    """Leaves of a group that are gathered over the same axes, in one flat buffer.
 
     Attributes:
-      dim: the one that is split.
-      shard, whole: the shapes of this rank's part and of all parts together.
-      begin: its first element in a rank's buffer; in the whole buffer it is `ranks` times that.
-    """
-
-    dim: int
-    shard: tuple[int, ...]
-    whole: tuple[int, ...]
-    begin: int
-
-
-class Packing(NamedTuple):
-    """How the leaves of a group lie in one buffer.
-
-    Attributes:
-      places: of each leaf; None where it is not split, and not in the buffer.
-      over: the mesh axes that split them.
-      ranks: how many parts that makes.
+      axes: in the order of the mesh.
+      sizes: of these axes.
       elements: of one rank's buffer.
     """
 
-    places: tuple[Place | None, ...]
-    over: tuple[str, ...]
-    ranks: int
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     elements: int
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes)
+
+
+class Place(NamedTuple):
+    """Position of a gathered leaf in the buffers of its group.
+
+    Attributes:
+      bucket: the number of its bucket.
+      begin: its first element in a rank's buffer; in the gathered buffer it is `ranks` times that.
+      shard, whole: its shapes before and after.
+      grid: the whole shape with every gathered dim unfolded into the axes that split it and the rest.
+      order: the dims of `grid` in the order in which the shards arrive: the axes, then the dims of a shard.
+    """
+
+    bucket: int
+    begin: int
+    shard: tuple[int, ...]
+    whole: tuple[int, ...]
+    grid: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+class Packing(NamedTuple):
+    """Buffers of a group; a leaf that is not gathered has no place."""
+
+    buckets: tuple[Bucket, ...]
+    places: tuple[Place | None, ...]
 
 
 class Group(NamedTuple):
-    """Leaves that are gathered together, such as a layer's. `dtype` is that to compute in."""
+    """Leaves that are gathered together, such as a layer's, and the dtype to compute in."""
 
     shards: trees.Tree
     packing: Packing
@@ -70,241 +86,303 @@ class Group(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What autograd keeps of a whole weight: where it lies in its layer's buffer."""
+    """What autograd keeps of a gathered weight: which part it is of which buffer of which group."""
 
-    layer: int
+    group: int
+    bucket: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-def gathered(params: trees.Tree, layouts: trees.Tree, mesh: Mesh, dtype: torch.dtype) -> trees.Tree:
-    """The weights to compute with, in `dtype`: to the model they look whole over the axes of the batch's rows.
+def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: Mesh, dtype: torch.dtype) -> trees.Tree:
+    """Weights to compute with, in `dtype`: a model sees them in the layouts `compute`.
 
-    A tree that those axes do not split is cast and nothing else. Otherwise the result gathers when it is looked at:
+    A tree whose two layouts are the same is cast and nothing else. Otherwise the result gathers when it is looked at:
     `tree[name]` one leaf or group, iterating over a tuple of layers one layer after the other. Each look gathers again.
 
     Args:
-      params: this rank's shards; gradients reach them summed over the axes that split them.
-      layouts: of the same structure; None: all weights are whole.
-      mesh: the train mesh.
+      params: this rank's shards; gradients reach them summed over the axes that are gathered, and over no others.
+      stored, compute: layouts of the same structure, of the shards and of the result.
+      mesh: the mesh of both.
       dtype: floating point, of the results and of what is sent; gradients are reduced in the dtype of `params`.
+
+    Raises:
+      MeshError: a leaf cannot be gathered from one layout to the other.
     """
-    if layouts is None or not any(_over(layout) for layout in trees.leaves(layouts)):
+    if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
         return trees.cast(params, dtype)
-    return _view(params, layouts, mesh, dtype)
-
-
-def _view(params: Any, layouts: Any, mesh: Mesh, dtype: torch.dtype) -> Any:
-    if isinstance(params, tuple):
-        return Layers([_group(p, lay, mesh, dtype) for p, lay in zip(params, layouts, strict=True)])
-    if isinstance(params, dict) and not all(isinstance(x, Tensor) for x in params.values()):
-        return Weights(params, layouts, mesh, dtype)
-    group = _group(params, layouts, mesh, dtype)
-    return _assemble(group, _Pending(start(group)))
+    groups: list[Group] = []
+    tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype))
+    return _view(tree, Schedule(groups))
 
 
 def regathering(layers: Any) -> contextlib.AbstractContextManager:
-    """Inside, what autograd saves of `layers` is a note, where they are gathered at all."""
+    """Inside, autograd saves a note instead of the weights of `layers`, if they are gathered at all."""
     if isinstance(layers, Layers) and torch.is_grad_enabled():
         return torch.autograd.graph.saved_tensors_hooks(layers.note, layers.remember)
     return contextlib.nullcontext()
 
 
-class Weights(Mapping):
-    """A dict of shards whose parts are gathered when they are looked at, each time anew."""
+def _numbered(params: Any, stored: Any, compute: Any, number: Any) -> Any:
+    """The tree with the number of its group in place of each group: a leaf, a layer, or a dict of leaves."""
+    if isinstance(params, dict) and not all(isinstance(x, Tensor) for x in params.values()):
+        return {name: _numbered(params[name], stored[name], compute[name], number) for name in sorted(params)}
+    if isinstance(params, tuple):
+        numbers = [number(*layer) for layer in zip(params, stored, compute, strict=True)]
+        return range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
+    return number(params, stored, compute)
 
-    def __init__(self, params: Mapping, layouts: Mapping, mesh: Mesh, dtype: torch.dtype) -> None:
-        self.params, self.layouts, self.mesh, self.dtype = params, layouts, mesh, dtype
+
+def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
+    names = tuple(name for name, _ in trees.named(stored))
+    packing = _packing(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)))
+    groups.append(Group(shards, packing, mesh, dtype))
+    return len(groups) - 1
+
+
+def _view(tree: Any, schedule: Schedule) -> Any:
+    if isinstance(tree, dict):
+        return Weights(tree, schedule)
+    if isinstance(tree, range):
+        return Layers(schedule, tree)
+    return schedule.weights(tree, schedule.after(tree))[0]
+
+
+class Weights(Mapping):
+    """A dict of weights that are gathered when they are looked at, each time anew."""
+
+    def __init__(self, parts: dict[str, Any], schedule: Schedule) -> None:
+        self.parts, self.schedule = parts, schedule
 
     def __getitem__(self, name: str) -> Any:
-        return _view(self.params[name], self.layouts[name], self.mesh, self.dtype)
+        return _view(self.parts[name], self.schedule)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.params
+        return name in self.parts
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.params)
+        return iter(self.parts)
 
     def __len__(self) -> int:
-        return len(self.params)
+        return len(self.parts)
 
 
 class Layers:
-    """A sequence of layers; iterating gathers one after the other and begins the next one's gather before it is needed.
+    """A sequence of layers; iterating gathers one after the other, and the backward pass gathers them again.
 
     Attributes:
-      groups: the shards.
-      now: number and buffer of the layer that the model computes; the last one's stays for the backward pass.
-      behind, ahead: in the backward pass, the buffer of the layer that it is at, and the gather of the one before.
+      numbers: of its groups in the schedule.
+      at: the layer that forward or backward pass is at, and its gathered buffers.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = groups
-        self.now: tuple[int, Tensor] | None = None
-        self.behind: dict[int, Tensor] = {}
-        self.ahead: dict[int, Tensor] = {}
+    def __init__(self, schedule: Schedule, numbers: range) -> None:
+        self.schedule, self.numbers = schedule, numbers
+        self.at: tuple[int, list[Tensor]] | None = None
 
     def __len__(self) -> int:
-        return len(self.groups)
+        return len(self.numbers)
 
     def __iter__(self) -> Iterator[trees.Tree]:
-        following: Tensor | None = start(self.groups[0])
-        for i, group in enumerate(self.groups):
-            self.now = None  # the weights of the layer before go before this one's come
-            assert following is not None
-            pending = _Pending(following)
-            following = start(self.groups[i + 1]) if i + 1 < len(self.groups) else None
-            weights = _assemble(group, pending)
-            assert pending.whole is not None
-            self.now = (i, pending.whole)
-            del pending
+        for i in self.numbers:
+            self.at = None  # the weights of the layer before go before this one's come
+            weights, buffers = self.schedule.weights(i, i + 1 if i + 1 in self.numbers else self.schedule.after(i))
+            self.at = i, buffers
+            del buffers
             yield weights
             del weights
 
     def note(self, x: Tensor) -> Any:
-        """What autograd keeps of a tensor that it wants to save."""
-        if self.now is None or x.untyped_storage()._cdata != self.now[1].untyped_storage()._cdata:
-            return x
-        return Saved(self.now[0], x.shape, x.stride(), int(x.storage_offset()))
+        """What autograd keeps of a tensor that it wants to save: a note if it is a part of this layer's weights."""
+        if self.at is not None:
+            for bucket, buffer in enumerate(self.at[1]):
+                if _same_memory(x, buffer):
+                    return Saved(self.at[0], bucket, x.shape, x.stride(), int(x.storage_offset()))
+        return x
 
     def remember(self, kept: Any) -> Tensor:
-        """The tensor again."""
+        """The tensor of a note; its layer is gathered if the backward pass has just come to it."""
         if not isinstance(kept, Saved):
             return kept
-        return self._again(kept.layer).as_strided(kept.shape, kept.stride, kept.offset)
-
-    def _again(self, i: int) -> Tensor:
-        if i not in self.behind:
-            now, self.now, self.behind = self.now, None, {}
-            if now is not None and now[0] == i:  # the last layer, with which the forward pass ended
-                whole = now[1]
-            else:
-                whole = _spread(self.groups[i], self.ahead.pop(i) if i in self.ahead else start(self.groups[i]))
-            self.ahead = {i - 1: start(self.groups[i - 1])} if i > 0 else {}
-            self.behind = {i: whole}
-        return self.behind[i]
+        if self.at is None or self.at[0] != kept.group:
+            self.at = None
+            self.at = kept.group, self.schedule.land(kept.group)
+        if kept.group > self.numbers[0]:
+            self.schedule.start(kept.group - 1)
+        return self.at[1][kept.bucket].as_strided(kept.shape, kept.stride, kept.offset)
 
 
-def start(group: Group) -> Tensor:
-    """Begins to gather a group; what it returns is not there yet."""
+class Schedule:
+    """The gathers and scatters of a tree's groups, numbered in their order of use.
+
+    Attributes:
+      groups: the shards.
+      handles: of every group the shards to gather, as autograd sees them: their gradients have landed at the end.
+      arriving: gathers that have begun, by group.
+      looks: how often each group's weights were made.
+      leaving: gradients on their way: the summed shards, and what is sent, which must stay until then.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups = groups
+        split = [
+            [x for x, place in zip(trees.leaves(group.shards), group.packing.places, strict=True) if place is not None]
+            for group in groups
+        ]
+        self.leaving: list[tuple[Tensor, Tensor]] = []
+        handles = iter(_Landed.apply(self.leaving, *(x for group in split for x in group)))
+        self.handles = [[next(handles) for _ in group] for group in split]
+        self.arriving: dict[int, list[Tensor]] = {}
+        self.looks = collections.Counter[int]()
+
+    def start(self, i: int) -> None:
+        """Begin to gather a group, unless that is on its way or nothing of it is gathered."""
+        if i not in self.arriving and self.handles[i]:
+            self.arriving[i] = start(self.groups[i])
+
+    def land(self, i: int) -> list[Tensor]:
+        """Wait for a group's gather: its buffers, in which every weight is contiguous."""
+        self.start(i)
+        return _spread(self.groups[i], self.arriving.pop(i))
+
+    def after(self, i: int) -> int | None:
+        """The next group that is gathered, if nobody has looked at it before."""
+        j = next((j for j in range(i + 1, len(self.groups)) if self.handles[j]), None)
+        return j if j is not None and self.looks[j] == 0 else None
+
+    def weights(self, i: int, following: int | None) -> tuple[trees.Tree, list[Tensor]]:
+        """A group's weights as functions of its shards, and their buffers. The gather of `following` begins."""
+        group = self.groups[i]
+        self.looks[i] += 1
+        self.start(i)
+        if following is not None:
+            self.start(following)
+        landed: list[Tensor] = []  # made in the forward pass of `_Gather`: to autograd they come from the shards
+        whole = iter(_Gather.apply(self, i, landed, *self.handles[i]) if self.handles[i] else ())
+        leaves = zip(trees.leaves(group.shards), group.packing.places, strict=True)
+        values = [x.to(group.dtype) if place is None else next(whole) for x, place in leaves]
+        return trees.fill(group.shards, values), landed
+
+
+def start(group: Group) -> list[Tensor]:
+    """Begin to gather a group, bucket by bucket; the results are not there yet."""
     packing, mesh = group.packing, group.mesh
-    flat = torch.empty(packing.elements, dtype=group.dtype, device=mesh.device)
+    flats = [torch.empty(b.elements, dtype=group.dtype, device=mesh.device) for b in packing.buckets]
     with torch.no_grad():
         for x, place in zip(trees.leaves(group.shards), packing.places, strict=True):
             if place is not None:
-                _part(flat, place, 1).view(place.shard).copy_(x)
-    return collectives.start_all_gather(flat, mesh, packing.over)
+                flats[place.bucket].narrow(0, place.begin, x.numel()).view(place.shard).copy_(x)
+    return [collectives.start_all_gather(flat, mesh, b.axes) for flat, b in zip(flats, packing.buckets, strict=True)]
 
 
-class _Pending:
-    """A gather on its way. It is no tensor to autograd, for which the shards are what the weights are made of."""
-
-    def __init__(self, gathering: Tensor) -> None:
-        self.gathering: Tensor | None = gathering
-        self.whole: Tensor | None = None
-
-    def land(self, group: Group) -> Tensor:
-        assert self.gathering is not None
-        self.whole, self.gathering = _spread(group, self.gathering), None
-        return self.whole
+def _spread(group: Group, arriving: list[Tensor]) -> list[Tensor]:
+    """The ranks' buffers, when they are there, as buffers in which every weight is contiguous."""
+    buckets = group.packing.buckets
+    rows = [collectives.wait(x).view(b.ranks, b.elements) for x, b in zip(arriving, buckets, strict=True)]
+    buffers = [x.new_empty(x.numel()) for x in rows]
+    for place in filter(None, group.packing.places):
+        bucket = buckets[place.bucket]
+        _grid(_whole(buffers[place.bucket], place, bucket), place).copy_(_rows(rows[place.bucket], place, bucket))
+    return buffers
 
 
-def _assemble(group: Group, pending: _Pending) -> trees.Tree:
-    """The group's weights, as functions of its shards."""
-    leaves = trees.leaves(group.shards)
-    split = [x for x, place in zip(leaves, group.packing.places, strict=True) if place is not None]
-    whole = iter(_Gather.apply(group._replace(shards=None), pending, *split) if split else ())
-    values = [
-        x.to(group.dtype) if place is None else next(whole)
-        for x, place in zip(leaves, group.packing.places, strict=True)
-    ]
-    return trees.fill(group.shards, values)
+def _whole(buffer: Tensor, place: Place, bucket: Bucket) -> Tensor:
+    """A weight in the gathered buffer."""
+    return buffer.narrow(0, place.begin * bucket.ranks, math.prod(place.whole)).view(place.whole)
 
 
-def _spread(group: Group, gathering: Tensor) -> Tensor:
-    """The ranks' buffers, when they are there, as one in which every weight is contiguous."""
-    packing = group.packing
-    rows = collectives.wait(gathering).view(packing.ranks, packing.elements)
-    whole = rows.new_empty(rows.numel())
-    for place in packing.places:
-        if place is not None:
-            parts = rows[:, place.begin : place.begin + math.prod(place.shard)]
-            _parts(_part(whole, place, packing.ranks), place, packing.ranks).copy_(
-                parts.view(packing.ranks, *place.shard)
-            )
-    return whole
+def _grid(whole: Tensor, place: Place) -> Tensor:
+    """A view of a whole weight as [axes..., shard...]."""
+    return whole.view(place.grid).permute(place.order)
 
 
-def _part(flat: Tensor, place: Place, ranks: int) -> Tensor:
-    begin = place.begin * ranks
-    return flat[begin : begin + math.prod(place.shard) * ranks]
+def _rows(rows: Tensor, place: Place, bucket: Bucket) -> Tensor:
+    """A view of a leaf's shards in the ranks' buffers [ranks, elements] as [axes..., shard...]."""
+    shards = rows[:, place.begin : place.begin + math.prod(place.shard)]
+    return shards.unflatten(1, place.shard).unflatten(0, bucket.sizes)
 
 
-def _parts(whole: Tensor, place: Place, ranks: int) -> Tensor:
-    """A whole weight, or a flat view of it, as [ranks, *shard]."""
-    return whole.view(place.whole).unflatten(place.dim, (ranks, -1)).movedim(place.dim, 0)
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to whole weights; back, the gradients are summed and split in the dtype of the shards."""
+    """Shards to whole weights; back, the gradients begin to be summed and split in the dtype of the shards."""
 
     @staticmethod
-    def forward(group, pending, *shards):
-        whole = pending.land(group)
-        places = [place for place in group.packing.places if place is not None]
-        return tuple(_part(whole, place, group.packing.ranks).view(place.whole) for place in places)
+    def forward(schedule, i, landed, *shards):
+        packing = schedule.groups[i].packing
+        landed.extend(schedule.land(i))
+        places = filter(None, packing.places)
+        return tuple(_whole(landed[place.bucket], place, packing.buckets[place.bucket]) for place in places)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.group, ctx.dtype = inputs[0], inputs[2].dtype
+        ctx.schedule, ctx.i, ctx.dtype = inputs[0], inputs[1], inputs[3].dtype
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *grads):
-        packing, mesh = ctx.group.packing, ctx.group.mesh
+        schedule, group = ctx.schedule, ctx.schedule.groups[ctx.i]
+        packing, mesh = group.packing, group.mesh
         places = [place for place in packing.places if place is not None]
-        rows = torch.zeros(packing.ranks, packing.elements, dtype=ctx.dtype, device=mesh.device)
+        rows = [torch.zeros(b.ranks, b.elements, dtype=ctx.dtype, device=mesh.device) for b in packing.buckets]
         for grad, place in zip(grads, places, strict=True):
             if grad is not None:
-                target = rows[:, place.begin : place.begin + math.prod(place.shard)]
-                parts = _parts(grad.contiguous(), place, packing.ranks)
-                target.unflatten(1, place.shard).copy_(parts)
-        flat = collectives.psum_scatter(rows.view(-1), mesh, packing.over)
-        return None, None, *(_part(flat, place, 1).view(place.shard) for place in places)
+                bucket = packing.buckets[place.bucket]
+                _rows(rows[place.bucket], place, bucket).copy_(_grid(grad.contiguous(), place))
+        _land(schedule.leaving)
+        for x, bucket in zip(rows, packing.buckets, strict=True):
+            schedule.leaving.append((collectives.start_psum_scatter(x.view(-1), mesh, bucket.axes), x))
+        summed = [flat for flat, _ in schedule.leaving]
+        if schedule.looks[ctx.i] > 1:  # autograd adds what comes from each look
+            _land(schedule.leaving)
+        shards = [summed[p.bucket].narrow(0, p.begin, math.prod(p.shard)).view(p.shard) for p in places]
+        return None, None, None, *shards
 
 
-def _group(shards: trees.Tree, layouts: trees.Tree, mesh: Mesh, dtype: torch.dtype) -> Group:
-    return Group(shards, _packing(tuple(trees.leaves(layouts))), mesh, dtype)
+class _Landed(torch.autograd.Function):
+    """The identity; back, it waits for the last scatters. Autograd reaches it when all groups have been passed."""
+
+    @staticmethod
+    def forward(leaving, *shards):
+        return tuple(x.view_as(x) for x in shards)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.leaving = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _land(ctx.leaving)
+        return None, *grads
 
 
-def _over(layout: Layout) -> tuple[str, ...]:
-    """The axes of the batch's rows that split a leaf."""
-    return tuple(axis for axis in layout.axes if axis in ROWS)
+def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
+    for summed, _ in leaving:
+        collectives.wait(summed)
+    leaving.clear()
 
 
 @functools.lru_cache(maxsize=256)
-def _packing(layouts: tuple[Layout, ...]) -> Packing:
-    """How leaves of these layouts lie in one buffer.
-
-    Raises:
-      MeshError: leaves that are split differently, or one whose dim is split further inside.
-    """
-    overs = {_over(layout) for layout in layouts} - {()}
-    if len(overs) > 1:
-        raise MeshError(f"the weights of a layer are split over {sorted(overs)}; only one of these can be gathered")
-    over = overs.pop() if overs else ()
-    ranks, begin, places = 1, 0, []
-    for layout in layouts:
-        if not _over(layout):
+def _packing(names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...]) -> Packing:
+    """How leaves of these layouts are put into buffers: one for each distinct set of axes to gather over."""
+    buckets: dict[tuple[str, ...], Bucket] = {}
+    places: list[Place | None] = []
+    for name, have, want in zip(names, stored, compute, strict=True):
+        over = gather_axes(name, have, want)
+        sizes = dict(zip(AXES, have.sizes, strict=True))
+        axes = tuple(axis for axis in AXES if any(axis in dims for dims in over))
+        if not axes:
             places.append(None)
             continue
-        dim = next(dim for dim, axes in enumerate(layout.spec) if set(axes) & set(over))
-        if layout.spec[dim][-len(over) :] != over:
-            raise MeshError(
-                f"dim {dim} of {layout.shape} is split over {layout.spec[dim]}; {over} must come last in it"
-            )
-        shard = layout.local_shape()
-        ranks = math.prod(size for axis, size in zip(AXES, layout.sizes, strict=True) if axis in over)
-        places.append(Place(dim, shard, (*shard[:dim], shard[dim] * ranks, *shard[dim + 1 :]), begin))
-        begin += -(-math.prod(shard) // ALIGNMENT) * ALIGNMENT
-    return Packing(tuple(places), over, ranks, begin)
+        bucket = buckets.get(axes) or Bucket(axes, tuple(sizes[axis] for axis in axes), 0)
+        shard, whole = have.local_shape(), want.local_shape()
+        grid = [part for dim, dims in enumerate(over) for part in (*dims, dim)]
+        lengths = tuple(shard[part] if isinstance(part, int) else sizes[part] for part in grid)
+        order = tuple(grid.index(part) for part in (*axes, *range(len(shard))))
+        places.append(Place(list({**buckets, axes: bucket}).index(axes), bucket.elements, shard, whole, lengths, order))
+        elements = bucket.elements + -(-math.prod(shard) // ALIGNMENT) * ALIGNMENT
+        buckets[axes] = bucket._replace(elements=elements)
+    return Packing(tuple(buckets.values()), tuple(places))

@@ -1,16 +1,15 @@
-"""Hugging Face directories in and out: config.json and safetensors, whole or in shards.
+"""Reading and writing of Hugging Face directories: config.json and safetensors, whole or in shards.
 
 Names are strict: a tensor that is missing, unexpected or of the wrong shape is an error before any weight is read.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +21,59 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
-from funrl.models import decoder
-from funrl.models.config import Config, ModelError, config_from_hf, config_to_hf
+from funrl.models.config import ARCHITECTURES, Config, ModelError, config_from_hf, config_to_hf
+from funrl.models.decoder import decoder_model
+from funrl.models.model import Model
+from funrl.models.names import UNEMBED
+from funrl.models.value_head import with_value_head
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "BF16", "F16")
-_LEAVES = {
-    "attn_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "unembed": "lm_head.weight"}
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
-def hf_names(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """For each weight by our name: its Hugging Face name and shape. Our tensor is theirs with the heads kept apart."""
-    names = {}
-    for name, x in trees.named(decoder.shapes(config)):
-        parts = name.split("/")
-        last = parts[-1]
-        theirs = _TOP[name] if len(parts) == 1 else f"model.layers.{parts[1]}.{_LEAVES[last]}"
-        shape = tuple(x.shape)
-        if last in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
-            shape = (shape[0] * shape[1], *shape[2:])
-        elif last == "o":
-            shape = (shape[0], shape[1] * shape[2])
-        names[name] = (theirs, shape)
-    return names
+def load_model(path: str | Path) -> Model:
+    """The model that a directory's config.json describes, without its weights.
+
+    A `...ForSequenceClassification` with one label is a decoder with a value head.
+
+    Args:
+      path: a directory, or a config.json; weights need not be there.
+
+    Raises:
+      ModelError: the file is missing, broken or describes a model that is not supported.
+    """
+    file = Path(path) if Path(path).is_file() else _directory(path) / "config.json"
+    raw = _json(file)
+    try:
+        model = decoder_model(config_from_hf(raw))
+        return with_value_head(model) if _is_classifier(raw) else model
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
 
 
-def check(path: str | Path) -> Config:
-    """The model's record, after looking at everything but the numbers: a few milliseconds, no weight is read.
+def check(path: str | Path) -> Model:
+    """The model of a directory, after a check of everything but the numbers: a few milliseconds, no weight is read.
 
     Raises:
       ModelError: the directory is missing or empty, config.json is missing, broken or not supported, a safetensors
         file is missing or cut short, or a tensor is missing, unexpected, of the wrong shape or not floating point.
     """
     folder = Path(path)
-    config = _read_config(folder)
+    model = load_model(_directory(folder))
+    config = model.config
     found: dict[str, tuple[tuple[int, ...], str, str]] = {}
     for file, table in _tables(folder).items():
         for name, entry in table.items():
             found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
-    expected = dict(hf_names(config).values())
-    missing, extra = (
-        sorted(set(expected) - set(found)),
-        sorted(n for n in set(found) - set(expected) if not _idle(n, config)),
-    )
+    expected = dict(model.names.values())
+    missing = sorted(set(expected) - set(found))
+    extra = sorted(n for n in set(found) - set(expected) if not _redundant(n, config))
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if extra:
         raise ModelError(
-            f"{folder}: {len(extra)} tensors have no place in a {config.family} model, the first is {extra[0]}"
+            f"{folder}: {len(extra)} tensors have no place in a {_architecture(model)}, the first is {extra[0]}"
         )
     for name, shape in expected.items():
         got, dtype, file = found[name]
@@ -93,32 +81,32 @@ def check(path: str | Path) -> Config:
             raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
         if dtype not in FLOATS:
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
-    return config
+    return model
 
 
 def load(
     path: str | Path, dtype: torch.dtype | None = None, mesh: Mesh | None = None, layouts: trees.Tree | None = None
-) -> tuple[Config, trees.Tree]:
-    """The record and the weights of a Hugging Face directory.
+) -> tuple[Model, trees.Tree]:
+    """A model and its weights from a Hugging Face directory.
 
     Args:
       path: the directory.
       dtype: of the weights; None: as in config.json.
-      mesh: where the weights go; None: the CPU.
+      mesh: the devices; None: the CPU.
       layouts: one `Layout` per weight; this rank then reads only its own part. None: whole tensors.
 
     Raises:
       ModelError: as `check`.
     """
     folder = Path(path)
-    config = check(folder)
-    wanted, device = dtype or getattr(torch, config.dtype), mesh.device if mesh is not None else torch.device("cpu")
+    model = check(folder)
+    wanted = dtype or getattr(torch, model.config.dtype)
+    device = torch.device("cpu") if mesh is None else mesh.device
     where = {name: file for file, table in _tables(folder).items() for name in table}
-    names = hf_names(config)
     opened: dict[Path, Any] = {}
 
     def read(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
-        theirs, _ = names[name]
+        theirs, _ = model.names[name]
         file = where[theirs]
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
@@ -126,55 +114,52 @@ def load(
         part = _slice(opened[file].get_slice(theirs), tuple(x.shape), box)
         return part.to(device=device, dtype=wanted)
 
-    tree = decoder.shapes(config)
-    return config, trees.map_named(read, tree) if layouts is None else trees.map_named(read, tree, layouts)
+    rest = () if layouts is None else (layouts,)
+    return model, trees.map_named(read, model.shapes, *rest)
 
 
 def save(
     path: str | Path,
-    config: Config,
+    model: Model,
     params: trees.Tree,
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
-    head_1D: Tensor | None = None,
 ) -> None:
-    """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Write a directory that transformers loads.
+
+    It is one for `AutoModelForCausalLM`; of a model with a value head, one for `AutoModelForSequenceClassification`
+    with one label.
 
     Args:
       path: made where it is absent; older weights in it are replaced.
-      config: its dtype is replaced by that of the weights.
+      model: the dtype in its config is replaced by that of the weights.
       params: whole tensors.
-      tokenizer: anything with `save_pretrained`, such as a transformers tokenizer. Its padding token is said in
-        config.json where `config` has none; with `head_1D` always, as transformers finds the end of a text by it.
+      tokenizer: anything with `save_pretrained`, such as a transformers tokenizer. Its padding token is written to
+        config.json where the model has none; with a value head always, for transformers finds the end of a text by it.
       max_shard_bytes: beyond this the weights are split over several files, with an index.
-      head_1D: a row that reads a reward from hidden states, [1, D]. The directory is then one for
-        `AutoModelForSequenceClassification` with one label, and `params` have no unembedding.
     """
-    names = hf_names(config)
-    named = ((names[name][0], x.detach().reshape(names[name][1])) for name, x in trees.named(params))
-    write(path, config, named, tokenizer, max_shard_bytes, head_1D)
+    named = ((model.names[name][0], x.detach().reshape(model.names[name][1])) for name, x in trees.named(params))
+    write(path, model, named, tokenizer, max_shard_bytes)
 
 
 def write(
     path: str | Path,
-    config: Config,
+    model: Model,
     named_weights: Iterable[tuple[str, Tensor]],
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
-    head_1D: Tensor | None = None,
 ) -> None:
-    """`save` of weights that come one by one, by the names and in the shapes of transformers, such as from
+    """`save` of weights that arrive one by one, by the names and in the shapes of `model.names`, such as from
     `funrl.mesh.reshard.export_weights`. No more than one file's are held.
     """
-    folder = Path(path)
+    folder, config = Path(path), model.config
     folder.mkdir(parents=True, exist_ok=True)
-    head = [] if head_1D is None else [("score.weight", head_1D.detach())]
     dtype, partials, shards, total = config.dtype, [], [], 0
-    for shard in _split(itertools.chain(named_weights, head), max_shard_bytes):
+    for shard in _split(named_weights, max_shard_bytes):
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
         partials[-1].write_bytes(b"")
-        mode = partials[-1].stat().st_mode  # as the umask has it; safetensors makes files that only their owner reads
+        mode = partials[-1].stat().st_mode  # the umask's; safetensors makes files that only their owner reads
         save_file(shard, partials[-1], metadata={"format": "pt"})
         partials[-1].chmod(mode)
         shards.append(list(shard))
@@ -192,26 +177,39 @@ def write(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     padding = getattr(tokenizer, "pad_token_id", None)
-    if padding is not None and (config.pad is None or head_1D is not None):
+    if padding is not None and (config.pad is None or model.value is not None):
         raw["pad_token_id"] = padding
-    if head_1D is not None:
-        kind = raw["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
-        raw |= {"architectures": [kind], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    if model.value is not None:
+        raw |= {"architectures": [_architecture(model)], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-def _read_config(folder: Path) -> Config:
+def _directory(path: str | Path) -> Path:
+    folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a directory")
     if not any(folder.iterdir()):
         raise ModelError(f"{folder} is empty; a model directory has config.json and *.safetensors")
-    raw = _json(folder / "config.json")
-    try:
-        return config_from_hf(raw)
-    except ModelError as error:
-        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+    return folder
+
+
+def _is_classifier(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a sequence classifier with one label."""
+    kinds = raw.get("architectures") or []
+    if not any(str(kind).endswith(CLASSIFIER) for kind in kinds):
+        return False
+    labels = raw.get("num_labels") or len(raw.get("id2label") or (0, 1))  # transformers' default is two
+    if labels != 1:
+        raise ModelError(f"{kinds[0]} has {labels} labels, supported is one (a reward)")
+    return True
+
+
+def _architecture(model: Model) -> str:
+    """The name in transformers of the class of this model."""
+    name = ARCHITECTURES[model.config.family]
+    return name if model.value is None else name.replace(CAUSAL, CLASSIFIER)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -227,7 +225,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _tables(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The files of weights with their tables; what an index promises must be there."""
+    """The files of weights with their tables; all that an index names must be there."""
     if (folder / WHOLE).is_file():
         return {folder / WHOLE: _table(folder / WHOLE)}
     if not (folder / INDEX).is_file():
@@ -247,7 +245,7 @@ def _tables(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """What a safetensors file holds. It begins with the length of a table, then the table in JSON, then the numbers."""
+    """The table of a safetensors file: the length of the table, the table in JSON, then the numbers."""
     size = file.stat().st_size
     if size == 0:
         raise ModelError(f"{file} is empty; it should hold weights")
@@ -266,9 +264,9 @@ def _table(file: Path) -> dict[str, Any]:
     return table
 
 
-def _idle(name: str, config: Config) -> bool:
-    """Tensors that some files have and that say nothing: rotary frequencies, a second copy of tied embeddings."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == _TOP["unembed"])
+def _redundant(name: str, config: Config) -> bool:
+    """True of tensors that some files have for nothing: rotary frequencies, a second copy of tied embeddings."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == UNEMBED)
 
 
 def _slice(stored: Any, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:

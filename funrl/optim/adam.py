@@ -1,4 +1,4 @@
-"""Adam, and Adam with decoupled weight decay."""
+"""Adam's scaling of gradients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.optim.base import Transformation, chain, zero_count
-from funrl.optim.scale import Mask, add_decayed_weights, scale_by_learning_rate
-from funrl.optim.schedules import Schedule
+from funrl.optim.base import Transformation, accumulator_dtype, stateful, zero_count
 
 
 class AdamState(NamedTuple):
@@ -39,7 +37,7 @@ def scale_by_adam(
     """
 
     def init(params: trees.Tree) -> AdamState:
-        nu = trees.map(lambda p: torch.zeros_like(p, dtype=_moment_dtype(p)), params)
+        nu = trees.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype(p)), params)
         mu = trees.map(lambda v: torch.zeros_like(v, dtype=mu_dtype or v.dtype), nu)
         return AdamState(zero_count(params), mu, nu)
 
@@ -53,40 +51,9 @@ def scale_by_adam(
         mu = trees.map(lambda new, old: new.to(old.dtype), mu, state.mu)
         return updates, AdamState(count, mu, nu)
 
-    return Transformation(init, update)
-
-
-def adamw(
-    learning_rate: float | Schedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    mask: Mask = None,
-    mu_dtype: torch.dtype | None = None,
-) -> Transformation:
-    """Adam with decoupled weight decay: p <- p - lr (adam(g) + weight_decay p).
-
-    Args:
-      learning_rate: a number or a schedule.
-      b1, b2, eps, mu_dtype: see `scale_by_adam`.
-      weight_decay: per update, in units of the learning rate; 0 is Adam.
-      mask: which leaves decay (`matrices` for the usual choice); None: all.
-
-    References: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101
-    Warning: the default decay is 0; optax has 1e-4 and torch.optim.AdamW 1e-2.
-    """
-    return chain(
-        scale_by_adam(b1, b2, eps, mu_dtype),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
-    )
+    return stateful("adam", init, update)
 
 
 def correction(decay: float, count: Tensor) -> Tensor:
     """1 - decay^t in float64: what a mean that started at 0 has seen by update t, a scalar on the device of `count`."""
     return 1 - decay ** count.to(torch.float64)
-
-
-def _moment_dtype(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)

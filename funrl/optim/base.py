@@ -2,42 +2,89 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from funrl import trees
+
+
+class Update(Protocol):
+    """(grads, state, params) -> (updates, state).
+
+    `norm` is the global norm of `grads` over the mesh where the caller has taken it already: what needs it does not
+    take it again.
+    """
+
+    def __call__(
+        self, grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, Any]: ...
 
 
 class Transformation(NamedTuple):
     """A step of an optimizer, from gradients to updates.
 
     Attributes:
+      name: the key of its state in the state of a `chain`.
       init: params -> state, a tree of tensors; it is part of the checkpoint.
-      update: (grads, state, params) -> (updates, state), pure unless the factory says that it takes its arguments over.
+      update: pure unless the factory says that it takes its arguments over.
+      in_place: `update` takes over the state, so that there is no way back to the one before.
     """
 
+    name: str
     init: Callable[[trees.Tree], Any]
-    update: Callable[[trees.Tree, Any, trees.Tree], tuple[trees.Tree, Any]]
+    update: Update
+    in_place: bool = False
 
 
-def chain(*steps: Transformation) -> Transformation:
-    """The steps one after the other; the state is the tuple of their states."""
+def chain(*steps: Transformation, name: str = "chain") -> Transformation:
+    """The steps one after the other.
 
-    def update(grads: trees.Tree, state: Any, params: trees.Tree) -> tuple[trees.Tree, Any]:
-        after = []
-        for step, before in zip(steps, state, strict=True):
-            grads, now = step.update(grads, before, params)
-            after.append(now)
-        return grads, tuple(after)
+    The state is a dict of the steps' states by their names; the second of one name has "_2" after it, the third "_3".
+    A `norm` that the caller has taken goes to the first step, whose gradients it belongs to.
+    """
+    keys: list[str] = []
+    for step in steps:
+        alike = (f"{step.name}_{n}" if n > 1 else step.name for n in itertools.count(1))
+        keys.append(next(key for key in alike if key not in keys))
 
-    return Transformation(lambda params: tuple(step.init(params) for step in steps), update)
+    def init(params: trees.Tree) -> Any:
+        return {key: step.init(params) for key, step in zip(keys, steps, strict=True)}
+
+    def update(
+        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, Any]:
+        after = {}
+        for key, step in zip(keys, steps, strict=True):
+            grads, after[key] = step.update(grads, state[key], params, norm=norm)
+            norm = None
+        return grads, after
+
+    return Transformation(name, init, update, any(step.in_place for step in steps))
 
 
-def stateless(fn: Callable[[trees.Tree, trees.Tree], trees.Tree]) -> Transformation:
+def stateful(
+    name: str,
+    init: Callable[[trees.Tree], Any],
+    fn: Callable[[trees.Tree, Any, trees.Tree], tuple[trees.Tree, Any]],
+    in_place: bool = False,
+) -> Transformation:
+    """A transformation `fn(grads, state, params) -> (updates, state)` that has no use for the global norm."""
+
+    def update(
+        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, Any]:
+        return fn(grads, state, params)
+
+    return Transformation(name, init, update, in_place)
+
+
+def stateless(name: str, fn: Callable[[trees.Tree, trees.Tree], trees.Tree]) -> Transformation:
     """A transformation `fn(grads, params) -> updates` that remembers nothing."""
-    return Transformation(lambda params: (), lambda grads, state, params: (fn(grads, params), state))
+    return stateful(name, lambda params: (), lambda grads, state, params: (fn(grads, params), state))
 
 
 def apply_updates(params: trees.Tree, updates: trees.Tree) -> trees.Tree:
@@ -51,7 +98,12 @@ def apply_updates_(params: trees.Tree, updates: trees.Tree) -> trees.Tree:
     return params
 
 
-def zero_count(params: trees.Tree) -> torch.Tensor:
+def zero_count(params: trees.Tree) -> Tensor:
     """A step counter of 0 beside the parameters."""
     device = next((x.device for x in trees.leaves(params)), None)
     return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def accumulator_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which many of x are added up: its own, at least float32."""
+    return torch.promote_types(x.dtype, torch.float32)

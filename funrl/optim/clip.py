@@ -1,8 +1,9 @@
-"""The global norm of a tree that lies in shards over a mesh, and clipping by it."""
+"""The global norm of a tree that is sharded over a mesh, and clipping by it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import AXES, Mesh, single
-from funrl.optim.base import Transformation, stateless
+from funrl.optim.base import Transformation
 
 
 def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None = None) -> Tensor:
@@ -18,7 +19,7 @@ def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None 
 
     Args:
       tree: this rank's shards.
-      layouts: how each leaf lies on the mesh; None: every leaf is whole on every rank.
+      layouts: the layout of each leaf on the mesh; None: every leaf is whole on every rank.
       mesh: the mesh; None: one device.
 
     Returns: a scalar, in float32 or the widest wider dtype of the leaves.
@@ -43,23 +44,31 @@ def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None 
 
 
 def clip_by_global_norm(
-    max_norm: float, norm: Callable[[trees.Tree], Tensor] = global_norm, in_place: bool = False
+    max_norm: float, norm_of: Callable[[trees.Tree], Tensor] = global_norm, in_place: bool = False
 ) -> Transformation:
     """Scales the gradients down together to a global norm of at most `max_norm`: g min(1, max_norm / |g|).
 
     Args:
       max_norm: in units of the gradient's norm.
-      norm: tree -> scalar; over a mesh, `functools.partial(global_norm, layouts=..., mesh=...)`.
+      norm_of: tree -> scalar, for an `update` that is not given the norm; over a mesh
+        `functools.partial(global_norm, layouts=..., mesh=...)`.
       in_place: `update` takes over the gradients, whose memory becomes the updates.
+
+    A trainer that takes the norm itself, for a metric and to look whether it is finite, hands it over:
+
+        norm = global_norm(grads, layouts, mesh)
+        updates, state = optimizer.update(grads, state, params, norm=norm)
 
     References: Pascanu et al., 2013, https://arxiv.org/abs/1211.5063
     Warning: as in optax; torch.nn.utils.clip_grad_norm_ divides by |g| + 1e-6 instead.
     """
 
-    def clip(grads: trees.Tree, params: trees.Tree) -> trees.Tree:
-        size = norm(grads)
+    def update(
+        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, Any]:
+        size = norm_of(grads) if norm is None else norm
         factor = torch.where(size < max_norm, torch.ones_like(size), max_norm / size)
         scale = torch.Tensor.mul_ if in_place else torch.mul
-        return trees.map(lambda g: scale(g, factor.to(g.dtype)), grads)
+        return trees.map(lambda g: scale(g, factor.to(g.dtype)), grads), state
 
-    return stateless(clip)
+    return Transformation("clip_by_global_norm", lambda params: (), update)

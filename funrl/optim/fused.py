@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from funrl import trees
-from funrl.optim.adam import AdamState, adamw, correction
-from funrl.optim.base import Transformation
-from funrl.optim.scale import Mask, ScheduleState, mask_of
+from funrl.optim.adam import AdamState, correction
+from funrl.optim.base import Transformation, stateful
+from funrl.optim.recipes import adamw
+from funrl.optim.scaling import Mask, ScheduleState, mask_of
 from funrl.optim.schedules import Schedule
 
 GROUP = 2**26  # elements that share one temporary
@@ -36,10 +37,12 @@ def fused_adamw(
     init = adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype).init
 
     def update(grads: trees.Tree, state: Any, params: trees.Tree) -> tuple[trees.Tree, Any]:
-        adam, decay_state, timer = state
+        adam: AdamState = state["adam"]
         count = adam.count + 1
         c1, c2 = correction(b1, count), correction(b2, count)
-        rate = -learning_rate(timer.count) if callable(learning_rate) else -learning_rate
+        timer, rate = state["learning_rate"], learning_rate
+        if callable(rate):
+            timer, rate = ScheduleState(timer.count + 1), rate(timer.count)
         wide = trees.map(lambda g, v: g.to(v.dtype), grads, adam.nu)
         columns = [trees.leaves(tree) for tree in (wide, adam.mu, adam.nu, params, mask_of(mask, params))]
         for g, mu, nu, p, on in _groups(columns):
@@ -58,12 +61,10 @@ def fused_adamw(
             decayed = [i for i, yes in enumerate(on) if yes]
             if weight_decay and decayed:
                 torch._foreach_add_([g[i] for i in decayed], [p[i] for i in decayed], alpha=weight_decay)
-            torch._foreach_mul_(g, rate)
-        if callable(learning_rate):
-            timer = ScheduleState(timer.count + 1)
-        return wide, (AdamState(count, adam.mu, adam.nu), decay_state, timer)
+            torch._foreach_mul_(g, -rate)
+        return wide, state | {"adam": AdamState(count, adam.mu, adam.nu), "learning_rate": timer}
 
-    return Transformation(init, update)
+    return stateful("adamw", init, update, in_place=True)
 
 
 def _groups(columns: Sequence[list]) -> Iterator[list[list]]:

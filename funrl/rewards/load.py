@@ -69,43 +69,45 @@ def score(
       RewardError: it raised, or gave something that is no finite number, for a row; the message shows that row, and
         the function's own traceback.
     """
-    return [_one(reward, p, c, f, one_of_several) for p, c, f in zip(prompts, completions, fields, strict=True)]
+    return [score_one(reward, p, c, f, one_of_several) for p, c, f in zip(prompts, completions, fields, strict=True)]
 
 
-def weighted_sum(scores: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """The score of every row: the sum of its rewards times their weights, over those that apply.
-
-    Args:
-      scores: of each reward function, the numbers of all rows as of `score`.
-      weights: of each reward function.
-
-    Raises:
-      RewardError: no reward function applies to a row.
-    """
-    totals = []
-    for row, parts in enumerate(zip(*scores, strict=True)):
-        applying = [weight * part for weight, part in zip(weights, parts, strict=True) if not math.isnan(part)]
-        if not applying:
-            raise RewardError(f"row {row}: none of the {len(weights)} reward functions gave a number for it")
-        totals.append(sum(applying))
-    return totals
-
-
-def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any], one_of_several: bool) -> float:
-    where = f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
+def score_one(
+    reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any], one_of_several: bool = False
+) -> float:
+    """The reward of one completion; `score` says of what kind, and what is raised."""
     try:
         value = reward(prompt, completion, **fields)
     except (Exception, SystemExit) as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
         trace = "".join(traceback.format_exception(type(error), error, own))
+        where = described(prompt, completion, fields)
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
     if one_of_several and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
-        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38){where}"
-        raise RewardError(message, prompt, completion, value)
+        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38)"
+        raise RewardError(message + described(prompt, completion, fields), prompt, completion, value)
     return number
+
+
+def score_row(rewards: Sequence[Reward], prompt: str, completion: str, fields: Mapping[str, Any]) -> list[float]:
+    """What each reward function gives for one completion; of several functions, NaN where one does not apply.
+
+    Raises:
+      RewardError: as `score`; or no function applies.
+    """
+    found = [score_one(reward, prompt, completion, fields, len(rewards) > 1) for reward in rewards]
+    if all(map(math.isnan, found)):
+        message = f"none of the {len(rewards)} reward functions applies, one of them must"
+        raise RewardError(message + described(prompt, completion, fields), prompt, completion)
+    return found
+
+
+def described(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
+    """Lines that show a row, for the end of an error's first line."""
+    return f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
 
 
 def _number(value: Any) -> float | None:

@@ -1,26 +1,30 @@
-"""What every rollout engine takes and gives."""
+"""Sampling parameters, completions, and the protocol of rollout engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn: logits / temperature, then the `top_k` likeliest, then the likeliest up to `top_p`.
+    """Parameters of sampling: logits / temperature, then the `top_k` most probable tokens, then those up to `top_p`.
 
     Attributes:
       temperature: divides the logits; above 0.
-      top_k: draw among this many likeliest tokens; 0: among all.
-      top_p: draw among the fewest likeliest tokens whose probabilities (after `top_k`) add up to this; 1: among all.
+      top_k: draw among this many most probable tokens; 0: among all.
+      top_p: draw among the fewest most probable tokens whose probabilities (after `top_k`) add up to this; 1: all.
       max_new_tokens: tokens that a completion may have, the stop token included.
       stop: token ids that end a completion.
       samples: completions of each prompt.
-      greedy: take the likeliest token; temperature, top_k and top_p play no part.
+      greedy: take the most probable token; temperature, top_k and top_p play no part.
 
     Raises:
       ValueError: a number out of its range.
@@ -36,7 +40,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}, it must be above 0; greedy=True takes the likeliest")
+            raise ValueError(
+                f"temperature is {self.temperature}, it must be above 0; greedy=True takes the most probable"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}, it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
@@ -52,7 +58,7 @@ class Sampling:
 
 
 class Completions(NamedTuple):
-    """What was sampled. Row r is sample `r % samples` of prompt `r // samples`; T is the longest completion.
+    """Sampled completions. Row r is sample `r % samples` of prompt `r // samples`; T is the longest completion.
 
     Attributes:
       tokens: [R, T] int64, padded on the right; a stop token that was drawn is part of its completion.
@@ -69,21 +75,60 @@ class Completions(NamedTuple):
     finished: Tensor
 
 
-class Engine(Protocol):
-    """Something that holds a model's weights and completes prompts."""
+@dataclass(frozen=True)
+class WeightSpec:
+    """The form in which an engine takes weights.
 
-    def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes new weights, every one exactly once, by name. Lets its old ones go before it asks for the first."""
+    Attributes:
+      names: for each weight of the model, its name and shape there; some neighbouring dims may be merged.
+      layouts: of the model's weights, on the devices of `mesh`.
+      mesh: the devices.
+      dtype: of the weights; an engine converts others.
+    """
+
+    names: Mapping[str, tuple[str, tuple[int, ...]]]
+    layouts: trees.Tree
+    mesh: Mesh
+    dtype: torch.dtype
+
+    def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
+        """Weights of the model, this rank's shards in `layouts`, as `Engine.load` takes them."""
+        for name, x in trees.named(params):
+            there, shape = self.names[name]
+            yield there, x if len(shape) == x.ndim else x.reshape(shape)
+
+
+class Engine(Protocol):
+    """A model with weights that completes prompts.
+
+    Attributes:
+      weights: the form in which it takes weights.
+      version: of the weights that it has; None: it has none yet.
+    """
+
+    @property
+    def weights(self) -> WeightSpec: ...
+
+    @property
+    def version(self) -> int | None: ...
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Replace the weights. The old ones are let go before the first new one is asked for.
+
+        Args:
+          named_weights: every weight exactly once, in the form `weights`.
+          version: number of the weights, such as that of the trainer's update.
+        """
         ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
     ) -> Completions:
-        """Completes every prompt `sampling.samples` times.
+        """Complete every prompt `sampling.samples` times.
 
         Args:
           prompts: token ids.
-          sampling: how to draw.
+          sampling: parameters of the draws.
           seed: fixes the noise.
           first_prompt: the number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the
             prompt, so ranks that share the prompts of a step draw what one rank would draw.

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh, MeshError
-from funrl.models import decoder
+from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, config_to_hf
-from funrl.models.decoder import SINGLE
-from funrl.models.hf import hf_names
-from funrl.rollout.completions import Completions, Sampling
+from funrl.models.model import SINGLE, Model
+from funrl.models.names import EMBED, UNEMBED
+from funrl.rollout.completions import Completions, Sampling, WeightSpec
 from funrl.rollout.native import check_prompts, finish
 
 
@@ -26,31 +26,35 @@ class HFEngine:
     """An `Engine` over a transformers model; made by `hf_engine`.
 
     Attributes:
+      weights, version: as in `Engine`; names and shapes are those of transformers.
       model: the transformers model.
     """
 
-    def __init__(self, config: Config, model: Any):
-        self._config, self.model = config, model
+    def __init__(self, config: Config, weights: WeightSpec, model: Any):
+        self.weights, self.model = weights, model
+        self.version: int | None = None
+        self._config = config
 
-    def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies whole weights into the transformers model.
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Copy whole weights into the transformers model; see `Engine`.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
           RuntimeError: a shape does not fit.
         """
-        params = trees.from_named(decoder.shapes(self._config), named_weights)
-        names = hf_names(self._config)
-        state = {names[name][0]: x.detach().reshape(names[name][1]) for name, x in trees.named(params)}
+        self.version = None
+        expected = {name: torch.empty(shape, device="meta") for name, shape in self.weights.names.values()}
+        state = trees.from_named(expected, named_weights)
         if self._config.tied:
-            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+            state[UNEMBED] = state[EMBED]
         self.model.load_state_dict(state, strict=True)
+        self.version = version
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
     ) -> Completions:
-        """Completes every prompt in one batch, padded on the left; see `Engine`.
+        """Complete every prompt in one batch, padded on the left; see `Engine`.
 
         Raises:
           ValueError: a prompt is empty, too long, or has ids that are not in the vocabulary.
@@ -88,11 +92,11 @@ class HFEngine:
         return finish(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
 
 
-def hf_engine(config: Config, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:
+def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:
     """An engine without weights yet (they are random until `load`).
 
     Args:
-      config: of the model.
+      model: a decoder.
       mesh: "tensor" has size 1; the weights are whole on every rank.
       dtype: of the weights.
     """
@@ -100,6 +104,8 @@ def hf_engine(config: Config, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.fl
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = config_to_hf(config)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
-    return HFEngine(config, model.to(mesh.device, dtype).eval())
+    raw = config_to_hf(model.config)
+    peer = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
+    lay = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    weights = WeightSpec(model.names, lay, mesh, dtype)
+    return HFEngine(model.config, weights, peer.to(mesh.device, dtype).eval())

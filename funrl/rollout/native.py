@@ -1,8 +1,10 @@
-"""The engine that is the training model itself: batched prefill, then one token for all rows a step.
+"""The engine that is the training model itself: batched prefill, then one token of every row a step.
 
-Rows lie in a key-value cache whose slot is the token's position. Each prompt is prefilled once, whatever the number of
-its samples. Rows that have finished leave the batch: the last of the others move into their places, so that what is
-copied is at most what has finished.
+Rows are in a key-value cache whose slot is the token's position. Each prompt is prefilled once, whatever the number of
+its samples. Finished rows leave the batch: the last unfinished ones move into their places, so that no more is copied
+than has finished.
+
+`prefill`, `draw_tokens` and `decode_step` are the three computations of generation; a cost estimate traces them.
 """
 
 from __future__ import annotations
@@ -18,49 +20,70 @@ from funrl.compiled_kernels.linear_logprob import project
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import GENERATE, layouts
-from funrl.models import decoder
 from funrl.models.config import Config, ModelError
-from funrl.models.decoder import SINGLE, Cache
-from funrl.rollout.completions import Completions, Sampling
+from funrl.models.model import SINGLE, Inputs, Layer, Model, cache_prefix
+from funrl.rollout.completions import Completions, Sampling, WeightSpec
 from funrl.rollout.sampling import draw, uniform
 
 PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts
-BLOCK = 32  # the part of the cache that is looked at grows by this many slots
+BLOCK = 32  # the part of the cache that attention reads grows by this many slots
 NOISE_STEPS = 64  # noise is made for this many steps at a time
 LOGITS = 1 << 26  # numbers in the logits of one draw
 LOOK_EVERY = {"cpu": 1}  # steps between looks for finished rows; asking a GPU (8) makes the host wait for it
 
 
-class Model(NamedTuple):
-    """What a forward pass needs."""
+class LoadedModel(NamedTuple):
+    """A model with this rank's weights in the layouts to generate in."""
 
-    config: Config
+    model: Model
     params: trees.Tree
     unembed_VD: Tensor
     mesh: Mesh
-    layer: Callable | None
+    layer: Layer | None
 
 
-class Rows(NamedTuple):
-    """Rows that are being completed, in the order of the cache."""
+class DecodeState(NamedTuple):
+    """Rows that are being completed, in the order of the cache.
 
-    numbers_R: Tensor  # which row of the `Completions` each one is
-    positions_R1: Tensor  # of the token that was drawn last
-    noise_RS: Tensor  # of the steps of this block
-    done_R: Tensor  # bool, a stop token was drawn
+    Attributes:
+      cache: keys and values, a tree of [R, S, ...].
+      prefix: a view of its slots that attention reads.
+      reach: slots of `prefix`.
+      longest: tokens of the longest row.
+      hidden_RD: hidden state of the last token of each row.
+      positions_R1: int64 position of the next token of each row.
+      numbers_R: int64, the row of the `Completions` that each one is.
+      noise_RS: of the steps of this block.
+      done_R: bool, a stop token was drawn.
+    """
+
+    cache: trees.Tree
+    prefix: trees.Tree
+    reach: int
+    longest: int
+    hidden_RD: Tensor
+    positions_R1: Tensor
+    numbers_R: Tensor
+    noise_RS: Tensor
+    done_R: Tensor
 
 
 class NativeEngine:
-    """An `Engine` over `decoder.apply`; made by `native_engine`."""
+    """An `Engine` over a `Model`; made by `native_engine`.
 
-    def __init__(self, config: Config, mesh: Mesh, dtype: torch.dtype, rows: Callable[[int], int], layer):
-        self._config, self._mesh, self._dtype, self._layer = config, mesh, dtype, layer
-        self._rows = rows
-        self._model: Model | None = None
-        self._layouts = layouts(decoder.shapes(config), decoder.axes(config), GENERATE, mesh.sizes)
+    Attributes:
+      weights, version: as in `Engine`.
+      rows: `(slots)` -> the number of rows of so many tokens that are decoded together.
+    """
 
-    def load(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes this rank's shards of all weights, in the layout of the table GENERATE.
+    def __init__(self, model: Model, weights: WeightSpec, rows: Callable[[int], int], layer: Layer | None):
+        self.weights, self.rows = weights, rows
+        self.version: int | None = None
+        self._model, self._layer = model, layer
+        self._loaded: LoadedModel | None = None
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Take this rank's shards of all weights; see `Engine`.
 
         Tensors that have the engine's dtype and device already are kept, not copied.
 
@@ -68,99 +91,107 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._model = None
-        params = trees.from_named(self._layouts, named_weights)
-        for (name, x), layout in zip(trees.named(params), trees.leaves(self._layouts), strict=True):
-            if tuple(x.shape) != layout.local_shape(self._mesh.rank):
-                expected = list(layout.local_shape(self._mesh.rank))
-                raise ModelError(f"{name} has shape {list(x.shape)}, rank {self._mesh.rank} holds {expected}")
-        params = trees.map(lambda x: x.detach().to(self._mesh.device, self._dtype), params)
-        unembed_VD = decoder.unembed(params)
-        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
-            unembed_VD = unembed_VD.float()  # `project` would convert it at every step
-        self._model = Model(self._config, params, unembed_VD, self._mesh, self._layer)
+        self._loaded, self.version = None, None
+        mesh, dtype = self.weights.mesh, self.weights.dtype
+        params = trees.from_named(self.weights.layouts, named_weights)
+        for (name, x), layout in zip(trees.named(params), trees.leaves(self.weights.layouts), strict=True):
+            if tuple(x.shape) != layout.local_shape(mesh.rank):
+                expected = list(layout.local_shape(mesh.rank))
+                raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
+        params = trees.map(lambda x: x.detach().to(mesh.device, dtype), params)
+        self._loaded, self.version = loaded_model(self._model, params, mesh, self._layer), version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
     ) -> Completions:
-        """Completes every prompt; see `Engine`. All ranks of "tensor" call it together, with the same arguments.
+        """Complete every prompt; see `Engine`. All ranks of "tensor" call it together, with the same arguments.
 
         Raises:
           RuntimeError: no weights have been loaded.
           ValueError: a prompt is empty, too long, or has ids that are not in the vocabulary.
           FloatingPointError: the model's logits are not finite.
         """
-        if self._model is None:
+        if self._loaded is None:
             raise RuntimeError("the engine has no weights: call load first")
-        return generate(self._model, prompts, sampling, seed, first_prompt, self._rows)
+        return generate(self._loaded, prompts, sampling, seed, first_prompt, self.rows)
 
 
 def native_engine(
-    config: Config,
+    model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
     max_rows: int = 512,
     cache_bytes: int = 16 * 10**9,
-    layer: Callable | None = None,
+    layer: Layer | None = None,
 ) -> NativeEngine:
     """An engine without weights yet.
 
     Args:
-      config: of the model.
+      model: a model with an unembedding.
       mesh: weights, heads and logits are split over "tensor"; its other axes are the caller's.
       dtype: of weights and cache.
-      max_rows: completions that are decoded together, at most.
-      cache_bytes: what the keys and values of one rank may take; fewer rows are decoded together where it is little.
-      layer: a replacement of `decoder.decoder_layer`, such as a compiled one.
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; where it is small, fewer rows are decoded together.
+      layer: a replacement of `model.layer`, such as a compiled one.
+
+    Raises:
+      ModelError: the model has a value head instead of an unembedding.
     """
-    one = trees.nbytes(decoder.init_cache(config, mesh, 1, 1, dtype, torch.device("meta")))
+    if model.unembed is None:
+        raise ModelError("a model with a value head cannot generate: it has no unembedding")
+    one = trees.nbytes(model.init_cache(mesh, 1, 1, dtype, torch.device("meta")))
 
-    def rows(length: int) -> int:
-        return max(1, min(max_rows, cache_bytes // (one * length)))
+    def rows(slots: int) -> int:
+        return max(1, min(max_rows, cache_bytes // (one * slots)))
 
-    return NativeEngine(config, mesh, dtype, rows, layer)
+    names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
+    lay = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    return NativeEngine(model, WeightSpec(names, lay, mesh, dtype), rows, layer)
+
+
+def loaded_model(model: Model, params: trees.Tree, mesh: Mesh = SINGLE, layer: Layer | None = None) -> LoadedModel:
+    """A model with this rank's weights, ready to generate."""
+    assert model.unembed is not None
+    unembed_VD = model.unembed(params)
+    if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
+        unembed_VD = unembed_VD.float()  # `project` would convert it at every step
+    return LoadedModel(model, params, unembed_VD, mesh, layer)
 
 
 @torch.no_grad()
 def generate(
-    model: Model,
+    loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     seed: int,
     first_prompt: int,
     rows_for: Callable[[int], int],
 ) -> Completions:
-    """Completes every prompt.
+    """Complete every prompt.
 
     Args:
       prompts, sampling, seed, first_prompt: as in `Engine.generate`.
-      rows_for: how many rows of a given number of slots are decoded together.
+      rows_for: as `NativeEngine.rows`.
     """
-    check_prompts(model.config, prompts, sampling)
-    device, samples, steps = model.unembed_VD.device, sampling.samples, sampling.max_new_tokens
-    shape = (len(prompts) * samples, steps)
-    wide = torch.promote_types(model.unembed_VD.dtype, torch.float32)
+    config, samples = loaded.model.config, sampling.samples
+    check_prompts(config, prompts, sampling)
+    shape, device = (len(prompts) * samples, sampling.max_new_tokens), loaded.unembed_VD.device
+    wide = torch.promote_types(loaded.unembed_VD.dtype, torch.float32)
     logp_RT, model_logp_RT = (torch.zeros(shape, dtype=wide, device=device) for _ in range(2))
     out = (torch.zeros(shape, dtype=torch.int64, device=device), logp_RT, model_logp_RT)
     # Prompts of similar length go together: they pad and look back alike.
     order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
     todo = [p * samples + s for p in order for s in range(samples)]
     while todo:
-        length = len(prompts[todo[-1] // samples]) + steps
-        count = rows_for(length)
+        count = rows_for(len(prompts[todo[-1] // samples]) + sampling.max_new_tokens)
         chunk, todo = todo[-count:], todo[:-count]
-        with torch.inference_mode():
-            cache, hidden_RD = _prefill(model, prompts, [r // samples for r in chunk], length)
-            positions_R1 = torch.tensor([[len(prompts[r // samples])] for r in chunk], device=device)
-            numbers_R = torch.tensor(chunk, device=device)
-            none = torch.zeros_like(numbers_R, dtype=torch.bool)
-            rows = Rows(numbers_R, positions_R1, torch.empty(len(chunk), 0, device=device), none)
-            _decode(model, cache, hidden_RD, rows, length - steps, sampling, (seed, first_prompt * samples), out)
-    return finish(sampling, model.config.pad or 0, *out)
+        # Nothing here names a state, so that a chunk's cache is freed before the next one's is made.
+        _complete(loaded, prompts, chunk, sampling, (seed, first_prompt * samples), out)
+    return finish(sampling, config.pad or 0, *out)
 
 
 def check_prompts(config: Config, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Raises ValueError where a prompt cannot be completed by this model."""
+    """Raise ValueError where a prompt cannot be completed by this model."""
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {i} is empty; a completion needs at least one token before it, such as bos")
@@ -177,35 +208,66 @@ def check_prompts(config: Config, prompts: Sequence[Sequence[int]], sampling: Sa
         raise ValueError(f"stop has token {wrong[0]}; the vocabulary has {config.vocab}")
 
 
-def _prefill(model: Model, prompts: Sequence[Sequence[int]], chosen: list[int], length: int) -> tuple[Cache, Tensor]:
-    """A cache of `length` slots with the chosen prompts in it, and the hidden state of each one's last token [R, D].
+def prefill(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], rows: Sequence[int], sampling: Sampling
+) -> DecodeState:
+    """The state of rows before their first token, with a cache for all the tokens that they may have.
 
     Args:
-      chosen: index of each row's prompt; rows of one prompt are neighbours, prompts grow in length.
+      prompts: all of them.
+      rows: numbers of the rows to complete; row r completes prompt `r // sampling.samples`. Rows of one prompt are
+        neighbours, and prompts grow in length.
     """
-    device, dtype = model.params["embed"].device, model.params["embed"].dtype
-    cache = decoder.init_cache(model.config, model.mesh, len(chosen), length, dtype, device)
-    last, low = [], 0
+    device, dtype = loaded.params["embed"].device, loaded.params["embed"].dtype
+    chosen = [r // sampling.samples for r in rows]
+    longest = len(prompts[chosen[-1]])
+    slots = longest + sampling.max_new_tokens
+    cache = loaded.model.init_cache(loaded.mesh, len(rows), slots, dtype, device)
+    hidden, low = [], 0
     for group in _groups(chosen, [len(p) for p in prompts]):
-        width = len(prompts[group[-1]])
-        tokens_BT = torch.tensor([[*prompts[p], *[0] * (width - len(prompts[p]))] for p in group], device=device)
         member = {p: i for i, p in enumerate(group)}
-        high = low + sum(p in member for p in chosen[low:])
+        source = [member[p] for p in chosen[low:] if p in member]
+        high = low + len(source)
         part = trees.map(lambda x, low=low, high=high: x[low:high], cache)
-        once = high - low == len(group)
-        new = part if once else decoder.init_cache(model.config, model.mesh, len(group), width, dtype, device)
-        hidden_BTD, new = decoder.apply(
-            model.config, model.params, tokens_BT, cache=new, mesh=model.mesh, layer=model.layer
-        )
-        ends_B = torch.tensor([len(prompts[p]) - 1 for p in group], device=device)
-        hidden_BD = hidden_BTD[torch.arange(len(group), device=device), ends_B]
-        if not once:
-            source_R = torch.tensor([member[p] for p in chosen[low:high]], device=device)
-            trees.map(lambda to, x, r=source_R, w=width: to[:, :w].copy_(x.index_select(0, r)), part, new)
-            hidden_BD = hidden_BD.index_select(0, source_R)
-        last.append(hidden_BD)
+        hidden.append(_prefill_group(loaded, [prompts[p] for p in group], source, part))
         low = high
-    return cache, torch.cat(last)
+    numbers_R = torch.tensor(rows, device=device)
+    return DecodeState(
+        cache=cache,
+        prefix=cache,
+        reach=0,
+        longest=longest,
+        hidden_RD=torch.cat(hidden),
+        positions_R1=torch.tensor([[len(prompts[p])] for p in chosen], device=device),
+        numbers_R=numbers_R,
+        noise_RS=torch.empty(len(rows), 0, device=device),
+        done_R=torch.zeros_like(numbers_R, dtype=torch.bool),
+    )
+
+
+def _prefill_group(
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], source: list[int], part: trees.Tree
+) -> Tensor:
+    """Fill part of a cache with prompts; the hidden state of each row's last token, [R, D].
+
+    Args:
+      prompts: distinct ones, in the order of the rows.
+      source: the prompt of each row.
+      part: the rows' part of the cache.
+    """
+    device, dtype = loaded.params["embed"].device, loaded.params["embed"].dtype
+    width = len(prompts[-1])
+    tokens_BT = torch.tensor([[*p, *[0] * (width - len(p))] for p in prompts], device=device)
+    once = len(source) == len(prompts)
+    cache = part if once else loaded.model.init_cache(loaded.mesh, len(prompts), width, dtype, device)
+    hidden_BTD, new, _ = loaded.model.apply(loaded.params, Inputs(tokens_BT), loaded.mesh, cache, loaded.layer)
+    ends_B = torch.tensor([len(p) - 1 for p in prompts], device=device)
+    hidden_BD = hidden_BTD[torch.arange(len(prompts), device=device), ends_B]
+    if once:
+        return hidden_BD
+    source_R = torch.tensor(source, device=device)
+    trees.map(lambda to, x: to[:, :width].copy_(x.index_select(0, source_R)), part, new)
+    return hidden_BD.index_select(0, source_R)
 
 
 def _groups(chosen: list[int], lengths: list[int]) -> list[list[int]]:
@@ -219,116 +281,119 @@ def _groups(chosen: list[int], lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def _decode(
-    model: Model,
-    cache: Cache,
-    hidden_RD: Tensor,
-    rows: Rows,
-    longest: int,
-    sampling: Sampling,
-    noise_key: tuple[int, int],
-    out: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Draws until every row has ended.
-
-    Args:
-      cache: holds the prompts; it is given up.
-      hidden_RD: of the last token of each prompt.
-      rows: with the position of the first token to be drawn.
-      longest: tokens of the longest prompt.
-      noise_key: the seed, and the number of row 0 of the completions among all rows of the step.
-      out: tokens, logp and model_logp of all rows [R, T], written in place.
-    """
-    device, limit = hidden_RD.device, sampling.max_new_tokens
-    stop_K = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
-    look_every = LOOK_EVERY.get(device.type, 8)
-    drawn: list[tuple[Tensor, ...]] = []
-    wasted, reach, view = 0, 0, cache
-    for step in range(limit):
-        if not sampling.greedy and step % NOISE_STEPS == 0:
-            steps_S = torch.arange(step, min(step + NOISE_STEPS, limit), device=device)
-            rows = rows._replace(noise_RS=uniform(noise_key[0], rows.numbers_R + noise_key[1], steps_S))
-        drawn.append(_draw(model, hidden_RD, rows.noise_RS, step % NOISE_STEPS, sampling))
-        token_R = drawn[-1][0]
-        if step + 1 == limit:
-            break
-        if sampling.stop:
-            rows.done_R.logical_or_(_among(token_R, stop_K))
-            if (step + 1) % look_every == 0:
-                done = int(rows.done_R.sum())
-                if done == len(token_R):
-                    break
-                wasted += done * look_every
-                if wasted * 16 >= len(token_R):
-                    _write(out, rows, step + 1, drawn)
-                    drawn, wasted = [], 0
-                    token_R, rows, cache = _drop_done(token_R, rows, cache, longest + step)
-                    reach = 0
-        if longest + step >= reach:
-            reach = min(-(-(longest + step + 1) // BLOCK) * BLOCK, cache.keys[0].shape[1])
-            view = decoder.cache_prefix(cache, reach)
-        hidden_R1D, _ = decoder.apply(
-            model.config,
-            model.params,
-            token_R.unsqueeze(1),
-            rows.positions_R1,
-            cache=view,
-            mesh=model.mesh,
-            layer=model.layer,
-        )
-        hidden_RD = hidden_R1D.squeeze(1)
-        rows.positions_R1.add_(1)
-    _write(out, rows, step + 1, drawn)
-
-
-def _draw(model: Model, hidden_RD: Tensor, noise_RS: Tensor, at: int, sampling: Sampling) -> tuple[Tensor, ...]:
+def draw_tokens(
+    loaded: LoadedModel, hidden_RD: Tensor, noise_R: Tensor | None, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
     """`draw` from the model's logits, over as many rows at once as their logits allow."""
-    noise_R = None if sampling.greedy else noise_RS[:, at]
-    count = max(1, LOGITS // model.config.vocab)
+    count = max(1, LOGITS // loaded.model.config.vocab)
     parts = [
         draw(
-            all_gather(project(hidden_RD[low : low + count], model.unembed_VD), model.mesh, "tensor", 1).contiguous(),
+            all_gather(project(hidden_RD[low : low + count], loaded.unembed_VD), loaded.mesh, "tensor", 1).contiguous(),
             None if noise_R is None else noise_R[low : low + count],
             sampling,
         )
         for low in range(0, len(hidden_RD), count)
     ]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(x) for x in zip(*parts, strict=True))
+    if len(parts) == 1:
+        return parts[0]
+    token_R, logp_R, model_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
+    return token_R, logp_R, model_logp_R
 
 
-def _drop_done(token_R: Tensor, rows: Rows, cache: Cache, length: int) -> tuple[Tensor, Rows, Cache]:
-    """The rows that are not done. Those at the end move into the places of those that are.
+def decode_step(loaded: LoadedModel, state: DecodeState, token_R: Tensor) -> DecodeState:
+    """The state with one more token in every row. The cache is written in place."""
+    prefix, reach, longest = state.prefix, state.reach, state.longest + 1
+    if longest > reach:
+        reach = min(-(-longest // BLOCK) * BLOCK, trees.leaves(state.cache)[0].shape[1])
+        prefix = cache_prefix(state.cache, reach)
+    inputs = Inputs(token_R.unsqueeze(1), state.positions_R1)
+    hidden_R1D, prefix, _ = loaded.model.apply(loaded.params, inputs, loaded.mesh, prefix, loaded.layer)
+    return state._replace(
+        prefix=prefix,
+        reach=reach,
+        longest=longest,
+        hidden_RD=hidden_R1D.squeeze(1),
+        positions_R1=state.positions_R1 + 1,
+    )
+
+
+@torch.inference_mode()
+def _complete(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    chunk: list[int],
+    sampling: Sampling,
+    noise_key: tuple[int, int],
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Complete the rows of one chunk.
 
     Args:
-      length: slots of the cache that are in use.
+      prompts, chunk, sampling: as in `prefill`.
+      noise_key: the seed, and the number of row 0 of the completions among all rows of the step.
+      out: tokens, logp and model_logp of all rows [R, T], written in place.
     """
-    alive_R = ~rows.done_R
+    state, limit = prefill(loaded, prompts, chunk, sampling), sampling.max_new_tokens
+    device = state.hidden_RD.device
+    stop_K = torch.tensor(sampling.stop, dtype=torch.int64, device=device)
+    look_every = LOOK_EVERY.get(device.type, 8)
+    drawn: list[tuple[Tensor, ...]] = []
+    wasted = 0
+    for step in range(limit):
+        if not sampling.greedy and step % NOISE_STEPS == 0:
+            steps_S = torch.arange(step, min(step + NOISE_STEPS, limit), device=device)
+            state = state._replace(noise_RS=uniform(noise_key[0], state.numbers_R + noise_key[1], steps_S))
+        noise_R = None if sampling.greedy else state.noise_RS[:, step % NOISE_STEPS]
+        drawn.append(draw_tokens(loaded, state.hidden_RD, noise_R, sampling))
+        token_R = drawn[-1][0]
+        if step + 1 == limit:
+            break
+        if sampling.stop:
+            state = state._replace(done_R=state.done_R | _is_any(token_R, stop_K))
+            if (step + 1) % look_every == 0:
+                done = int(state.done_R.sum())
+                if done == len(token_R):
+                    break
+                wasted += done * look_every
+                if wasted * 16 >= len(token_R):
+                    _write(out, state.numbers_R, step + 1, drawn)
+                    drawn, wasted = [], 0
+                    token_R, state = _drop_done(token_R, state)
+        state = decode_step(loaded, state, token_R)
+    _write(out, state.numbers_R, step + 1, drawn)
+
+
+def _drop_done(token_R: Tensor, state: DecodeState) -> tuple[Tensor, DecodeState]:
+    """The rows that are not done. The last of them move into the places of those that are."""
+    alive_R = ~state.done_R
     count = int(alive_R.sum())
-    holes = (rows.done_R[:count]).nonzero().squeeze(1)
+    holes = (state.done_R[:count]).nonzero().squeeze(1)
     movers = alive_R[count:].nonzero().squeeze(1) + count
     order = torch.arange(count, device=token_R.device).index_copy_(0, holes, movers)
     if len(holes):
-        for x in trees.leaves(cache):
-            x[holes, :length] = x[movers, :length]
-    kept = Rows(*(x.index_select(0, order) for x in rows))
-    return token_R.index_select(0, order), kept, trees.map(lambda x: x[:count], cache)
+        for x in trees.leaves(state.cache):
+            x[holes, : state.longest] = x[movers, : state.longest]
+    cache = trees.map(lambda x: x[:count], state.cache)
+    of_rows = ("hidden_RD", "positions_R1", "numbers_R", "noise_RS", "done_R")
+    rows = {name: getattr(state, name).index_select(0, order) for name in of_rows}
+    return token_R.index_select(0, order), state._replace(cache=cache, prefix=cache, reach=0, **rows)
 
 
-def _write(out: tuple[Tensor, ...], rows: Rows, end: int, drawn: list[tuple[Tensor, ...]]) -> None:
-    """Puts what the steps up to `end` have drawn into the rows of `out`."""
+def _write(out: tuple[Tensor, ...], numbers_R: Tensor, end: int, drawn: list[tuple[Tensor, ...]]) -> None:
+    """Put the draws of the steps up to `end` into their rows of `out`."""
     for x_RT, columns in zip(out, zip(*drawn, strict=True), strict=True):
-        x_RT[rows.numbers_R, end - len(drawn) : end] = torch.stack(columns, 1)
+        x_RT[numbers_R, end - len(drawn) : end] = torch.stack(columns, 1)
 
 
-def _among(tokens: Tensor, ids_K: Tensor) -> Tensor:
+def _is_any(tokens: Tensor, ids_K: Tensor) -> Tensor:
     return (tokens.unsqueeze(-1) == ids_K).any(-1)
 
 
 def finish(sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, model_logp_RT: Tensor) -> Completions:
-    """Cuts every row behind its first stop token, and all rows to the longest."""
+    """Completions cut behind their first stop token, padded to the longest."""
     if not len(tokens_RT):
         return Completions(tokens_RT, tokens_RT.sum(1), logp_RT, model_logp_RT, tokens_RT.any(1))
-    stopped_RT = _among(tokens_RT, torch.tensor(sampling.stop, dtype=torch.int64, device=tokens_RT.device))
+    stopped_RT = _is_any(tokens_RT, torch.tensor(sampling.stop, dtype=torch.int64, device=tokens_RT.device))
     finished_R = stopped_RT.any(1)
     lengths_R = torch.where(finished_R, stopped_RT.int().argmax(1) + 1, tokens_RT.shape[1])
     width = int(lengths_R.max())

@@ -64,8 +64,8 @@ def draw(logits_RV: Tensor, noise_R: Tensor | None, sampling: Sampling) -> tuple
 def candidates(logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """The tempered and truncated distribution.
 
-    Returns: log-probabilities [R, C], -inf for what cannot be drawn; the tokens' ids [R, C], likeliest first, or None
-      where they are 0, 1, 2, ... because nothing is truncated (then nothing is sorted).
+    Returns: log-probabilities [R, C], -inf for what cannot be drawn; the tokens' ids [R, C], most probable first, or
+      None where they are 0, 1, 2, ... because nothing is truncated (then nothing is sorted).
     """
     tempered_RV = logits_RV / sampling.temperature
     if not sampling.truncated:
@@ -77,7 +77,7 @@ def candidates(logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | 
         kept_RC, ids_RC = tempered_RV.sort(descending=True, stable=True)
     if sampling.top_p < 1:
         prob_RC = kept_RC.softmax(-1)
-        before_RC = prob_RC.cumsum(-1, dtype=torch.float64) - prob_RC  # 0 for the likeliest: it always stays
+        before_RC = prob_RC.cumsum(-1, dtype=torch.float64) - prob_RC  # 0 for the first: it always stays
         kept_RC = kept_RC.masked_fill(before_RC >= sampling.top_p, -torch.inf)
     return kept_RC.log_softmax(-1), ids_RC
 
@@ -87,7 +87,7 @@ def invert(logp_RC: Tensor, noise_R: Tensor | None) -> Tensor:
     assert noise_R is not None
     cumulative_RC = logp_RC.exp().cumsum(-1, dtype=torch.float64)
     target_R1 = noise_R.unsqueeze(1) * cumulative_RC[:, -1:]  # below the last one, because the noise is below 1
-    # NaN finds no place; it stays an index, and the caller sees the NaN in the log-probability.
+    # Above NaN nothing is found: the last index is returned, and the caller sees NaN in its log-probability.
     return torch.searchsorted(cumulative_RC, target_R1, right=True).clamp_max_(logp_RC.shape[1] - 1)
 
 

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
-from funrl.models import hf
+from funrl import trees
+from funrl.mesh.reshard import export_weights
+from funrl.models import Placed, hf
 from funrl.track.progress import open_progress
-from funrl.track.run_directory import RunDirectory, RunDirectoryError
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl, tensorboard, together
 from funrl.trainer.job import Job
 from funrl.trainer.rollout import Example
 
+OnStep = Callable[[int, dict[str, float]], Any]
 
-class Observer:
-    """Progress on the terminal, lines and events in the run directory, model and report at the end.
+
+class RunObserver:
+    """Progress on the terminal, lines and events in the run directory, the model at the end; a `trainer.Observer`.
 
     Raises:
       RunDirectoryError: by every method that writes, when the system refuses it, as on a full disk.
     """
 
-    def __init__(self, job: Job, run_dir: str | None) -> None:
-        self.job, self.run, self.stack = job, RunDirectory(Path(run_dir)) if run_dir else None, contextlib.ExitStack()
+    def __init__(self, job: Job, run_dir: str | None, rank: int, on_step: OnStep | None = None) -> None:
+        """
+        Args:
+          run_dir: the same on every rank; rank 0 writes there. None: nothing is written.
+          on_step: called by rank 0 with the number and the metrics of every step.
+        """
+        self.job, self.run_dir, self.stack = job, run_dir, contextlib.ExitStack()
+        self.run = RunDirectory(Path(run_dir)) if run_dir and rank == 0 else None
+        self.on_step = on_step if rank == 0 else None
         self.warmstart: contextlib.AbstractContextManager[None] | None = None
         self.times_shown = 0
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> RunObserver:
         if self.run is None:
             return self
         title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
@@ -86,21 +96,34 @@ class Observer:
             with _writing(self.run):
                 self.track(step, metrics)
             self.progress.update(step, metrics)
+        if self.on_step is not None:
+            self.on_step(step, metrics)
 
-    def finish(
-        self, named_weights: Iterable[tuple[str, Tensor]], error: str | None, head_1D: Tensor | None = None
-    ) -> None:
+    def resumed(self, step: int) -> None:
+        """Forgets the lines of steps after `step`, which are written again."""
+        if self.run is None:
+            return
+        with _writing(self.run):
+            keep_steps(self.run.metrics, step)
+            keep_steps(self.run.samples, step)
+
+    def checkpoint_folder(self) -> str | None:
+        """Where rank 0 writes checkpoints."""
+        return None if self.run is None else str(self.run.checkpoints)
+
+    def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
         """Writes the model; every rank takes part, as its weights come one by one from all ranks.
 
         Args:
-          named_weights, head_1D: as in `hf.write`.
+          placed, params: the trained model and this rank's weights.
           error: what ended the run early.
         """
+        named = export_weights(params, placed.stored, placed.mesh, placed.model.names)
         if self.run is None:
-            collections.deque(named_weights, maxlen=0)
+            collections.deque(named, maxlen=0)
             return
         with _writing(self.run):
-            hf.write(self.run.model, self.job.config, named_weights, self.job.tokenizer, head_1D=head_1D)
+            hf.write(self.run.model, placed.model, named, self.job.tokenizer)
         if error:
             self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
 

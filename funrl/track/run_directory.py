@@ -7,6 +7,7 @@
 | samples.jsonl | one object a sample | now and then |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
+| checkpoints/ | the newest checkpoint | every `--save_every` steps |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut
@@ -65,21 +66,27 @@ class RunDirectory:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
-def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]) -> RunDirectory:
+
+def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False) -> RunDirectory:
     """Creates the directory of a run, proves that it can be written, and writes its config.json.
 
     Args:
       run_dir: where; None or "" is runs/<experiment>-<time>, with a number behind it if that is taken.
       experiment: the name of the program, such as "ppo".
       config: every flag by name; "mesh" and "seed" are also put at the top of config.json.
+      resume: the directory may hold what this run has written before.
     Raises:
       RunDirectoryError: it cannot be created or written, or it holds anything of a former run that would mix
         with this one's or be lost, or a foreign config.json.
     """
     run = RunDirectory(_new_default(experiment) if not run_dir else _given(Path(run_dir)))
     try:
-        _refuse_used(run)
+        if not resume:
+            check_unused(run)
         _check_writable(run.path)
         write_text(run.config, json.dumps(valid(describe(experiment, config)), indent=2) + "\n")
     except (OSError, RunDirectoryError) as error:
@@ -166,6 +173,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
+def keep_steps(path: Path, step: int) -> None:
+    """Removes the lines of steps after `step` from a file of JSON lines, in place: whoever adds to it may have it open.
+
+    Raises:
+      RunDirectoryError: as `read_lines`.
+    """
+    if not path.exists():
+        return
+    kept = [record for record in read_lines(path) if record.get("step", 0) <= step]
+    with open(path, "r+b") as file:
+        file.write(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in kept))
+        file.truncate()
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all: to a neighbour first, which then takes its name."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -204,8 +225,9 @@ def _new_default(experiment: str) -> Path:
     raise RunDirectoryError(f"runs/{stem}: a thousand of that name exist; give --run_dir")
 
 
-def _refuse_used(run: RunDirectory) -> None:
-    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report)
+def check_unused(run: RunDirectory) -> None:
+    """Raises RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
+    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -1,25 +1,34 @@
-"""The loop: generate, reward, score, advantage, update, reshard.
+"""The loop: source, score, advantages, learn, sync.
 
-    prompts -> generate -> reward -> score -> advantage -> update -> reshard -> (next step)
+    rows -> score -> advantages -> learn -> sync -> (next step)
 
-It runs on every rank alike. What a rank holds of a model are its shards; what it knows of a batch is the whole batch.
-The boxes are in `phases.py`.
+It runs on every rank alike, for reinforcement, supervised and preference learning: what differs is the source. What a
+rank holds of a model are its shards. The boxes are functions of files beside this one, which can be called alone.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.reshard import export_weights
-from funrl.models import hf
 from funrl.rewards.load import RewardError
-from funrl.track.observe import Observer
-from funrl.trainer import ensemble, offload, phases, warmstart
+from funrl.trainer import checkpoint, offload, warmstart
+from funrl.trainer.advantages import advantages
+from funrl.trainer.build import Parts, build, first_state, first_weights, sync
+from funrl.trainer.clock import Clock, peak_memory_gb
 from funrl.trainer.job import Job
-from funrl.trainer.spmd import Clock, peak_memory_gb
+from funrl.trainer.job_source import make_source
+from funrl.trainer.learn import learn
+from funrl.trainer.observing import Observer
+from funrl.trainer.score import score
+from funrl.trainer.sources import Source
+from funrl.trainer.state import State
 from funrl.trainer.step import Divergence
+
+MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
 
 class Outcome(NamedTuple):
@@ -30,49 +39,98 @@ class Outcome(NamedTuple):
     error: str | None
 
 
-def train(job: Job, mesh: Mesh, run_dir: str | None) -> Outcome:
+class Run(NamedTuple):
+    """What a run needs on this rank, beside its state.
+
+    Attributes:
+      frozen: weights of the roles that do not learn.
+    """
+
+    job: Job
+    parts: Parts
+    source: Source
+    frozen: Mapping[str, trees.Tree]
+    clock: Clock
+
+
+def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
     """The whole run, on this rank.
 
     Args:
       job: what to do; the same on every rank.
-      mesh: the train mesh.
-      run_dir: where rank 0 writes.
+      mesh: to train on.
+      observer: told what happens, and given the model at the end.
+      source: makes the source.
 
     Returns: how it ended. A reward function that fails, or a gradient that is not finite, ends the run too, with
       everything learned so far saved.
     """
-    settings, clock = job.settings, Clock()
-    with Observer(job, run_dir if mesh.rank == 0 else None) as observer:
-        models = ensemble.build(job, mesh, observer.note)
-        weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, observer)
-        state = phases.start(job, models, weights)
-        away = offload.parse(settings.offload)
-        if away and mesh.device.type == "cpu":
-            observer.note(f"--offload={settings.offload} does nothing here: on a CPU there is no other memory to use")
-        place = functools.partial(offload.place, away=away, plan=models.to_generate, device=mesh.device)
-        first: dict[str, float] = {}
-        last: dict[str, float] = {}
-        error = None
-        try:
-            first = last = phases.evaluate(job, models, 0, clock, observer)
-            for step in range(1, settings.steps + 1):
-                state = place(state, offload.NEEDS["generate"])
-                batch, state, metrics = phases.collect(job, models, state, step, clock, observer)
-                state = place(state, offload.NEEDS["score"])
-                batch, state, scored = phases.score_batch(job, models, state, batch, clock)
-                state = place(state, offload.NEEDS["update"])
-                state, learned = phases.learn(job, models, state, batch, step, clock)
-                phases.sync(job, models, state, clock)
-                metrics |= scored | learned
-                if step == 1:  # as it was before the first update
-                    metrics |= first
-                if step % settings.eval_every == 0 or step == settings.steps:
-                    last = phases.evaluate(job, models, step, clock, observer)
-                    metrics |= last
-                observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, clock.take())
-        except (RewardError, Divergence) as failure:
-            error = str(failure)
-        state = place(state, ("params",))
-        names = hf.hf_names(job.config)
-        observer.finish(export_weights(state.policy.params, models.policy_layouts, mesh, names), error)
+    settings = job.settings
+    run, state = begin(job, mesh, observer, source)
+    folder = checkpoint.shared_folder(observer, mesh)
+    state = sync(run.parts, checkpoint.resumed(job, run.parts, state, folder, observer))
+    place = offload.mover(settings.offload, run.parts, observer.note)
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    error = None
+    try:
+        first = last = run.source.evaluate(state.roles, state.step)
+        for step in range(state.step + 1, settings.steps + 1):
+            run, state = place(run, state, "generate")
+            batch, state, metrics = draw(run, state)
+            run, state = place(run, state, "score")
+            batch, state, scored = score_batch(run, state, batch)
+            run, state = place(run, state, "update")
+            state, learned = learn_batch(run, state, batch)
+            state = sync(run.parts, state, run.clock)
+            metrics |= scored | learned
+            if step == 1:  # as it was before the first update
+                metrics |= first
+            if step % settings.eval_every == 0 or step == settings.steps:
+                last = run.source.evaluate(state.roles, step)
+                metrics |= last
+            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, run.clock.take())
+            checkpoint.save_when_due(job, run.parts, state, folder)
+    except (RewardError, Divergence) as failure:
+        error = str(failure)
+    _, state = place(run, state, "save")
+    observer.finish(run.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
     return Outcome(first, last, error)
+
+
+def begin(
+    job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, clock: Clock | None = None
+) -> tuple[Run, State]:
+    """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
+    clock, parts = clock or Clock(), build(job, mesh, observer.note)
+    weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
+    frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    made = source(job, parts, frozen, clock, observer)
+    return Run(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+
+
+def draw(run: Run, state: State) -> tuple[Batch, State, dict[str, float]]:
+    """The rows of the next step; the state with the source's place; metrics."""
+    batch, at, metrics = run.source.draw(state.source, state.step + 1)
+    return batch, state._replace(source=at), metrics
+
+
+def score_batch(run: Run, state: State, batch: Batch) -> tuple[Batch, State, dict[str, float]]:
+    """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
+    weights = {**run.frozen, **{name: role.params for name, role in state.roles.items()}}
+    batch = score(run.parts.roles, weights, batch, run.job.settings.token_budget, run.clock)
+    if run.job.algorithm.advantage is None:
+        return batch, state, {}
+    with run.clock.phase("advantage"):
+        batch, chain, metrics = advantages(run.job.algorithm.advantage, state.advantage, batch)
+    return batch, state._replace(advantage=chain), metrics
+
+
+def learn_batch(run: Run, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
+    """The state after the step's updates, and their metrics."""
+    settings, step = run.job.settings, state.step + 1
+    roles, metrics = learn(
+        run.parts.roles, state.roles, batch, step, settings.epochs, settings.minibatches, settings.seed,
+        settings.token_budget, run.clock,
+    )  # fmt: skip
+    return state._replace(roles=roles, step=step), metrics

@@ -1,27 +1,29 @@
-"""What a phase does not need leaves the accelerator: optimizer states, frozen models, weights while the engine writes.
+"""Offloading: optimizer states, frozen weights and the policy's own leave the accelerator while a phase needs them not.
 
-Copies go through pinned memory on a stream of their own. A leaving tree costs no time, for the phase that follows
-computes beside the copy; what comes back is waited for by the device, not by the program.
+Copies go through pinned memory on a stream of their own. Offloading costs no time, for the phase that follows
+computes beside the copy; what is onloaded is waited for by the device, not by the program.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.plan import Plan
-from funrl.trainer.step import Learner
-
-if TYPE_CHECKING:
-    from funrl.trainer.ensemble import State
+from funrl.trainer.build import Parts
+from funrl.trainer.roles import RoleState
+from funrl.trainer.state import State
 
 PARTS = ("optimizer", "reference", "params")
-NEEDS = {"generate": (), "score": ("params", "reference"), "update": ("params", "optimizer")}  # stages of a step
+NEEDS = {  # of the stages of a step, and of the end
+    "generate": (), "score": ("params", "reference"), "update": ("params", "optimizer"), "save": ("params",),
+}  # fmt: skip
+Mover = Callable[[Any, State, str], tuple[Any, State]]
 
 
 def parse(text: str | None) -> frozenset[str]:
@@ -36,35 +38,35 @@ def parse(text: str | None) -> frozenset[str]:
     return frozenset(parts)
 
 
-def place(state: State, here: Collection[str], away: frozenset[str], plan: Plan, device: torch.device) -> State:
-    """The state with some parts on the device; it is given up. On a CPU it stays as it is.
+def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
+    """A function (run, state, stage) -> both, with what the stage needs on the device and the rest off it; what it
+    is given is donated. On a CPU everything stays where it is.
 
     Args:
-      here: which of `PARTS` the next stage needs.
-      away: which of them are kept off the device otherwise.
-      plan: from the policy's layouts to the engine's. Weights whose memory the engine shares stay.
-      device: of the mesh.
+      text: which of `PARTS` are offloaded, with commas between.
     """
-    if device.type != "cuda" or not away:
-        return state
+    away, device = parse(text), parts.mesh.device
+    if not away or device.type != "cuda":
+        if away:
+            note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
+        return lambda run, state, stage: (run, state)
+    to_engine = None if parts.generator is None else parts.generator.to_engine
 
-    def moved(part: str, tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
+    def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
             return tree
-        return come(tree, device) if part in here else leave(tree, stays)
+        return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
 
-    def learner(one: Learner | None, stays: Collection[bool] = ()) -> Any:
-        if one is None:
-            return None
-        return Learner(moved("params", one.params, stays), moved("optimizer", one.opt_state))
+    def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
+        roles = {}
+        for name, role in state.roles.items():
+            stays = shared(role.params, to_engine) if name == "policy" and to_engine is not None else ()
+            params = moved("params", role.params, stage, stays)
+            roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
+        frozen = {name: moved("reference", tree, stage) for name, tree in run.frozen.items()}
+        return run._replace(frozen=frozen), state._replace(roles=roles)
 
-    return state._replace(
-        policy=learner(state.policy, shared(state.policy.params, plan)),
-        critic=learner(state.critic),
-        reward_model=learner(state.reward_model),
-        reference=moved("reference", state.reference),
-        teacher=moved("reference", state.teacher),
-    )
+    return move
 
 
 def shared(params: trees.Tree, plan: Plan) -> list[bool]:
@@ -74,11 +76,11 @@ def shared(params: trees.Tree, plan: Plan) -> list[bool]:
     ]
 
 
-def leave(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
+def offload(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
     """The tree in pinned memory; its device memory is free when the copies, which this does not wait for, are done.
 
     Args:
-      tree: floating point leaves move; counters and leaves that are away already do not.
+      tree: floating point leaves move; counters and leaves that are off the device already do not.
       stays: one bool a leaf, true for those that stay; none given: all leave.
     """
 
@@ -97,7 +99,7 @@ def leave(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
     return trees.fill(tree, [out(x, stay) for x, stay in zip(leaves, stays or [False] * len(leaves), strict=True)])
 
 
-def come(tree: trees.Tree, device: torch.device) -> trees.Tree:
+def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     """The tree on the device again: what is computed with it after this call runs after the copies."""
     here, side = torch.cuda.current_stream(device), _stream(device)
 

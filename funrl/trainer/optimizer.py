@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
-from funrl import trees
-from funrl.mesh.mesh import Mesh
+from funrl.models import Placed
 from funrl.optim import (
     Transformation,
     chain,
     clip_by_global_norm,
     fused_adamw,
-    global_norm,
     matrices,
+    muon,
     warmup_constant,
     warmup_cosine,
     warmup_linear,
@@ -20,14 +17,14 @@ from funrl.optim import (
 from funrl.trainer.settings import Settings
 
 
-def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.Tree, mesh: Mesh) -> Transformation:
-    """AdamW below a bound on the gradient's norm over the mesh, in place.
+def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) -> Transformation:
+    """AdamW or Muon below a bound on the gradient's norm, in place. Its `update` is given that norm.
 
     Args:
-      settings: schedule, decay, bound.
+      settings: which, schedule, decay, bound.
       lr: peak learning rate.
       updates: optimizer steps of the whole run, over which the rate decays.
-      layouts: of the parameters on `mesh`.
+      placed: the model that learns.
     """
     warmup = settings.lr_warmup_steps
     schedules = {
@@ -35,8 +32,10 @@ def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.T
         "linear": lambda: warmup_linear(lr, warmup, updates),
         "cosine": lambda: warmup_cosine(lr, warmup, updates),
     }
-    norm = functools.partial(global_norm, layouts=layouts, mesh=mesh)
-    return chain(
-        clip_by_global_norm(settings.max_grad_norm, norm, in_place=True),
-        fused_adamw(schedules[settings.lr_schedule](), weight_decay=settings.weight_decay, mask=matrices),
-    )
+    schedule, decay = schedules[settings.lr_schedule](), settings.weight_decay
+    if settings.optimizer == "muon":
+        axes, layouts = placed.model.axes, placed.stored
+        step = muon(schedule, weight_decay=decay, axes=axes, layouts=layouts, mesh=placed.mesh)
+    else:
+        step = fused_adamw(schedule, weight_decay=decay, mask=matrices)
+    return chain(clip_by_global_norm(settings.max_grad_norm, in_place=True), step)

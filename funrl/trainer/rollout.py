@@ -17,10 +17,9 @@ from torch import Tensor
 from funrl.batch import Batch
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rules import ROWS
+from funrl.mesh.sums import gather_rows, own_range
 from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Engine, Sampling
-from funrl.trainer.spmd import gather_rows, own_range
 
 
 class Example(NamedTuple):
@@ -43,7 +42,7 @@ class Rollout(NamedTuple):
     Attributes:
       completions: of all rows, the same on every rank.
       score: [R] rewards, the weighted sums of the next.
-      scores: [R, K] what each reward function gave.
+      scores: [R, K] what each reward function gave; NaN where one of several does not apply.
     """
 
     completions: Completions
@@ -77,7 +76,7 @@ def rollout(
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    mine = own_range(len(examples), mesh, ROWS)
+    mine = own_range(len(examples), mesh, mesh.row_axes)
     done = engine.generate([examples[i].tokens for i in mine], sampling, seed, first_prompt=mine.start)
     rows = [examples[i] for i in mine for _ in range(sampling.samples)]
     texts = completion_texts(done, decode, [row.tokens[-1] for row in rows])
@@ -96,10 +95,11 @@ def rollout(
     columns += [done.lengths, done.finished, own]
     # Shares are of prompts, and every prompt has as many rows: gather by prompt.
     by_prompt = [c.reshape(len(mine), sampling.samples, *c.shape[1:]) for c in columns]
-    whole = [c.flatten(0, 1) for c in gather_rows(by_prompt, len(examples), mesh, ROWS)]
+    whole = [c.flatten(0, 1) for c in gather_rows(by_prompt, len(examples), mesh, mesh.row_axes)]
     tokens, logp, model_logp, lengths, finished, rewards_RK = whole
     assert len(tokens) == count
-    score_R = rewards_RK @ torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
+    factors_K = torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
+    score_R = (rewards_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     return Rollout(Completions(tokens, lengths, logp, model_logp, finished), score_R, rewards_RK)
 
 

@@ -1,100 +1,249 @@
-"""Every number and name that a run takes from outside: one field is one command-line flag."""
+"""Every number and name that a run takes from outside: one field is one flag, with its bounds where it is defined.
+
+Whether a value is good, what a command line's text means, the help and the table in docs/flags.md come from the
+declaration of the field. What depends on several flags is checked by the functions of `checks.py`. Nothing here imports
+torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from funrl import seeds
+from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse
+from funrl.tasks import arithmetic
+from funrl.trainer.declaration import (
+    RL,
+    SUPERVISED,
+    Flag,
+    SettingsError,
+    above,
+    at_least,
+    at_most,
+    below,
+    flag,
+    one_of,
+    some_of,
+    value_type,
+)
 
-class SettingsError(ValueError):
-    """A flag whose value cannot work; the message names it and what would."""
-
-
-def _flag(default: Any, group: str, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"group": group, "help": text})
+GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
+ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
+NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags common to all experiments. None means: the run chooses, as the help text says."""
+    """The flags of every run. None means: the run chooses."""
 
-    mesh: str = _flag("dp1", "devices", "devices by axis, dp (data), tp (tensor), such as dp4,tp2")
-    generate_mesh: str | None = _flag(None, "devices", "the same devices while generating; default: all of them dp")
-    device: str | None = _flag(None, "devices", "cpu or cuda; default: cuda where there is one")
-    dtype: str = _flag("float32", "devices", "float32, float64 or bfloat16 (bfloat16 keeps float32 master weights)")
-    fsdp: bool = _flag(False, "devices", "shard weights, gradients and optimizer states over data too")
-    fsdp_axes: str | None = _flag(
+    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep, sp or tp (tensor), such as dp4,tp2")
+    generate_mesh: str | None = flag(
+        None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
+    )
+    device: str | None = flag(
+        None, "devices", "where tensors live", one_of("cpu", "cuda"), chosen="cuda where there is one"
+    )
+    dtype: str = flag(
+        "float32",
+        "devices",
+        "what forward passes compute in (bfloat16 keeps float32 master weights)",
+        one_of("float32", "float64", "bfloat16"),
+    )
+    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data too")
+    fsdp_axes: str | None = flag(
         None,
         "devices",
-        "what --fsdp shards over: dp, ep or dp,ep; on dp2,ep4 ep makes shards of 4, twice; default: all",
+        "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
+        some_of(*(short for short, axis in SHORT.items() if axis in ROW_AXES)),
+        chosen="all",
+        requires="fsdp",
     )
-    fsdp_models: str | None = _flag(
+    fsdp_models: str | None = flag(
+        None, "devices", "which models --fsdp shards", some_of(*ROLES), chosen="all", requires="fsdp"
+    )
+    remat: str = flag(
+        "none",
+        "devices",
+        "what a backward pass computes again: full a whole layer, selective all of it but matmuls",
+        one_of("none", "full", "selective"),
+    )
+    offload: str | None = flag(
         None,
         "devices",
-        "which models --fsdp shards: some of policy,critic,reference,reward_model,teacher; default: all",
+        "what leaves a GPU while it is not needed",
+        some_of("optimizer", "reference", "params"),
+        kinds=RL,
     )
-    remat: str = _flag("none", "devices", "none, full (backward computes a layer again) or selective (all but matmuls)")
-    offload: str | None = _flag(
-        None, "devices", "what leaves a GPU while it is not needed: some of optimizer,reference,params"
+    hardware: str | None = flag(
+        None,
+        "devices",
+        "whose memory and speed --dry_run takes",
+        one_of("a100", "h100", "h200", "mi300x", "cpu"),
+        chosen="h100",
+        requires="dry_run",
     )
-    hardware: str | None = _flag(
-        None, "devices", "whose memory and speed --dry_run takes: a100, h100, h200, mi300x or cpu; default: h100"
-    )
-    timeout: int = _flag(60, "devices", "minutes that a rank waits for another, which may wait for a slow reward")
-    compile: str = _flag("auto", "devices", "on, off or auto: compile one decoder layer where it pays (on CUDA)")
-
-    model: str | None = _flag(None, "job", "Hugging Face directory; default: a small decoder from scratch")
-    task: str = _flag("arithmetic", "job", "the embedded task; --prompts and --reward replace it")
-    prompts: str | None = _flag(None, "job", 'JSON lines, each {"prompt": text or chat messages, ...fields}')
-    reward: str | None = _flag(
-        None, "job", "FILE.py:function, function(prompt, completion, **fields) -> float; several with commas between"
-    )
-    reward_weights: str | None = _flag(None, "job", "one number a reward function, such as 1,0.5; default: 1 each")
-    teacher: str | None = _flag(
-        None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"
-    )
-    teacher_top_k: int = _flag(
-        64, "job", "how many of the teacher's likeliest tokens in each place an algorithm is given that compares these"
-    )
-    steps: int = _flag(30, "job", "RL steps, each one batch of rollouts")
-    warmstart_steps: int | None = _flag(
-        None, "job", "supervised steps before RL; default: what the task needs, 0 with --model"
-    )
-    seed: int = _flag(0, "job", "seed of everything random")
-    dry_run: bool = _flag(False, "job", "only say what memory, traffic and time a step takes, by a config.json alone")
-    prompt_tokens: int | None = _flag(
-        None, "job", "tokens of a prompt that --dry_run takes; default: the embedded task's longest, else 512"
-    )
-    run_dir: str | None = _flag(None, "job", "where results go; default: runs/<experiment>-<time>")
-
-    batch_prompts: int = _flag(128, "rollout", "prompts a step")
-    samples_per_prompt: int = _flag(8, "rollout", "completions of each prompt")
-    max_new_tokens: int | None = _flag(None, "rollout", "tokens a completion may have; default: the task's, else 64")
-    temperature: float = _flag(1.0, "rollout", "of sampling; the trainer's log-probabilities use it too")
-    top_k: int = _flag(0, "rollout", "sample among the k likeliest tokens; 0: all")
-    top_p: float = _flag(1.0, "rollout", "sample among the likeliest tokens of this total probability")
-    max_refills: int = _flag(
-        8, "rollout", "batches sampled at most to replace prompts that the algorithm's filter drops whole"
+    timeout: int = flag(60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1))
+    compile: str = flag(
+        "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
 
-    lr: float | None = _flag(
-        None, "update", "policy's peak learning rate; default: 1e-3 from scratch, 1e-5 with --model"
+    model: str | None = flag(None, "job", "Hugging Face directory", chosen="a small decoder from scratch")
+    task: str = flag(
+        "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
-    critic_lr: float | None = _flag(None, "update", "critic's peak learning rate; default: twice the policy's")
-    reward_lr: float | None = _flag(
-        None, "update", "implicit process reward model's peak learning rate; default: the policy's"
+    prompts: str | None = flag(None, "job", 'JSON lines, each {"prompt": text or chat messages, ...fields}', kinds=RL)
+    reward: str | None = flag(
+        None,
+        "job",
+        "FILE.py:function, function(prompt, completion, **fields) -> float; several with commas between",
+        kinds=RL,
     )
-    critic_warmup_steps: int = _flag(0, "update", "first steps in which only the critic learns")
-    lr_schedule: str = _flag("constant", "update", "constant, linear or cosine, after the warm-up")
-    lr_warmup_steps: int = _flag(0, "update", "optimizer steps of linear warm-up")
-    weight_decay: float = _flag(0.0, "update", "decoupled, of matrices only")
-    max_grad_norm: float = _flag(1.0, "update", "gradients are scaled down to this global norm")
-    epochs: int = _flag(1, "update", "passes over each batch of rollouts")
-    minibatches: int = _flag(2, "update", "optimizer steps a pass")
-    token_budget: int = _flag(16384, "update", "padded tokens in one forward pass of one device (micro-batch)")
+    reward_model: str | None = flag(
+        None, "job", "directory of a reward model that scores too, or instead of --reward",
+        kinds=RL,
+    )  # fmt: skip
+    reward_weights: str | None = flag(
+        None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", chosen="1 each", kinds=RL
+    )
+    data: str | None = flag(
+        None,
+        "job",
+        'JSON lines to learn from, each {"prompt": ..., "completion": ...} or {"prompt": ..., "chosen": ..., '
+        '"rejected": ...}',
+        chosen="made of the embedded task",
+        kinds=SUPERVISED,
+    )
+    teacher: str | None = flag(
+        None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer", kinds=RL
+    )
+    teacher_top_k: int = flag(
+        64, "job", "most likely tokens of the teacher in each place, for algorithms that read them", at_least(1),
+        kinds=RL,
+    )  # fmt: skip
+    steps: int = flag(30, "job", "steps, each of one batch of rollouts or of given texts", at_least(1))
+    batch_prompts: int = flag(128, "job", "prompts, demonstrations or pairs a step", at_least(1))
+    warmstart_steps: int | None = flag(
+        None,
+        "job",
+        "supervised steps before, on imperfect demonstrations",
+        at_least(0),
+        chosen="the task's, 0 with --model or --data",
+    )
+    seed: int = flag(0, "job", "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
+    dry_run: bool = flag(False, "job", "only print memory, traffic and time of a step; needs a config.json")
+    prompt_tokens: int | None = flag(
+        None,
+        "job",
+        "tokens of a prompt that --dry_run takes",
+        at_least(1),
+        chosen="the embedded task's longest, else 512",
+        kinds=RL,
+        requires="dry_run",
+    )
+    text_tokens: int | None = flag(
+        None,
+        "job",
+        "tokens of a prompt and its completion that --dry_run takes",
+        at_least(1),
+        chosen="the embedded task's longest, else 1024",
+        kinds=SUPERVISED,
+        requires="dry_run",
+    )
+    run_dir: str | None = flag(None, "job", "where results go", chosen="runs/NAME-TIME")
+    save_every: int = flag(0, "job", "steps between checkpoints in --run_dir; 0: none", at_least(0))
+    resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
-    eval_every: int = _flag(10, "output", "steps between evaluations; the first and the last step always evaluate")
-    eval_prompts: int = _flag(256, "output", "held-out prompts an evaluation uses")
-    eval_temperature: float = _flag(0.0, "output", "of evaluation; 0 is greedy")
-    sample_every: int = _flag(10, "output", "steps between printed sample completions")
+    samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
+    max_new_tokens: int | None = flag(
+        None, "rollout", "tokens a completion may have", at_least(1), chosen="the task's, else 64", kinds=RL
+    )
+    temperature: float = flag(
+        1.0, "rollout", "of sampling; the trainer's log-probabilities use it too", above(0), kinds=RL
+    )
+    top_k: int = flag(0, "rollout", "sample among the k most likely tokens; 0: all", at_least(0), kinds=RL)
+    top_p: float = flag(
+        1.0, "rollout", "sample among the most likely tokens of this total probability", above(0), at_most(1), kinds=RL
+    )
+    max_refills: int = flag(
+        8, "rollout", "batches sampled at most to replace prompts that the algorithm's filter drops whole", at_least(1),
+        kinds=RL,
+    )  # fmt: skip
+
+    lr: float | None = flag(
+        None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
+        chosen="1e-3 from scratch, 1e-5 with --model",
+    )  # fmt: skip
+    critic_lr: float | None = flag(
+        None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL
+    )
+    implicit_reward_lr: float | None = flag(
+        None, "update", "peak learning rate of the implicit reward model", above(0), chosen="the policy's", kinds=RL
+    )
+    critic_warmup_steps: int = flag(0, "update", "first steps in which only the critic learns", at_least(0), kinds=RL)
+    optimizer: str = flag("adamw", "update", "muon is for matrices; the rest takes adamw", one_of("adamw", "muon"))
+    lr_schedule: str = flag("constant", "update", "after the warm-up", one_of("constant", "linear", "cosine"))
+    lr_warmup_steps: int = flag(0, "update", "optimizer steps of linear warm-up", at_least(0))
+    weight_decay: float = flag(0.0, "update", "decoupled, of matrices only", at_least(0))
+    max_grad_norm: float = flag(1.0, "update", "gradients are scaled down to this global norm", above(0))
+    epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
+    minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
+    token_budget: int = flag(16384, "update", "padded tokens of a micro-batch on one device", at_least(1))
+
+    eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
+    eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
+    eval_temperature: float = flag(0.0, "output", "of evaluation; 0 is greedy", at_least(0), kinds=RL)
+    sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
+
+
+@functools.cache
+def settings_flags() -> Mapping[str, Flag]:
+    """The flags of `Settings` by name, in their order."""
+    hints, found = typing.get_type_hints(Settings), {}
+    for field in dataclasses.fields(Settings):
+        kind = value_type(hints[field.name])
+        found[field.name] = Flag(field.name, field.default, kind.type, kind.optional, **field.metadata)
+    return types.MappingProxyType(found)
+
+
+def check_values(settings: Settings) -> None:
+    """Check the value of each flag by itself.
+
+    Raises:
+      SettingsError: the first that cannot work.
+    """
+    for name, one in settings_flags().items():
+        value = getattr(settings, name)
+        if problem := one.problem(value):
+            raise SettingsError(f"--{name}={value}: {problem}")
+    for name in ("mesh", "generate_mesh"):
+        mesh_sizes(settings, name)
+
+
+def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
+    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none.
+
+    Raises:
+      SettingsError: its text is not a mesh.
+    """
+    try:
+        return {} if getattr(settings, name) is None else parse(getattr(settings, name), name)
+    except MeshError as error:
+        raise SettingsError(str(error)) from error
+
+
+def for_kind(settings: Settings, kind: str) -> Settings:
+    """The settings of a kind of run: flags without a meaning in it have the value that changes nothing."""
+    idle = {name: one.without for name, one in settings_flags().items() if kind not in one.kinds}
+    return dataclasses.replace(settings, **idle)
+
+
+def resolved(settings: Settings) -> Settings:
+    """The settings with the number of new tokens that they imply."""
+    embedded = settings.prompts is None and settings.reward is None
+    default = arithmetic.MAX_NEW_TOKENS if embedded else NEW_TOKENS
+    return dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens or default)

@@ -16,49 +16,50 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from funrl import trees
 from funrl.algos.core import reduce
-from funrl.algos.reductions import token_mean
-from funrl.algos.supervised import negative_log_likelihood
+from funrl.algos.losses.likelihood import negative_log_likelihood
+from funrl.algos.losses.reductions import token_mean
 from funrl.batch import Batch
 from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
-from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import shard
-from funrl.models import decoder, hf
-from funrl.optim import chain, clip_by_global_norm, fused_adamw, global_norm, warmup_cosine
+from funrl.models import hf
+from funrl.models.placed import Placed
+from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.job import Job
-from funrl.trainer.step import Learner, gradient, policy_objective, update
+from funrl.trainer.learn import update
+from funrl.trainer.observing import Stage
+from funrl.trainer.roles import Role, RoleState
 
 BATCH = 128  # demonstrations a step
 LR = 3e-3
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 
 
-def initial_weights(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage: Any) -> trees.Tree:
-    """This rank's shards of the policy before RL, in the dtype of the master weights.
+def initial_weights(job: Job, placed: Placed, stage: Stage) -> trees.Tree:
+    """This rank's shards of the weights that a run begins with, in the dtype of the master weights.
 
     Args:
       job: says which model, and how many warm-start steps.
-      mesh, layouts: the train mesh and the policy's layouts on it.
-      layer: the compiled layer, or None.
-      stage: shows progress; `stage.supervised(step, steps, metrics)` and `stage.note(text)`.
+      placed: that model on the train mesh.
+      stage: shows progress.
     """
+    mesh = placed.mesh
     if job.settings.model is not None:
-        return hf.load(job.settings.model, job.master, mesh, layouts)[1]
+        return hf.load(job.settings.model, job.master, mesh, placed.stored)[1]
     generator = torch.Generator().manual_seed(job.settings.seed)
-    weights = trees.to_device(shard(decoder.init(job.config, generator, job.master), layouts, mesh), mesh.device)
+    weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:
         return weights
     cached = cache_directory() / _key(job)
-    stored, problem = _read(cached, job, mesh, layouts)
+    stored, problem = _read(cached, job, placed)
     # One rank's file system may lag behind another's: all of them take the cache, or none.
     problems = [p for p in collectives.gather_objects(problem, mesh) if p is not None]
     if not problems:
@@ -67,31 +68,29 @@ def initial_weights(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, stage
     if any(problems):
         stage.note(f"the cached warm start in {cached} is damaged ({max(problems)}); it is made again")
     start = time.perf_counter()
-    weights = supervise(job, mesh, layouts, layer, weights, stage)
+    weights = supervise(job, placed, weights, stage)
     stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
-    whole = unshard(weights, layouts, mesh)
+    whole = unshard(weights, placed.stored, mesh)
     if mesh.rank == 0:
         _store(cached, job, whole, stage)
     return weights
 
 
-def supervise(job: Job, mesh: Mesh, layouts: trees.Tree, layer: Any, weights: trees.Tree, stage: Any) -> trees.Tree:
+def supervise(job: Job, placed: Placed, weights: trees.Tree, stage: Stage) -> trees.Tree:
     """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
-    steps, loss = job.warmstart_steps, reduce(negative_log_likelihood(), token_mean())
+    steps = job.warmstart_steps
     optimizer = chain(
-        clip_by_global_norm(1.0, lambda g: global_norm(g, layouts, mesh), in_place=True),
-        fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99),
+        clip_by_global_norm(1.0, in_place=True), fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99)
     )
-    objective = policy_objective(job.config, loss, mesh, 1.0, layer, job.dtype, layouts)
-    learner = Learner(weights, optimizer.init(weights))
+    loss = reduce(negative_log_likelihood(), token_mean())
+    role = Role(placed, loss=loss, optimizer=optimizer, metric="train/loss")
+    state = RoleState(weights, optimizer.init(weights))
     for step in range(1, steps + 1):
-        rows = demonstration_batch(job, step, mesh.device)
-        old = torch.zeros(rows.tokens.shape, dtype=trees.leaves(weights)[0].dtype, device=mesh.device)
-        grads, _, value = gradient(objective, loss, learner.params, rows, old, mesh, job.settings.token_budget, layouts)
-        learner = update(optimizer, learner, grads)
+        rows = demonstration_batch(job, step, placed.mesh.device)
+        state, metrics = update(role, state, rows, job.settings.token_budget, f"warm start, step {step}")
         if step % 10 == 0 or step == steps:
-            stage.supervised(step, steps, {"train/loss": value.item()})
-    return learner.params
+            stage.supervised(step, steps, {"train/loss": metrics["train/loss"].item()})
+    return state.params
 
 
 def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
@@ -106,7 +105,7 @@ def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
     length = torch.tensor([len(r) for r in rows], device=device)
     begin = torch.tensor([len(p) for p in prompts], device=device)
     at_T = torch.arange(tokens.shape[1], device=device)
-    return Batch(tokens, (at_T >= begin[:, None]) & (at_T < length[:, None]), length=length)
+    return Batch(tokens=tokens, mask=(at_T >= begin[:, None]) & (at_T < length[:, None]), length=length)
 
 
 def cache_directory() -> Path:
@@ -117,35 +116,35 @@ def cache_directory() -> Path:
 def _key(job: Job) -> str:
     """A hash of everything that the weights depend on. The mesh is not among it: it does not change them."""
     facts = {
-        "version": VERSION, "config": dataclasses.asdict(job.config), "task": job.task.name, "batch": BATCH, "lr": LR,
+        "version": VERSION, "config": dataclasses.asdict(job.model.config), "task": job.task.name, "batch": BATCH,
+        "lr": LR,
         "steps": job.warmstart_steps, "seed": job.settings.seed, "dtype": job.settings.dtype,
         "demonstrations": job.task.demonstrations(0, 16) if job.task.demonstrations else None,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _read(
-    cached: Path, job: Job, mesh: Mesh | None = None, layouts: trees.Tree | None = None
-) -> tuple[trees.Tree | None, str | None]:
-    """The weights of a cached warm start, as `hf.load`, and None; or None and why not, "" where there is none."""
+def _read(cached: Path, job: Job, placed: Placed | None = None) -> tuple[trees.Tree | None, str | None]:
+    """The weights of a cached warm start and None; or None and why not, "" where there is none."""
     try:
         if not os.path.lexists(cached):
             return None, ""
-        if hf.hf_names(hf.check(cached)) != hf.hf_names(job.config):
+        if hf.load_model(cached).names != job.model.names:
             return None, "it holds another model"
-        return hf.load(cached, job.master, mesh, layouts)[1], None
+        where = () if placed is None else (placed.mesh, placed.stored)
+        return hf.load(cached, job.master, *where)[1], None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         return None, str(error) or type(error).__name__
 
 
-def _store(cached: Path, job: Job, whole: trees.Tree, stage: Any) -> None:
+def _store(cached: Path, job: Job, whole: trees.Tree, stage: Stage) -> None:
     """Writes beside and renames, so that a reader sees a whole directory or none."""
     beside = None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         beside = tempfile.mkdtemp(dir=cached.parent)
         made, old = Path(beside) / "made", Path(beside) / "old"
-        hf.save(made, job.config, whole, job.tokenizer)
+        hf.save(made, job.model, whole, job.tokenizer)
         if _read(cached, job)[0] is None:  # else another run was quicker
             with contextlib.suppress(FileNotFoundError):
                 os.rename(cached, old)  # damaged: nothing takes the name of a directory that is not empty

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from funrl.compiled_kernels import linear_logprob as kernel
-from funrl.compiled_kernels.linear_logprob import WANTS, likeliest, linear_logprob, linear_logprob_reference
+from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, topk
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 T, V, D = 13, 24, 6
@@ -175,10 +175,10 @@ def test_further_tokens(want):
     hidden, unembed, targets, cotangent = _inputs()
     among = torch.stack([targets, (targets + 5) % V, (targets + 5) % V, torch.arange(T)], 1)
     weights = torch.randn(among.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    got = linear_logprob(hidden, unembed, targets, temperature=0.7, chunk=5, want=want, among_TK=among)
+    got = linear_logprob(hidden, unembed, targets, temperature=0.7, chunk=5, want=want, topk_TK=among)
     expected = linear_logprob_reference(hidden, unembed, targets, 0.7)
     expected = expected._replace(**{name: None for name in WANTS if name not in want})
-    expected = expected._replace(among_logp=_among(hidden, unembed, among, 0.7))
+    expected = expected._replace(topk_logp=_among(hidden, unembed, among, 0.7))
     assert [x is None for x in got] == [x is None for x in expected]
     cotangent = [*cotangent, weights]
     (got, grads), (expected, grads_expected) = (_with_grads(s, (hidden, unembed), cotangent) for s in (got, expected))
@@ -187,7 +187,7 @@ def test_further_tokens(want):
 
 
 @pytest.mark.parametrize("text", ["tp1", "tp2", "tp8", "dp2,tp4"])
-def test_the_likeliest_of_all_ranks(text):
+def test_the_topk_of_all_ranks(text):
     """Under tp8 a rank has fewer tokens than are asked for."""
     hidden, unembed, targets, _ = _inputs(scale=3.0)
     k = 5
@@ -199,9 +199,9 @@ def test_the_likeliest_of_all_ranks(text):
         shards = unembed.detach().chunk(size)
         local = per_rank(mesh.world, lambda rank: shards[rank % size].clone()).requires_grad_()
         whole = hidden.detach().clone().requires_grad_()
-        found = likeliest(whole, local, k, mesh, 0.7, chunk=5)
-        scores = linear_logprob(whole, local, targets, mesh, 0.7, chunk=5, want=(), among_TK=found[0])
-        grads = torch.autograd.grad((scores.among_logp * weights).sum(), (whole, local))
+        found = topk(whole, local, k, mesh, 0.7, chunk=5)
+        scores = linear_logprob(whole, local, targets, mesh, 0.7, chunk=5, want=(), topk_TK=found[0])
+        grads = torch.autograd.grad((scores.topk_logp * weights).sum(), (whole, local))
         ranks = [gather((found, grads), rank) for rank in range(mesh.world)]
     for rank, ((got_ids, got_logp), (got_hidden, got_unembed)) in enumerate(ranks):
         assert torch.equal(got_ids, ids) and (got_logp - logp).abs().max() < 1e-12

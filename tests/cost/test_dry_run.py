@@ -139,7 +139,7 @@ def test_remax_generates_greedily_too():
 
 def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
-    assert main("funrl.experiments.dapo", ["dapo", *flags]) == 0
+    assert main("dapo", ["dapo", *flags]) == 0
     said = capsys.readouterr().out
     for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "the time of its copies"):
         assert words in said.split("not counted: ")[1]
@@ -237,7 +237,7 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=dp2,tp2", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=8"]
-    assert main("funrl.experiments.grpo", ["grpo", *flags, "--prompt_tokens=8", "--dry_run"]) == 0
+    assert main("grpo", ["grpo", *flags, "--prompt_tokens=8", "--dry_run"]) == 0
     said = capsys.readouterr().out
     for word in (
         "peak memory of a rank",
@@ -249,9 +249,9 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
         assert word in said
     assert not (tmp_path / "runs").exists()
     for wrong, why in (("--hardware=tpu", "it must be one of a100"), ("--prompt_tokens=5000", "4096 positions")):
-        assert main("funrl.experiments.grpo", ["grpo", *flags, "--dry_run", wrong]) == 2
+        assert main("grpo", ["grpo", *flags, "--dry_run", wrong]) == 2
         assert why in capsys.readouterr().err
-    assert main("funrl.experiments.grpo", ["grpo", *flags, "--hardware=h200"]) == 2
+    assert main("grpo", ["grpo", *flags, "--hardware=h200"]) == 2
     assert "give --dry_run too" in capsys.readouterr().err
 
 

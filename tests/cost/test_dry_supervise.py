@@ -12,11 +12,10 @@ from funrl import trees
 from funrl.cost import dry_report, dry_supervise
 from funrl.experiments import dpo, reward_model, sft
 from funrl.experiments.run import main
-from funrl.experiments.supervised import DEMONSTRATIONS, PREFERENCES, REWARDS
 from funrl.mesh.mesh import single
 from funrl.models import decoder
 from funrl.trainer import supervise
-from funrl.trainer.supervise import SupervisedSettings
+from funrl.trainer.settings import Settings, settings_flags
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 96, "vocab": 300}
 COURSES = {
@@ -25,11 +24,11 @@ COURSES = {
     "dpo without a reference": (functools.partial(dpo.algorithm, reference=False), "preferences", "likelihoods"),
     "reward_model": (functools.partial(reward_model.algorithm, margin=True), "preferences", "rewards"),
 }
-EXPERIMENTS = {"sft": DEMONSTRATIONS, "dpo": PREFERENCES, "reward_model": REWARDS}
+EXPERIMENTS = ("sft", "dpo", "reward_model")
 
 
 def settings(**given):
-    return SupervisedSettings(**{"batch_prompts": 16, "token_budget": 256} | given)
+    return Settings(**{"minibatches": 1, "batch_prompts": 16, "token_budget": 256} | given)
 
 
 def course(name, memory=CPU.memory, **given):
@@ -100,25 +99,27 @@ def test_any_mesh_and_a_table_for_each_model(tmp_path):
 def test_the_command_prints_everything_and_suggests_its_own_flags(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=4e6))
-    kind, model = EXPERIMENTS[name], write_config(tmp_path, num_hidden_layers=2, vocab_size=2048)
+    recipe, model = name, write_config(tmp_path, num_hidden_layers=2, vocab_size=2048)
     flags = [f"--model={model}", "--mesh=dp4", "--batch_prompts=64", "--text_tokens=100", "--dry_run"]
-    assert main(f"funrl.experiments.{name}", [name, *flags], kind) == 0
+    assert main(name, [name, *flags], recipe) == 0
     said = capsys.readouterr().out
     assert "update_actor" in said and ("\nref " in said) == (name == "dpo") and "fits: " in said
     assert "generate" not in said and "reshard" not in said and "not counted: tokenizer, files" in said
-    assert main(f"funrl.experiments.{name}", [name, *flags, "--hardware=cpu"], kind) == 0
+    assert main(name, [name, *flags, "--hardware=cpu"], recipe) == 0
     tried = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  with ")]
-    assert tried and set(re.findall(r"--(\w+)", " ".join(tried))) <= {field.name for field in kind.fields}
+    assert tried and set(re.findall(r"--(\w+)", " ".join(tried))) <= {
+        name for name, flag in settings_flags().items() if "supervised" in flag.kinds
+    }
     assert not (tmp_path / "runs").exists()
     for wrong, why in (
         ("--text_tokens=5000", "--text_tokens=5000 is more than the model's 4096 positions"),
         ("--text_tokens=0", "it must be at least 1"),
-        ("--prompt_tokens=8", "--prompt_tokens is not a flag"),
-        ("--fsdp_models=critic", "says which models --fsdp shards; give --fsdp too"),
+        ("--prompt_tokens=8", "--prompt_tokens has no meaning in learning from given texts"),
+        ("--fsdp_models=critic", "does nothing without --fsdp; give --fsdp too"),
     ):
-        assert main(f"funrl.experiments.{name}", [name, *flags, wrong], kind) == 2
+        assert main(name, [name, *flags, wrong], recipe) == 2
         assert why in capsys.readouterr().err
-    assert main(f"funrl.experiments.{name}", [name, *flags, "--fsdp", "--fsdp_models=critic"], kind) == 2
+    assert main(name, [name, *flags, "--fsdp", "--fsdp_models=critic"], recipe) == 2
     assert "--fsdp_models=critic: this run has no critic; it has " in capsys.readouterr().err
-    assert main(f"funrl.experiments.{name}", [name, "--text_tokens=9"], kind) == 2
-    assert "--text_tokens says what --dry_run takes; give --dry_run too" in capsys.readouterr().err
+    assert main(name, [name, "--text_tokens=9"], recipe) == 2
+    assert "--text_tokens=9 does nothing without --dry_run; give --dry_run too" in capsys.readouterr().err

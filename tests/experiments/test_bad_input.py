@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funrl.experiments.run import main
-from funrl.models import decoder, hf
+from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
 
 REWARDS = """
@@ -62,8 +62,8 @@ def forget():
 def own(tmp_path_factory):
     """A folder with a model, prompts and rewards, and with broken ones of each."""
     folder = tmp_path_factory.mktemp("own")
-    config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
-    hf.save(folder / "model", config, decoder.init(config, torch.Generator().manual_seed(0)), tokenizer)
+    model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
+    hf.save(folder / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
     (folder / "empty").mkdir()
     shutil.copytree(folder / "model", folder / "short")
     weights = (folder / "model" / "model.safetensors").read_bytes()
@@ -119,6 +119,11 @@ BAD = [  # flags, and what the one line says
     (["--run_dir={own}/p.jsonl"], "--run_dir={own}/p.jsonl: cannot be created: file exists"),
     (["--run_dir={own}/model"], "holds a config.json that no run has written"),
     (["--setps=3"], "--setps is not a flag; did you mean --steps?"),
+    (["--data={own}/p.jsonl"], "--data has no meaning in reinforcement learning"),
+    (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
+    (["--fsdp_models=reward"], "--fsdp_models=reward: it must be some of policy,critic,reference,implicit_reward"),
+    (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
+    (["--reward_lr=1e-3"], "--reward_lr is not a flag; did you mean --"),
     (["--nothing_like_it=3"], "--nothing_like_it is not a flag; --help lists all flags"),
     (["steps=3"], "'steps=3' is not a flag; flags are written --name=value"),
     (["--steps=many"], "--steps=many: a whole number is needed"),
@@ -126,7 +131,7 @@ BAD = [  # flags, and what the one line says
     (["--lr=fast"], "--lr=fast: a number is needed"),
     (["--lr=nan"], "--lr=nan: a finite number is needed"),
     (["--kl_coef=inf"], "--kl_coef=inf: a finite number is needed"),
-    (["--temperature=0"], "--temperature=0.0: it must be above 0"),
+    (["--temperature=0"], "--temperature=0: it must be above 0"),
     (["--top_p=1.5"], "--top_p=1.5: it must be above 0 and at most 1"),
     (["--temperature=0.5", "--top_k=4"], "use either a temperature, or top_k and top_p at temperature 1"),
     (["--seed=-1"], "--seed=-1: it must be at least 0"),
@@ -134,23 +139,24 @@ BAD = [  # flags, and what the one line says
     (["--dtype=float16"], "--dtype=float16: it must be one of float32, float64, bfloat16"),
     (["--lr_schedule=cosine", "--steps=2", "--lr_warmup_steps=4"], "--lr_warmup_steps=4: the run makes 4 updates"),
     (["--lr_schedule=linear", "--steps=2", "--lr_warmup_steps=9"], "--lr_warmup_steps=9: the run makes 4 updates"),
-    (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be below 2^63"),
+    (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be at least 0 and below 2^63"),
     (["--reward_weights=0"], "--reward_weights=0: every score would be 0"),
     ([*DATA, "--reward={own}/r.py:fine,{own}/r.py:fine", "--reward_weights=0,-0"], "every score would be 0"),
-    (["--reward_weights=1e300"], "--reward_weights=1e300: there are 1 reward functions; give as many numbers"),
+    (["--reward_weights=1e300"], "--reward_weights=1e300: give one number for each of the rewards (1)"),
     ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory; prompts are JSON lines"),
     (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),
     (["--algorithm={own}/syntax.py:fn"], "syntax.py does not import: SyntaxError"),
-    (["--algorithm=funrl.experiments.ppo"], "write FILE.py:function or module:function"),
-    (["--algorithm=funrl.experiments.ppo:algorithms"], "has no 'algorithms'; its functions: "),
+    (["--algorithm=funrl.algos.core"], "write FILE.py:function or module:function"),
+    (["--algorithm=funrl.algos.core:chains"], "has no 'chains'; its functions: "),
+    (["--algorithm=pppo"], "--algorithm=pppo: no recipe has this name; did you mean ppo?"),
 ]  # fmt: skip
 
 
 def call(flags, own, run_dir):
     flags = [flag.format(own=own) for flag in flags]
     argv = ["ppo", *TINY, *([] if any(f.startswith("--run_dir") for f in flags) else [f"--run_dir={run_dir}"]), *flags]
-    return main("funrl.experiments.ppo", argv)
+    return main("ppo", argv)
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f[-2:]) for f, _ in BAD])
@@ -182,13 +188,13 @@ def test_cuda_without_a_gpu_is_refused(own, tmp_path, capsys):
 
 
 def check_stopped(run_dir, said, prompts):
-    """The run stopped after some steps, said on what, and left everything that it had learnt."""
+    """The run stopped after some steps, printed on what, and saved everything that it had learned."""
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert f"results in {run_dir}; open {run_dir / 'report.html'}" in said.out
     assert any(f"prompt: {p!r}" in said.err for p in prompts)
     assert "completion: " in said.err
-    config, params = hf.load(run_dir / "model", torch.float32)
-    start = decoder.init(config, torch.Generator().manual_seed(0))
+    model, params = hf.load(run_dir / "model", torch.float32)
+    start = model.init(torch.Generator().manual_seed(0))
     return steps, not torch.equal(params["embed"], start["embed"])
 
 

@@ -1,4 +1,4 @@
-"""Every experiment as its command line runs it: quickly in a small size, and slowly until it has learnt."""
+"""Every experiment as its command line runs it: quickly in a small size, and slowly until it has learned."""
 
 import json
 import math
@@ -9,12 +9,9 @@ import sys
 import pytest
 import torch
 
-from funrl import trees
-from funrl.algos import preference
-from funrl.data.supervised import lesson, to_batch
-from funrl.experiments import dpo
-from funrl.models import decoder, hf
-from funrl.models import value as values
+from funrl.algos.recipes.dpo import dpo
+from funrl.data.supervised import text_example, to_batch
+from funrl.models import decoder_model, hf, place
 from funrl.tasks import arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
@@ -59,8 +56,8 @@ def test_an_experiment_runs_and_leaves_its_files(name, tmp_path, capsys):
     held = "eval/reward" if name in REINFORCEMENT else "eval/loss"
     assert held in rows[0] and held in rows[-1]
     if name != "reward_model":
-        assert hf.check(tmp_path / "model").vocab == arithmetic.model_config().vocab
-    used = {"vapo": "critic/vf_loss", "prime": "reward_model/loss", "dapo": "filter_groups/kept_share"}
+        assert hf.check(tmp_path / "model").config.vocab == arithmetic.model_config().vocab
+    used = {"vapo": "critic/vf_loss", "prime": "implicit_reward/loss", "dapo": "filter_groups/kept_share"}
     if name in used:
         assert used[name] in rows[-1]
 
@@ -75,12 +72,14 @@ def test_help_names_every_argument_of_the_algorithm_and_no_flag_without_effect(n
     assert all(len(line.split(maxsplit=1)) == 2 for line in joined.splitlines() if line.startswith("  --"))
 
 
-OWN_REWARDS = {"aot": (), "odds_ratio": ("--noreference", "--per_token")}
+PAIR_LOSSES = ("hinge", "ipo", "robust", "exo", "nca", "bco", "sppo", "apo_zero", "apo_down", "discopop", "aot")
 FAMILY = [
-    *((f"--loss={name}", *OWN_REWARDS.get(name, ())) for name in dpo.LOSSES if name != "sigmoid"),
-    ("--loss=0.8*sigmoid+0.2*bco", "--smoothing=0.1", "--margin=0.5"),
+    *((f"--loss={name}",) for name in PAIR_LOSSES),
+    ("--loss=0.8*sigmoid+0.2*bco", "--smoothing=0.1", "--margin=0.5", "--likelihood_coef=1"),
     ("--loss=sigmoid + 0.5*aot", "--smoothing=0.1"),
-    ("--noreference", "--per_token", "--beta=2", "--margin=1", "--likelihood_coef=0"),
+    ("--algorithm=simpo", "--beta=2"),
+    ("--algorithm=orpo",),
+    ("--algorithm=cpo",),
 ]
 
 
@@ -89,11 +88,12 @@ def test_every_loss_of_the_family_of_dpo_learns(flags, tmp_path, capsys):
     status, _, err = run("dpo", capsys, *small("dpo", tmp_path), *flags)
     assert status == 0, err
     rows = metrics_of(tmp_path)
-    assert len(rows) == 2 and all(math.isfinite(row["train/loss"]) and row["actor/grad_norm"] > 0 for row in rows)
+    assert len(rows) == 2 and all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)
 
 
 def test_a_sum_of_losses_is_the_sum_of_their_values():
-    pairs = [lesson({"prompt": "1+1=", "chosen": a, "rejected": b}, "preferences", arithmetic.tokenizer()) for a, b in
+    tokenizer = arithmetic.tokenizer()
+    pairs = [text_example({"prompt": "1+1=", "chosen": a, "rejected": b}, "preferences", tokenizer) for a, b in
              (("2", "3"), ("02", "11"))]  # fmt: skip
     batch = to_batch(pairs, 0)
     draw = torch.Generator().manual_seed(0)
@@ -101,23 +101,21 @@ def test_a_sum_of_losses_is_the_sum_of_their_values():
     batch = batch._replace(ref_logp=ref)
 
     def value(*args, **kwargs):
-        return sum(f.value.item() for f in dpo.algorithm(*args, likelihood_coef=0.3, **kwargs)(logp, batch)[0])
+        return dpo(*args, **kwargs).losses["policy"](logp, batch)[0].item()
 
-    likelihood = 0.3 * preference.chosen_likelihood()(logp, batch)[0][0].value.item()
-    whole = value("0.8*sigmoid+0.2*bco", smoothing=0.1) - likelihood
-    one, other = value("sigmoid", smoothing=0.1) - likelihood, value("bco") - likelihood
-    assert whole == pytest.approx(0.8 * one + 0.2 * other, rel=1e-12)
+    whole = value("0.8*sigmoid+0.2*bco", smoothing=0.1)
+    assert whole == pytest.approx(0.8 * value("sigmoid", smoothing=0.1) + 0.2 * value("bco"), rel=1e-12)
     assert value("sigmoid", margin=1.0) > value("sigmoid")
-    orpo = dpo.algorithm("odds_ratio", reference=False, per_token=True)
-    assert [f.value for f in orpo(logp, batch)[0]][::-1] == [f.value for f in preference.orpo()(logp, batch)[0]]
+    likelihood = value(likelihood_coef=1.0) - value()
+    assert value(likelihood_coef=0.3) == pytest.approx(value() + 0.3 * likelihood, rel=1e-12) and likelihood > 0
 
 
 OWN = '''
 from funrl.algos.core import Algorithm
-from funrl.algos.grpo import grpo
+from funrl.algos.recipes.grpo import grpo
 
 
-def mine(clip: float = 0.5, kl: float = 0.0, max_new_tokens: int = 1) -> Algorithm:
+def mine(clip: float = 0.5, kl: float = 0.0, max_new_tokens: int = 1, make=grpo) -> Algorithm:
     """GRPO of my own.
 
     Args:
@@ -125,7 +123,7 @@ def mine(clip: float = 0.5, kl: float = 0.0, max_new_tokens: int = 1) -> Algorit
       kl: factor
     """
     assert max_new_tokens == 5, max_new_tokens
-    return grpo(clip, clip, kl_loss=kl)
+    return make(clip, clip, kl_coef=kl)
 
 
 def broken() -> int:
@@ -146,16 +144,14 @@ def test_an_algorithm_of_ones_own(tmp_path, capsys):
 
 
 def test_an_argument_that_no_flag_can_say_keeps_its_default_and_is_refused_as_a_flag(tmp_path, capsys):
-    flags = (*small("grpo", tmp_path), "--algorithm=funrl.algos.ppo:ppo")
-    for name in ("--kl_reward=0.01", "--kl_reward"):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    flags = (*small("grpo", tmp_path / "run"), f"--algorithm={file}:mine", "--max_new_tokens=5")
+    for name in ("--make=grpo", "--make"):
         status, _, err = run("grpo", capsys, *flags, name)
-        assert status == 2
-        assert "--kl_reward is not a flag: funrl.algos.ppo:ppo takes Controller | None there" in err
-    status, out, _ = run("grpo", capsys, "--algorithm=funrl.algos.ppo:ppo", "--help")
-    assert status == 0 and "--value_clip" in out and "kl_reward" not in out
-    status, _, err = run("grpo", capsys, *flags)
-    assert status == 0, err
-    assert "kl_reward" not in json.loads((tmp_path / "config.json").read_text())["flags"]
+        assert status == 2 and "--make is not a flag: " in err and "give it in a FILE.py" in err
+    status, out, _ = run("rl", capsys, "--algorithm=dr_grpo", "--help")
+    assert status == 0 and "--clip_low" in out and "--make" not in out
 
 
 def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
@@ -166,9 +162,9 @@ def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
     )
     both = ",".join(f"{tmp_path / 'two.py'}:{name}" for name in ("first", "second"))
     model = tmp_path / "model"
-    config = arithmetic.model_config()
-    hf.save(model, config, decoder.init(config, torch.Generator().manual_seed(0)), arithmetic.tokenizer())
-    flags = ("--algorithm=funrl.algos.gdpo:gdpo", f"--model={model}", f"--prompts={tmp_path / 'p.jsonl'}",
+    start = decoder_model(arithmetic.model_config())
+    hf.save(model, start, start.init(torch.Generator().manual_seed(0)), arithmetic.tokenizer())
+    flags = ("--algorithm=gdpo", f"--model={model}", f"--prompts={tmp_path / 'p.jsonl'}",
              f"--reward={both}", "--max_new_tokens=6")  # fmt: skip
     seen = {}
     for weights in ("1,1", "1,-1", "1,x", "1"):
@@ -196,24 +192,23 @@ def test_an_algorithm_that_is_not_there(source, said, tmp_path, capsys, monkeypa
 
 def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
     status, _, err = run("dpo", capsys, *small("dpo", tmp_path), "--loss=wrong")
-    assert status == 2 and "--loss=wrong: it must be one of sigmoid" in err
+    assert status == 2 and "loss=wrong: it must be one of sigmoid" in err
     for flags, said in (
         (("--loss=sigmoid+sigmoid",), "it must be one of sigmoid"),
-        (("--loss=ipo", "--margin=1"), "--margin=1.0: --loss=ipo has none"),
-        (("--loss=odds_ratio",), "give these"),
-        (("--loss=aot", "--per_token"), "the reward of aot is always that of --reference --noper_token"),
+        (("--loss=ipo", "--margin=1"), "margin=1.0"),
+        (("--loss=aot", "--per_token"), "per_token"),
     ):
         status, _, err = run("dpo", capsys, *small("dpo", tmp_path), *flags)
         assert status == 2 and said in err
     status, _, err = run("reward_model", capsys, *small("reward_model", tmp_path), "--margin")
-    assert status == 2 and "the loss reads margin" in err
+    assert status == 2 and "margin" in err
     status, _, err = run("sft", capsys, *small("sft", tmp_path), "--model=somewhere")
     assert status == 2 and "somewhere" in err
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", SUPERVISED)
-def test_a_mesh_does_not_change_what_is_learnt(name, tmp_path, capsys):
+def test_a_mesh_does_not_change_what_is_learned(name, tmp_path, capsys):
     losses = []
     for mesh in ("dp1", "dp2,tp2"):
         folder = tmp_path / mesh
@@ -231,18 +226,11 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
     assert status == 0, err
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert theirs.config.num_labels == 1
-    state = {name: x.detach() for name, x in theirs.state_dict().items()}
-    config = arithmetic.model_config()
-    names = {k: v for k, v in hf.hf_names(config).items() if k != "unembed"}
-    whole = decoder.init(config, torch.Generator(), torch.float32)
-    whole = {k: v for k, v in whole.items() if k != "unembed"}
-    ours = trees.map_named(lambda name, x: state[names[name][0]].reshape(x.shape), whole)
+    model, params = hf.load(tmp_path / "model", torch.float32)
     record = {"prompt": "12+34=", "chosen": "64", "rejected": "81"}
-    one = lesson(record, "preferences", arithmetic.tokenizer())
+    one = text_example(record, "preferences", arithmetic.tokenizer())
     batch = to_batch([one], 0, reader=True)
-    said = values.apply(
-        config, {"decoder": ours, "value": state["score.weight"]}, batch.tokens, batch.positions, batch.segments
-    )
+    said = place(model).values(params, batch)
     for text, reward in zip(one.texts, said[batch.mask], strict=True):
         logit = theirs(torch.tensor([text.tokens])).logits[0, 0]
         assert logit.item() == pytest.approx(reward.item(), abs=1e-5) and abs(logit) > 1e-4
@@ -268,7 +256,7 @@ def test_an_experiment_raises_the_reward(name, warm, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_dpo_learns_the_preference_and_to_add(warm, tmp_path, capsys):
-    status, _, err = run("dpo", capsys, *warm, "--steps=20", f"--run_dir={tmp_path}")
+    status, _, err = run("dpo", capsys, *warm, "--likelihood_coef=1", "--steps=20", f"--run_dir={tmp_path}")
     assert status == 0, err
     first, last = metrics_of(tmp_path)[0], metrics_of(tmp_path)[-1]
     assert first["eval/margin"] == 0 and last["eval/margin"] > 2 and last["eval/accuracy"] > 0.95

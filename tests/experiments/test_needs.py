@@ -9,14 +9,7 @@ import typing
 
 import pytest
 import torch
-
-import funrl.algos
-from funrl import trees
-from funrl.algos.compose import corrected
-from funrl.algos.core import Algorithm, add, chain, needs_of, reduce
-from funrl.algos.corrections import mask_truncated
 from funrl.algos.distillation import distillation
-from funrl.algos.filters import not_truncated
 from funrl.algos.gdpo import gdpo
 from funrl.algos.grpo import grpo
 from funrl.algos.kl import kl_to
@@ -26,6 +19,14 @@ from funrl.algos.reductions import token_mean
 from funrl.algos.shaping import adaptive_kl, fixed_kl
 from funrl.algos.terms import clipped_surrogate
 from funrl.algos.terms_covariance import adapt_entropy
+from funrl.trainer.spmd import Clock
+
+import funrl.algos
+from funrl import trees
+from funrl.algos.compose import corrected
+from funrl.algos.core import Algorithm, add, chain, needs_of, reduce
+from funrl.algos.corrections import mask_truncated
+from funrl.algos.filters import not_truncated
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
@@ -34,7 +35,6 @@ from funrl.trainer import ensemble, phases, warmstart
 from funrl.trainer import job as jobs
 from funrl.trainer.job import SettingsError, check_needs, prepare
 from funrl.trainer.settings import Settings
-from funrl.trainer.spmd import Clock
 
 MODULES = {m.name: importlib.import_module(f"funrl.algos.{m.name}") for m in pkgutil.iter_modules(funrl.algos.__path__)}
 MAKERS = {name: getattr(module, name) for name, module in MODULES.items() if hasattr(module, name)}
@@ -169,7 +169,7 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
     assert metrics["reward/2/mean"] == 4 and metrics["reward/1/mean"] == batch.scores[:, 0].mean().item()
     assert prepare(Settings(**SMALL, **flags), gdpo).task.weights == (1, 1)
     for weights in ("1", "1,2,3", "1,x", "1,nan"):
-        with pytest.raises(SettingsError, match=r"reward_weights.*2 reward functions"):
+        with pytest.raises(SettingsError, match=r"reward_weights.*rewards \(2\)"):
             prepare(Settings(**SMALL, **flags, reward_weights=weights), gdpo)
 
 
@@ -277,7 +277,7 @@ def test_filters_may_read_what_a_rollout_knows():
     ("flags", "make"),
     [
         ({"critic_warmup_steps": 1}, grpo),
-        ({"reward_lr": 1e-3}, grpo),
+        ({"implicit_reward_lr": 1e-3}, grpo),
         ({"teacher": "somewhere"}, lambda: ppo(kl_reward=fixed_kl(0.1))),
         ({"critic_warmup_steps": 4}, ppo),
         ({"critic_warmup_steps": -1}, ppo),

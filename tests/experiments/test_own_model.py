@@ -11,7 +11,7 @@ import torch
 from funrl import trees
 from funrl.experiments.run import main
 from funrl.mesh.mesh import single
-from funrl.models import decoder, hf
+from funrl.models import Inputs, hf
 from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 
@@ -29,7 +29,7 @@ FLAGS = [
 
 
 def run(run_dir, *flags):
-    assert main("funrl.experiments.ppo", ["ppo", *FLAGS, f"--run_dir={run_dir}", *flags]) == 0
+    assert main("ppo", ["ppo", *FLAGS, f"--run_dir={run_dir}", *flags]) == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -38,15 +38,15 @@ def check_loads_in_transformers(folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    config, params = hf.load(folder, torch.float32)
+    model, params = hf.load(folder, torch.float32)
     ids = torch.tensor([tokenizer.encode("Once upon a time, there was a big")])
     with torch.no_grad():
-        hidden_BTD, _ = decoder.apply(config, params, ids)
-        torch.testing.assert_close(hidden_BTD @ decoder.unembed(params).T, theirs(ids).logits, rtol=0, atol=2e-5)
+        hidden_BTD = model.apply(params, Inputs(ids)).hidden
+        torch.testing.assert_close(hidden_BTD @ model.unembed(params).T, theirs(ids).logits, rtol=0, atol=2e-5)
         continued = theirs.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :].tolist()
-    engine = native_engine(config, single(), torch.float32)
+    engine = native_engine(model, single(), torch.float32)
     engine.load(trees.named(params))
-    done = engine.generate(ids.tolist(), Sampling(max_new_tokens=24, stop=config.eos, greedy=True), seed=0)
+    done = engine.generate(ids.tolist(), Sampling(max_new_tokens=24, stop=model.config.eos, greedy=True), seed=0)
     assert done.tokens[0, : done.lengths[0]].tolist() == continued
 
 

@@ -1,4 +1,4 @@
-"""Runs on given texts: what stops them, and what a saved reward model says of a batch in transformers."""
+"""Runs on given texts: what stops them, and the rewards of a saved reward model in transformers."""
 
 import json
 import math
@@ -6,28 +6,26 @@ import math
 import pytest
 import torch
 
-from funrl import trees
-from funrl.data.supervised import load_lessons, to_batch
+from funrl.data.supervised import load_examples, to_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.experiments.run import main
-from funrl.experiments.supervised import DEMONSTRATIONS, PREFERENCES, REWARDS
-from funrl.models import decoder, hf
-from funrl.models import value as values
+from funrl.models import decoder_model, hf, place
 from funrl.tasks import arithmetic
 
-KINDS = {"sft": DEMONSTRATIONS, "dpo": PREFERENCES, "reward_model": REWARDS}
+NAMES = ("sft", "dpo", "reward_model")
 
 
 def run(name, *flags):
     tiny = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--batch_prompts=4", "--eval_prompts=8")
-    return main(f"funrl.experiments.{name}", [name, *tiny, *flags], kind=KINDS[name])
+    return main(name, [name, *tiny, *flags])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path, capsys):
     assert run(name, "--steps=5", "--lr=1e30", f"--run_dir={tmp_path}") == 1
     said = capsys.readouterr()
-    assert said.err.startswith("error: step 2: the gradient's norm is ") and "lower --lr" in said.err
+    role = "reward_model" if name == "reward_model" else "policy"
+    assert said.err.startswith(f"error: step 2, {role}: the gradient's norm is ") and "lower --lr" in said.err
     assert "Traceback" not in said.err and str(tmp_path / "report.html") in said.out
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1] and math.isfinite(rows[0]["train/loss"])
@@ -37,20 +35,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path
 
 @pytest.mark.parametrize("broken, said", [(0, "before the first step"), (1, "after step 1; a lower --lr may prevent")])
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, said, tmp_path, capsys, monkeypatch):
-    from funrl.trainer import supervise
+    from funrl.trainer import sources
 
-    calls, score = [], supervise.score
+    calls, score_role = [], sources.score_role
 
     def scored(*arguments):
         calls.append(1)
-        return [x * (math.nan if len(calls) == broken + 1 else 1) for x in score(*arguments)]
+        factor = math.nan if len(calls) == broken + 1 else 1
+        return {name: x * factor for name, x in score_role(*arguments).items()}
 
-    monkeypatch.setattr(supervise, "score", scored)
+    monkeypatch.setattr(sources, "score_role", scored)
     assert run("sft", "--steps=1", f"--run_dir={tmp_path}") == 1
     assert f"the held-out loss is nan {said}" in capsys.readouterr().err
 
 
-def test_a_text_that_is_too_long_is_refused_and_the_longest_that_fits_is_learnt(tmp_path, capsys):
+def test_a_text_that_is_too_long_is_refused_and_the_longest_that_fits_is_trained_on(tmp_path, capsys):
     file = tmp_path / "d.jsonl"
     lines = [{"prompt": "1+1=", "completion": "2" * digits} for digits in (1, 59, 60)]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -63,15 +62,15 @@ def test_a_text_that_is_too_long_is_refused_and_the_longest_that_fits_is_learnt(
 
 
 @pytest.mark.parametrize("padding", ["its own", "the end of text", "none"])
-def test_a_reward_model_says_the_same_of_a_padded_batch_in_transformers(padding, tmp_path, capsys):
+def test_a_reward_model_has_the_same_rewards_of_a_padded_batch_in_transformers(padding, tmp_path, capsys):
     """Whether the texts of the batch end with the end-of-text token only matters where that token does not pad."""
     from transformers import AutoModelForSequenceClassification
 
-    config, tokenizer = arithmetic.model_config(), arithmetic.tokenizer()
+    model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
     tokenizer.pad_token = {"its own": tokenizer.pad_token, "the end of text": tokenizer.eos_token, "none": None}[
         padding
     ]
-    hf.save(tmp_path / "own", config, decoder.init(config, torch.Generator().manual_seed(0)), tokenizer)
+    hf.save(tmp_path / "own", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
     file = tmp_path / "d.jsonl"
     records = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i)[::-1], "rejected": str(i)} for i in range(1, 40, 6)]
     file.write_text("\n".join(map(json.dumps, records)))
@@ -81,10 +80,10 @@ def test_a_reward_model_says_the_same_of_a_padded_batch_in_transformers(padding,
     folder = tmp_path / "run" / "model"
     theirs, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), load_tokenizer(folder)
     assert theirs.config.pad_token_id == tokenizer.pad_token_id == (0 if padding == "its own" else 1)
-    lessons = load_lessons(file, "preferences", tokenizer)
-    batch = to_batch(lessons, tokenizer.pad_token_id, reader=True)
-    said = values.apply(config, reward_model_of(folder, config), batch.tokens, batch.positions, batch.segments)
-    ours = said[batch.mask].tolist()
+    examples = load_examples(file, "preferences", tokenizer)
+    batch = to_batch(examples, tokenizer.pad_token_id, reader=True)
+    model, params = hf.load(folder, torch.float32)
+    ours = place(model).values(params, batch)[batch.mask].tolist()
     assert len({round(x, 6) for x in ours}) > 10  # they differ
 
     texts = [record["prompt"] + record[name] for record in records for name in ("chosen", "rejected")]
@@ -101,14 +100,3 @@ def weights(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
-
-
-def reward_model_of(folder, config):
-    """The saved weights as our own tree."""
-    state = weights(folder)
-    names = hf.hf_names(config)
-    body = trees.map_named(
-        lambda name, x: state[names[name][0]].reshape(x.shape),
-        {name: x for name, x in decoder.shapes(config).items() if name != "unembed"},
-    )
-    return {"decoder": body, "value": state["score.weight"]}

@@ -1,18 +1,23 @@
 """Real gloo ranks: what they compute, and how a run ends when one of them does not."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 from funrl.mesh import collectives, mesh
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh import launch as launching
+from funrl.mesh.launch import WorkerError, launch, submesh, view
 from funrl.mesh.mesh import MeshError, parse
+from funrl.mesh.processes import can_fork
 
 pytestmark = pytest.mark.gloo
 
@@ -115,7 +120,7 @@ def test_a_rank_that_waits_in_vain_says_so_in_time():
         collectives.psum(torch.ones(1), m, "data")
 
     with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*[Tt]imed out"):
-        launch(program, parse("dp2"), "cpu", patience=timedelta(seconds=1))
+        launch(program, parse("dp2"), "cpu", timeout=timedelta(seconds=1))
 
 
 INTERRUPTED = """
@@ -144,16 +149,17 @@ def test_an_interrupt_leaves_no_process():
 def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(
-        "import torch\nfrom funrl.mesh import collectives\nfrom funrl.mesh.launch import launch\n"
-        "from funrl.mesh.mesh import parse\n"
-        "print('sum', launch(lambda m: collectives.psum(torch.ones(1), m, 'data').item(), parse('dp2'), 'cpu'))\n"
+        "import torch\nfrom funrl.mesh import collectives, launch\nfrom funrl.mesh.mesh import parse\n"
+        "launch.cores = lambda: 6\n"
+        "total = launch.launch(lambda m: collectives.psum(torch.ones(1), m, 'data').item(), parse('dp2'), 'cpu')\n"
+        "print(f'sum {total} {torch.get_num_threads()}\\n', end='')\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2.0") == 2
+    assert done.stdout.count("sum 2.0 3") == 2
 
 
 def test_a_mesh_of_another_size_than_torchrun_is_refused(monkeypatch):
@@ -180,3 +186,141 @@ def test_the_order_of_axes_is_free():
     assert parse("tp2,dp4") == parse("dp4,tp2")
     assert mesh.text(parse("tp2,dp4")) == "dp4,tp2"
     assert mesh.text(parse("")) == "dp1"
+
+
+def test_the_time_that_a_rank_waits_is_that_of_every_group():
+    def program(m):
+        generate = view(m, parse("tp2,sp2"))
+        pair = submesh(m, parse("tp2"), [1, 2])
+        if m.rank == 1:
+            time.sleep(5)
+        elif m.rank == 0:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                collectives.psum(torch.ones(1), m, "tensor")
+        elif m.rank == 2:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                collectives.psum(torch.ones(1), pair, "tensor")
+        else:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                collectives.psum(torch.ones(1), generate, "sequence")
+        os._exit(0)  # the groups are broken
+
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0 ended before the program did"):
+        launch(program, parse("dp2,tp2"), "cpu", timeout=timedelta(seconds=1))
+    assert time.monotonic() - start < 15
+
+
+def test_meshes_over_some_of_the_ranks():
+    def program(m):
+        x, seen = torch.tensor([float(m.rank)]), []
+        for sizes, ranks in (("dp2,tp2", [0, 1, 2, 3]), ("tp2", [4, 5]), ("dp3", [0, 2, 5]), ("dp1", [3])):
+            mesh = submesh(m, parse(sizes), ranks)
+            assert (mesh.here, list(mesh.ranks), mesh.process) == (m.rank in ranks, ranks, m.rank)
+            if mesh.here:
+                sums = [collectives.psum(x, mesh, axes).item() for axes in ("data", "tensor")]
+                seen.append((mesh.rank, *sums, collectives.gather_objects(m.rank, mesh)))
+            else:
+                with pytest.raises(MeshError, match=f"process {m.rank} is not in the mesh"):
+                    mesh.index("data")
+        assert submesh(m, parse("tp2"), [4, 5]).groups == submesh(m, parse("tp2"), (4, 5)).groups
+        return collectives.gather_objects(seen, m)
+
+    seen = launch(program, parse("dp6"), "cpu")
+    everyone = [0, 1, 2, 3]
+    assert seen == [
+        [(0, 0 + 2, 0 + 1, everyone), (0, 0 + 2 + 5, 0, [0, 2, 5])],
+        [(1, 1 + 3, 0 + 1, everyone)],
+        [(2, 0 + 2, 2 + 3, everyone), (1, 0 + 2 + 5, 2, [0, 2, 5])],
+        [(3, 1 + 3, 2 + 3, everyone), (0, 3, 3, [3])],
+        [(0, 4, 4 + 5, [4, 5])],
+        [(1, 5, 4 + 5, [4, 5]), (2, 0 + 2 + 5, 5, [0, 2, 5])],
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes,ranks,message",
+    [
+        ("dp2", [0], r"dp2 has 2 devices: \[0\] must be as many ranks"),
+        ("dp2", [1, 0], "ascending"),
+        ("dp2", [0, 1], r"over the ranks \[0, 1\]; this run has 1"),
+    ],
+)
+def test_ranks_that_make_no_mesh_are_refused(sizes, ranks, message):
+    with pytest.raises(MeshError, match=message):
+        submesh(mesh.single(), parse(sizes), ranks)
+
+
+def test_ranks_at_even_distances_are_a_range():
+    assert mesh.ranks_of([2, 4, 6]) == range(2, 7, 2)
+    assert mesh.ranks_of([5]) == range(5, 6)
+    assert mesh.ranks_of([0, 1, 3]) == (0, 1, 3)
+
+
+def threads(m):
+    return collectives.gather_objects(torch.get_num_threads(), m)
+
+
+def test_each_rank_computes_with_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(launching, "cores", lambda: 6)
+    assert launch(threads, parse("dp2"), "cpu") == [3, 3]
+    assert launch(threads, parse("dp8"), "cpu") == [1] * 8
+
+
+PARALLEL = """
+import torch
+from funrl.mesh import collectives, launch
+from funrl.mesh.mesh import parse
+torch.set_num_threads(4)
+def work():
+    x = torch.ones(600, 600, requires_grad=True)
+    (x @ x).tanh().sum().backward()
+    return x.grad.sum().item()
+expected = work()
+class Answer:
+    def __init__(self, value):
+        self.value = value
+def program(m):
+    torch.set_num_threads(2)
+    return Answer(collectives.psum(torch.tensor(work()), m, "data").item())
+launch.can_fork = FORK
+answer = launch.launch(program, parse("dp2"), "cpu")
+assert isinstance(answer, Answer) and answer.value == 2 * expected
+assert work() == expected
+"""
+
+
+@pytest.mark.parametrize("fork", ["launch.can_fork", "lambda: False"], ids=["forked", "fresh"])
+def test_a_process_that_has_computed_in_parallel_starts_ranks(fork):
+    """From the standard input, as a notebook: what is defined there is in no module."""
+    code = PARALLEL.replace("FORK", fork)
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_with_threads_of_torch_does_not_fork(monkeypatch):
+    assert can_fork()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not can_fork()
+    monkeypatch.undo()
+    pr_set_name, begun, end = 15, threading.Event(), threading.Event()
+
+    def named():
+        ctypes.CDLL(None).prctl(pr_set_name, b"pt_autograd_0")
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=named)
+    thread.start()
+    begun.wait()
+    assert not can_fork()
+    end.set()
+    thread.join()
+    assert can_fork()
+
+
+def test_a_program_that_cannot_be_sent_is_an_error_before_the_start(monkeypatch):
+    monkeypatch.setattr(launching, "can_fork", lambda: False)
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"the program cannot be sent to other processes: .*lock"):
+        launch(lambda m: lock.locked(), parse("dp2"), "cpu")

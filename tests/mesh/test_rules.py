@@ -6,15 +6,26 @@ import torch
 from funrl import trees
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh, MeshError, parse
-from funrl.mesh.rules import GENERATE, TRAIN, Layout, fully_sharded, layout, layouts, shard
+from funrl.mesh.rules import (
+    COMPUTE,
+    GENERATE,
+    STORED,
+    Layout,
+    fully_sharded,
+    gather_axes,
+    layout,
+    layouts,
+    rest_axes,
+    shard,
+)
 
 DP4_TP2 = parse("dp4,tp2")
 
 
 def test_a_layout_has_the_axes_that_are_larger_than_one():
-    assert layout("w", (8, 6), ("vocab", "embed"), TRAIN, DP4_TP2).spec == (("tensor",), ())
-    assert layout("w", (8, 6), ("vocab", "embed"), TRAIN, parse("dp8")).spec == ((), ())
-    assert layout("w", (8, 8), ("vocab", "embed"), fully_sharded(TRAIN), DP4_TP2).spec == (("tensor",), ("data",))
+    assert layout("w", (8, 6), ("vocab", "embed"), STORED, DP4_TP2).spec == (("tensor",), ())
+    assert layout("w", (8, 6), ("vocab", "embed"), STORED, parse("dp8")).spec == ((), ())
+    assert layout("w", (8, 8), ("vocab", "embed"), fully_sharded(STORED), DP4_TP2).spec == (("tensor",), ("data",))
     both = layout("w", (16, 6), ("vocab", "embed"), {"vocab": ("data", "tensor"), "embed": None}, DP4_TP2)
     assert both.spec == (("data", "tensor"), ())
     assert both.axes == ("data", "tensor")
@@ -32,69 +43,106 @@ def test_boxes_by_hand():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 8, 11])
 def test_parts_are_the_chunks_of_torch(length):
-    lay = Layout((length,), (("data",),), (4, 1, 1, 2))
+    chunked = Layout((length,), (("data",),), (4, 1, 1, 2))
     chunks = torch.arange(length).chunk(4)
     for rank in range(8):
-        (low, high), at = lay.box(rank)[0], rank // 2
+        (low, high), at = chunked.box(rank)[0], rank // 2
         expected = chunks[at].tolist() if at < len(chunks) else []
         assert list(range(low, high)) == expected
 
 
-@pytest.mark.parametrize("table", [TRAIN, GENERATE, fully_sharded(TRAIN)])
+@pytest.mark.parametrize("table", [STORED, GENERATE, fully_sharded(STORED)])
 def test_shards_of_all_ranks_cover_every_element_as_often_as_it_is_replicated(table):
     tree = {"embed": torch.arange(8 * 12).view(8, 12), "layers": ({"o": torch.arange(12 * 4 * 3).view(12, 4, 3)},)}
     axes = {"embed": ("vocab", "embed"), "layers": ({"o": ("embed", "heads", "head")},)}
-    lays = layouts(tree, axes, table, DP4_TP2)
+    places = layouts(tree, axes, table, DP4_TP2)
     seen = trees.map(torch.zeros_like, tree)
     for rank in range(8):
-        parts = shard(tree, lays, Mesh(DP4_TP2, rank))
-        for count, x, part, lay in zip(*map(trees.leaves, (seen, tree, parts, lays)), strict=True):
-            where = tuple(slice(low, high) for low, high in lay.box(rank))
+        parts = shard(tree, places, Mesh(DP4_TP2, rank))
+        for count, x, part, place in zip(*map(trees.leaves, (seen, tree, parts, places)), strict=True):
+            where = tuple(slice(low, high) for low, high in place.box(rank))
             assert torch.equal(part, x[where]) and part.is_contiguous()
             count[where] += 1
-    for count, lay in zip(trees.leaves(seen), trees.leaves(lays), strict=True):
-        assert (count == 8 // Mesh(DP4_TP2).size(lay.axes)).all()
+    for count, place in zip(trees.leaves(seen), trees.leaves(places), strict=True):
+        assert (count == 8 // Mesh(DP4_TP2).size(place.axes)).all()
 
 
 def test_a_shard_owns_its_memory_and_a_whole_leaf_is_shared():
     tree = {"w": torch.zeros(8, 2), "norm": torch.zeros(2)}
-    lays = layouts(tree, {"w": ("vocab", "embed"), "norm": ("norm",)}, TRAIN, DP4_TP2)
-    parts = shard(tree, lays, Mesh(DP4_TP2, 0))
+    places = layouts(tree, {"w": ("vocab", "embed"), "norm": ("norm",)}, STORED, DP4_TP2)
+    parts = shard(tree, places, Mesh(DP4_TP2, 0))
     parts["w"] += 1
     assert tree["w"].sum() == 0
     assert parts["norm"] is tree["norm"]
 
 
 def test_key_value_heads_are_replicated_where_they_are_too_few():
-    assert layout("k", (2, 4, 8), ("kv_heads", "head", "embed"), TRAIN, parse("tp4")).spec == ((), (), ())
-    assert layout("k", (4, 4, 8), ("kv_heads", "head", "embed"), TRAIN, parse("tp4")).spec == (("tensor",), (), ())
+    assert layout("k", (2, 4, 8), ("kv_heads", "head", "embed"), STORED, parse("tp4")).spec == ((), (), ())
+    assert layout("k", (4, 4, 8), ("kv_heads", "head", "embed"), STORED, parse("tp4")).spec == (("tensor",), (), ())
 
 
 def test_fully_sharded_over_one_of_two_axes_is_hybrid():
-    table = fully_sharded(TRAIN, "expert")
-    lay = layout("up", (12, 8), ("mlp", "embed"), table, parse("dp2,ep2,tp2"))
-    assert lay.spec == (("tensor",), ("expert",))
-    assert lay.box(0) == lay.box(4), "ranks that differ only in their data index hold the same part"
-    assert TRAIN["embed"] is None, "the table that it is made from stays as it is"
+    table = fully_sharded(STORED, "expert")
+    hybrid = layout("up", (12, 8), ("mlp", "embed"), table, parse("dp2,ep2,tp2"))
+    assert hybrid.spec == (("tensor",), ("expert",))
+    assert hybrid.box(0) == hybrid.box(4), "ranks that differ only in their data index hold the same part"
+    assert STORED["embed"] is None, "the table that it is made from stays as it is"
+
+
+EVERY = ("data", "expert", "sequence")
+OVER_EVERY = fully_sharded(STORED, EVERY)
+BY_TENSOR = {"experts": ("expert", "tensor"), "mlp": None}
+EXPERTS, MATRIX, NORM = ("experts", "mlp", "expert_embed"), ("mlp", "embed"), ("norm",)
+
+
+@pytest.mark.parametrize(
+    "logical,stored,compute,gathers,rest",
+    [  # each weight on dp2,ep2,sp2,tp2: what is gathered per dim before it computes, what is left to sum once a step
+        (MATRIX, OVER_EVERY, COMPUTE, [(), EVERY], ()),
+        (NORM, OVER_EVERY, COMPUTE, [()], EVERY),
+        (MATRIX, STORED, COMPUTE, [(), ()], EVERY),
+        (MATRIX, fully_sharded(STORED, "expert"), COMPUTE, [(), ("expert",)], ("data", "sequence")),
+        (EXPERTS, OVER_EVERY, COMPUTE, [(), (), ("data", "sequence")], ()),
+        (
+            EXPERTS,
+            fully_sharded(STORED | BY_TENSOR, "data"),
+            COMPUTE | BY_TENSOR,
+            [(), (), ("data",)],
+            ("sequence",),
+        ),
+        (EXPERTS, STORED, COMPUTE | {"experts": None}, [("expert",), (), ()], ("data", "sequence")),
+        (EXPERTS, STORED | {"experts": ("expert", "data")}, COMPUTE, [("data",), (), ()], ("sequence",)),
+    ],
+)
+def test_what_is_gathered_and_what_is_left_to_sum(logical, stored, compute, gathers, rest):
+    sizes = parse("dp2,ep2,sp2,tp2")
+    have, want = (layout("w", (16,) * len(logical), logical, table, sizes) for table in (stored, compute))
+    assert list(gather_axes("w", have, want)) == gathers
+    assert rest_axes({"w": have}, {"w": want}, Mesh(sizes)) == [rest]
 
 
 @pytest.mark.parametrize(
     "shape,logical,table,message",
     [
-        ((8, 6), ("vocab", "colour"), TRAIN, "layers/0/w: logical axis 'colour' has no rule; the table knows"),
-        ((8, 6), ("vocab",), TRAIN, r"layers/0/w: shape \(8, 6\) has 2 dims but its logical axes are \('vocab',\)"),
+        ((8, 6), ("vocab", "colour"), STORED, "layers/0/w: logical axis 'colour' has no rule; the table knows"),
+        ((8, 6), ("vocab",), STORED, r"layers/0/w: shape \(8, 6\) has 2 dims but its logical axes are \('vocab',\)"),
         (
             (8, 6),
             ("mlp", "embed"),
-            {**TRAIN, "embed": "model"},
+            {**STORED, "embed": "model"},
             "the rule for 'embed' names mesh axis 'model'; there are",
         ),
-        ((7, 6), ("mlp", "embed"), TRAIN, r"mlp has size 7, which does not divide over tp2 \(2 parts\); choose a size"),
-        ((8, 6), ("mlp", "embed"), {**TRAIN, "embed": "tensor"}, "mesh axis 'tensor' would split two dims"),
+        (
+            (7, 6),
+            ("mlp", "embed"),
+            STORED,
+            r"mlp has size 7, which does not divide over tp2 \(2 parts\); choose a size",
+        ),
+        ((8, 6), ("mlp", "embed"), {**STORED, "embed": "tensor"}, "mesh axis 'tensor' would split two dims"),
         (
             (8, 6),
             ("mlp", "embed"),
-            fully_sharded(TRAIN),
+            fully_sharded(STORED),
             r"embed has size 6, which does not divide over dp4 \(4 parts\)",
         ),
     ],

@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 
 from funrl import trees
-from funrl.algos.core import needs, token_fraction
+from funrl.algos.core import Reduction, reduce
 from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
-from funrl.mesh.rules import TRAIN, layouts, shard
-from funrl.models import decoder, value
-from funrl.models.config import Config
-from funrl.models.scores import token_scores
-from funrl.trainer.step import gradient
+from funrl.mesh.rules import shard
+from funrl.models import Config, decoder, decoder_model, place, with_value_head
+from funrl.trainer.roles import Role
+from funrl.trainer.step import fields_of, gradient
 
 spmd = pytest.importorskip("spmd_types")
 checker = pytest.importorskip("spmd_types.checker")
@@ -89,26 +88,27 @@ def typed(x, mesh, data, tensor=I):
 
 
 def inputs(mesh, config):
-    """This rank's weights of a policy and a critic; tokens, positions and segments, the data rank's own; with types."""
+    """A policy and a critic, this rank's weights of them, and the data rank's own batch; with types."""
     with spmd.no_typecheck():
-        policy = decoder.init(config, torch.Generator().manual_seed(0))
-        whole = {"policy": policy, "critic": value.init(config, policy)}
-        axes = {"policy": decoder.axes(config), "critic": value.axes(config)}
-        lays = layouts(whole, axes, TRAIN, mesh.sizes)
+        models = {"policy": decoder_model(config), "critic": with_value_head(decoder_model(config))}
+        placed = {name: place(model, mesh) for name, model in models.items()}
+        whole = {name: model.init(torch.Generator().manual_seed(0)) for name, model in models.items()}
+        lays = {name: one.stored for name, one in placed.items()}
         local = trees.map(lambda x: x.clone().requires_grad_(), shard(whole, lays, mesh))
         tokens = torch.arange(10).view(2, 5) % config.vocab
         positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])
-        batch = [tokens, positions, torch.tensor([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]])]
+        segments = torch.tensor([[1, 1, 1, 2, 2], [1, 1, 1, 1, 0]])
     params = trees.map(lambda x, lay: typed(x, mesh, R, V if lay.axes else I), local, lays)
-    return params, [typed(x, mesh, V) for x in batch]
+    fields = {"tokens": tokens, "positions": positions, "segments": segments}
+    return placed, params, Batch(**{name: typed(x, mesh, V) for name, x in fields.items()})
 
 
 def forward(text, config):
     """All outputs are the same on every tensor rank, and so are their gradients; those of data ranks differ."""
     with checked(text) as mesh:
-        params, (tokens, *where) = inputs(mesh, config)
-        scores = token_scores(config, params["policy"], tokens, *where, mesh=mesh, want=linear_logprob.WANTS)
-        for x in (*trees.leaves(scores), value.apply(config, params["critic"], tokens, *where, mesh=mesh)):
+        placed, params, batch = inputs(mesh, config)
+        scores = placed["policy"].token_scores(params["policy"], batch, linear_logprob.WANTS)
+        for x in (*trees.leaves(scores), placed["critic"].values(params["critic"], batch)):
             typed(x, mesh, V)
 
 
@@ -139,21 +139,18 @@ def test_any_collective_left_out_or_done_twice_is_found(monkeypatch, name, times
             forward(*FULL)
 
 
-@needs()
-def mean_logp(logp, batch):
-    return (token_fraction(-logp, batch.mask),), {}
+TOKEN_MEAN = Reduction(lambda mask, _: (mask.sum(),), lambda loss, mask, _: (loss.sum(),))
+LOSS = reduce(lambda logp, _: (-logp, {}), TOKEN_MEAN)
+fields_of(LOSS)  # looked for here once, and not while types are checked
 
 
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_gradient_that_is_not_summed_over_data_is_found(monkeypatch, fault):
     text, config = CASES[-1]
     with checked(text) as mesh:
-        params, (tokens, *_) = inputs(mesh, config)
-        rows = Batch(tokens, tokens > 1, length=tokens.sum(1) * 0 + 5)
-
-        def objective(params, piece, dens):
-            fractions, metrics = mean_logp(token_scores(config, params, piece.tokens, mesh=mesh).logp, piece)
-            return fractions[0].over(dens[0]), (fractions, metrics)
+        placed, params, batch = inputs(mesh, config)
+        rows = batch._replace(mask=batch.tokens > 1)
+        role = Role(placed["policy"], loss=LOSS)
 
         def value_and_grad(fn):  # the checker does not follow backward passes: a gradient is its data rank's own
             def run(x, *args):
@@ -165,7 +162,7 @@ def test_a_gradient_that_is_not_summed_over_data_is_found(monkeypatch, fault):
         monkeypatch.setattr(trees, "value_and_grad", value_and_grad)
         if fault:
             monkeypatch.setattr(collectives, "psum", lambda x, mesh, axes: x)
-        grads, _, _ = gradient(objective, mean_logp, params["policy"], rows, tokens.float(), mesh, 1 << 10)
+        grads, _, _ = gradient(role, params["policy"], [rows], (torch.tensor(5.0),))
         with pytest.raises(spmd.SpmdTypeError, match="expected") if fault else nullcontext():
             for x in trees.leaves(grads):
                 spmd.assert_type(x, {"data": I})

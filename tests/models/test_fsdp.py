@@ -4,6 +4,7 @@ is needed."""
 import dataclasses
 import functools
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -11,16 +12,16 @@ import torch
 import torch._dynamo  # checkpointing imports it: here once, and not in every rank
 
 from funrl import trees
-from funrl.mesh import rules
+from funrl.batch import Batch
+from funrl.mesh import collectives
+from funrl.mesh.collectives import all_gather, psum_scatter
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import MeshError, parse, single
 from funrl.mesh.reshard import unshard
-from funrl.mesh.rules import ROWS, Layout
-from funrl.models import decoder, fsdp, value
-from funrl.models.config import Config
-from funrl.models.remat import rematerialized
-from funrl.models.scores import token_scores
-from funrl.trainer.spmd import psum_tree
+from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes, layouts, rest_axes, shard
+from funrl.mesh.sums import sum_rest
+from funrl.models import Config, decoder_model, fsdp, place, rematerialized, with_value_head
+from funrl.models.decoder import decoder_layer
 
 pytestmark = pytest.mark.gloo
 
@@ -29,49 +30,50 @@ CONFIG = Config(
     attention_bias=True, output_bias=True,
 )  # fmt: skip
 TIED = dataclasses.replace(CONFIG, tied=True)
-COMPILED = torch.compile(decoder.decoder_layer, backend="aot_eager", fullgraph=True)
+COMPILED = torch.compile(decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 def _params(config, dtype):
-    policy = decoder.init(config, torch.Generator().manual_seed(0), dtype)
+    placed = _placed(config, single(), None, "none", dtype)
+    policy = placed["policy"].model.init(torch.Generator().manual_seed(0), dtype)
     generator = torch.Generator().manual_seed(1)
     policy = trees.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=generator).to(dtype), policy)
-    critic = value.init(config, policy)
+    critic = placed["critic"].copy_from(placed["policy"], policy)
     return {"policy": policy, "critic": critic | {"value": critic["value"] + 0.5}}
 
 
-def _axes(config):
-    return {"policy": decoder.axes(config), "critic": value.axes(config)}
+def _placed(config, mesh, over, remat, dtype):
+    """A policy and a critic, fully sharded over some axes; None: over none."""
+    table = STORED if over is None else fully_sharded(STORED, over)
+    model = decoder_model(config)
+    layer = COMPILED if remat == "compiled" else rematerialized(model.layer, remat)
+    models = {"policy": model, "critic": with_value_head(model)}
+    return {name: place(model, mesh, table, COMPUTE, dtype, layer) for name, model in models.items()}
 
 
-def _loss(config, mesh, layouts, remat, dtype, params):
+def _loss(placed, params):
     """Of this rank's rows: every log-probability and value has a weight of its own."""
-    count, at = mesh.size(ROWS), mesh.index(ROWS)
+    mesh = placed["policy"].mesh
+    count, at = mesh.size(mesh.row_axes), mesh.index(mesh.row_axes)
     rows = slice(4 * at // count, 4 * (at + 1) // count)
-    layer = COMPILED if remat == "compiled" else rematerialized(None, remat)
-    lies = layouts or {"policy": None, "critic": None}
-    policy = fsdp.gathered(params["policy"], lies["policy"], mesh, dtype)
-    critic = fsdp.gathered(params["critic"], lies["critic"], mesh, dtype)
-    logp_BT = token_scores(config, policy, TOKENS[rows], mesh=mesh, layer=layer).logp
-    values_BT = value.apply(config, critic, TOKENS[rows], mesh=mesh, layer=layer)
+    batch = Batch(tokens=TOKENS[rows])
+    logp_BT = placed["policy"].token_scores(params["policy"], batch).logp
+    values_BT = placed["critic"].values(params["critic"], batch)
     return (WEIGHTS[rows].to(logp_BT.dtype) * (logp_BT + values_BT.sin())).sum(), None
 
 
 def _program(config, over, remat, dtype, params, mesh):
     """Loss and whole gradients, summed over all rows."""
-    table = rules.TRAIN if over is None else rules.fully_sharded(rules.TRAIN, over)
-    layouts = rules.layouts(params, _axes(config), table, mesh.sizes)
-    mine = rules.shard(params, layouts, mesh)
-    (loss, _), grads = trees.value_and_grad(functools.partial(_loss, config, mesh, layouts, remat, dtype))(mine)
-    for x, shard in zip(trees.leaves(grads), trees.leaves(mine), strict=True):
-        assert x.shape == shard.shape and x.dtype == shard.dtype
-
-    def total(x, lay):
-        return psum_tree([x], mesh, tuple(a for a in ROWS if a not in lay.axes))[0]
-
-    return psum_tree([loss], mesh, ROWS)[0], unshard(trees.map(total, grads, layouts), layouts, mesh)
+    placed = _placed(config, mesh, over, remat, dtype)
+    stored, compute = ({name: getattr(one, at) for name, one in placed.items()} for at in ("stored", "compute"))
+    mine = shard(params, stored, mesh)
+    (loss, _), grads = trees.value_and_grad(functools.partial(_loss, placed))(mine)
+    for x, own in zip(trees.leaves(grads), trees.leaves(mine), strict=True):
+        assert x.shape == own.shape and x.dtype == own.dtype
+    grads, loss = sum_rest(grads, loss, stored, compute, mesh)
+    return loss, unshard(grads, stored, mesh)
 
 
 CASES = {
@@ -90,8 +92,8 @@ CASES = {
 def test_losses_and_gradients_are_those_of_one_device(case):
     mesh, over, remat, config = CASES.get(case, ("dp2", "data", "compiled", CONFIG))
     params = _params(config, torch.float64)
-    alone = functools.partial(_loss, config, single(), None, "none", torch.float64)
-    (expected, _), whole = trees.value_and_grad(alone)(params)
+    alone = _placed(config, single(), None, "none", torch.float64)
+    (expected, _), whole = trees.value_and_grad(functools.partial(_loss, alone))(params)
     program = functools.partial(_program, config, over, remat, torch.float64, params)
     loss, grads = launch(program, parse(mesh), "cpu")
     assert abs(loss - expected) < 1e-12 * abs(expected)
@@ -115,21 +117,20 @@ def test_bfloat16_is_sent_and_float32_is_summed():
 
 def _watched(remat, mesh):
     """Counts gathers by dtype, and how many whole layers there are at most at the end of one."""
-    layouts = rules.layouts(_params(CONFIG, torch.float32), _axes(CONFIG), rules.fully_sharded(rules.TRAIN), mesh.sizes)
-    layouts, params = layouts["policy"], _params(CONFIG, torch.float32)["policy"]
-    mine = rules.shard(params, layouts, mesh)
+    policy = _placed(CONFIG, mesh, "data", remat, torch.bfloat16)["policy"]
+    mine = shard(_params(CONFIG, torch.float32)["policy"], policy.stored, mesh)
     started, most, alive = [], [0], []
     start, spread = fsdp.start, fsdp._spread
 
     def watch_start(group):
-        if group.packing.over:  # some of it is split
+        if group.packing.buckets:  # some of it is split
             started.append(group.dtype)
         return start(group)
 
-    def watch_spread(group, gathering):
-        whole = spread(group, gathering)
-        if isinstance(group.shards, dict) or len(group.packing.places) > 1:  # a layer, not the embedding
-            alive.append(weakref.ref(whole.untyped_storage()))
+    def watch_spread(group, arriving):
+        whole = spread(group, arriving)
+        if len(group.packing.places) > 1:  # a layer, not the embedding
+            alive.extend(weakref.ref(buffer.untyped_storage()) for buffer in whole)
         most[0] = max(most[0], sum(ref() is not None for ref in alive))
         return whole
 
@@ -137,9 +138,7 @@ def _watched(remat, mesh):
     between = []
 
     def loss(params):
-        weights = fsdp.gathered(params, layouts, mesh, torch.bfloat16)
-        scores = token_scores(CONFIG, weights, TOKENS, mesh=mesh, layer=rematerialized(None, remat))
-        del weights
+        scores = policy.token_scores(params, Batch(tokens=TOKENS))
         gc.collect()
         between.append(sum(ref() is not None for ref in alive))
         return scores.logp.sum(), None
@@ -157,19 +156,161 @@ def test_whole_layers_come_and_go(remat):
     assert most <= 2
 
 
-def test_a_tree_that_no_data_axis_splits_is_only_cast():
-    params = _params(CONFIG, torch.float64)["policy"]
-    layouts = rules.layouts(params, decoder.axes(CONFIG), rules.TRAIN, parse("dp2"))
-    assert (
-        fsdp.gathered(params, layouts, single(), torch.float64)["layers"][0]["attn"]["q"]
-        is (params["layers"][0]["attn"]["q"])
+GROUPED = ("embed", "attn/o")  # a leaf of every group
+
+
+def _events(config, mesh):
+    """Beginnings and ends of gathers and scatters, in their order: ("gather", group), ("land", group) ..."""
+    policy = _placed(config, mesh, "data", "none", torch.float64)["policy"]
+    mine = shard(_params(config, torch.float64)["policy"], policy.stored, mesh)
+    events = []
+    start, spread, scatter, wait = fsdp.start, fsdp._spread, collectives.start_psum_scatter, collectives.wait
+    names = {
+        x.data_ptr(): name.split("/attn/o")[0] for name, x in trees.named(mine) if name.endswith(("embed", "attn/o"))
+    }
+    scattered = {}
+
+    def name_of(group):
+        return next(names[x.data_ptr()] for x in trees.leaves(group.shards) if x.data_ptr() in names)
+
+    def watch_start(group):
+        events.append(("gather", name_of(group)))
+        return start(group)
+
+    def watch_spread(group, arriving):
+        events.append(("land", name_of(group)))
+        return spread(group, arriving)
+
+    def watch_scatter(x, mesh, axes):
+        summed = scatter(x, mesh, axes)
+        scattered[id(summed)] = summed
+        events.append(("scatter", len(scattered)))
+        return summed
+
+    def watch_wait(x):
+        if id(x) in scattered:
+            events.append(("wait", list(scattered).index(id(x)) + 1))
+        return wait(x)
+
+    fsdp.start, fsdp._spread = watch_start, watch_spread
+    collectives.start_psum_scatter, collectives.wait = watch_scatter, watch_wait
+
+    def loss(params):
+        scores = policy.token_scores(params, Batch(tokens=TOKENS))
+        events.append("backward")
+        return scores.logp.sum(), None
+
+    trees.value_and_grad(loss)(mine)
+    return events
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_gathers_and_scatters_are_one_group_ahead_of_what_computes(config):
+    events = launch(functools.partial(_events, config), parse("dp2"), "cpu")
+    forward, backward = events[: events.index("backward")], events[events.index("backward") + 1 :]
+    groups = ["embed", *(f"layers/{i}" for i in range(4)), "embed" if config.tied else "unembed"]
+    expected = [("gather", "embed")]
+    for name, following in itertools.pairwise(groups):
+        ahead = [] if (name, following) == ("layers/3", "embed") else [("gather", following)]
+        expected += [*ahead, ("land", name)]
+    expected += [("gather", "embed"), ("land", "embed")] if config.tied else [("land", "unembed")]
+    assert forward == expected
+    # The last layer is still there. A scatter (1: unembed, 2: the last layer ...) is waited for when the next begins,
+    # after the layer before has been gathered and has computed; those of tied weights, which are added, at once.
+    turns = [[("wait", n), ("scatter", n + 1)] for n in range(1, 6)]
+    if config.tied:
+        turns[0], turns[-1] = [("scatter", 2)], [*turns[-1], ("wait", 6)]
+    expected = [("scatter", 1), *([("wait", 1)] if config.tied else []), ("gather", "layers/2"), *turns[0]]
+    for i, turn in zip((2, 1, 0), turns[1:4], strict=True):
+        expected += [("land", f"layers/{i}"), *([("gather", f"layers/{i - 1}")] if i else []), *turn]
+    assert backward == [*expected, *turns[4], *([] if config.tied else [("wait", 6)])]
+
+
+def _experts_loss(mesh, places, params):
+    """A mixture of experts in which every expert sees every token; this rank's tokens, all experts."""
+    stored, compute = places
+    weights = fsdp.gathered(params, stored, compute, mesh, torch.float64)
+    tokens, count = mesh.index(mesh.token_axes), mesh.size(mesh.token_axes)
+    x_TD = ACTIVATIONS.chunk(count)[tokens]
+    gates_TE = (x_TD @ weights["router"].T).softmax(-1)
+    over = compute["experts"]["up"].spec[0]  # own experts see the tokens of all ranks that have other experts
+    x_TD, gates_TE = all_gather(x_TD, mesh, over), all_gather(gates_TE, mesh, over)
+    own_TE = gates_TE.chunk(mesh.size(over), 1)[mesh.index(over)]
+    h_TEF = torch.einsum("td,efd->tef", x_TD, weights["experts"]["up"]).tanh()
+    y_TD = torch.einsum("tef,edf,te->td", h_TEF, weights["experts"]["down"], own_TE)
+    y_TD = psum_scatter(y_TD, mesh, over)
+    return (y_TD.sin() * torch.arange(1.0, 9.0)).sum(), None
+
+
+ACTIVATIONS = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+EXPERTS = {
+    "experts": {"up": ("experts", "mlp", "expert_embed"), "down": ("experts", "expert_embed", "mlp")},
+    "router": ("head", "embed"),
+}
+GATHERED_EXPERTS = {**COMPUTE, "experts": None}  # stored by experts, and computed with as any other weight
+# mesh: how weights are stored and computed with; axes that are gathered, and those left to sum, of experts and router
+EXPERT_CASES = {
+    "dp2,ep2 replicated": ("dp2,ep2", STORED, COMPUTE, "", "data", "", "data expert"),
+    "dp2,ep2": ("dp2,ep2", fully_sharded(STORED, ("data", "expert")), COMPUTE, "data", "", "data expert", ""),
+    "dp2,ep2 in the other order": (
+        "dp2,ep2", fully_sharded(STORED, ("expert", "data")), COMPUTE, "data", "", "expert data", "",
+    ),
+    "ep2,sp2 over both": (
+        "ep2,sp2", fully_sharded(STORED, ("expert", "sequence")), COMPUTE, "sequence", "", "expert sequence", "",
+    ),
+    "dp2,ep2 along experts": (
+        "dp2,ep2", {**STORED, "experts": ("expert", "data")}, COMPUTE, "data", "", "", "data expert",
+    ),
+    "dp2,ep2 gathered": (
+        "dp2,ep2", fully_sharded(STORED, ("data", "expert")), GATHERED_EXPERTS, "expert data", "", "data expert", "",
+    ),
+}  # fmt: skip
+
+
+def _experts_program(table, rules, params, mesh):
+    stored, compute = (layouts(params, EXPERTS, which, mesh.sizes) for which in (table, rules))
+    (loss, _), grads = trees.value_and_grad(functools.partial(_experts_loss, mesh, (stored, compute)))(
+        shard(params, stored, mesh)
     )
+    names = [name for name, _ in trees.named(stored)]
+    over = {
+        name: [axis for axes in gather_axes(name, *pair) for axis in axes]
+        for name, *pair in zip(names, trees.leaves(stored), trees.leaves(compute), strict=True)
+    }
+    rest = dict(zip(names, rest_axes(stored, compute, mesh), strict=True))
+    grads, loss = sum_rest(grads, loss, stored, compute, mesh)
+    return loss, unshard(grads, stored, mesh), over, rest
 
 
-def test_layers_that_are_split_in_two_ways_are_refused():
-    sizes = (2, 2, 1, 1)
-    ways = Layout((4, 4), (("data",), ()), sizes), Layout((4, 4), ((), ("expert",)), sizes)
-    with pytest.raises(MeshError, match=r"split over \[\('data',\), \('expert',\)\]"):
-        fsdp._packing(ways)
-    with pytest.raises(MeshError, match=r"dim 0 of \(4, 4\) is split over \('data', 'tensor'\); \('data',\) must come"):
-        fsdp._packing((Layout((4, 4), (("data", "tensor"), ()), (2, 1, 1, 2)),))
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_experts_are_one_line_of_the_tables(case):
+    mesh, table, rules, gathers, left, router_gathers, router_left = EXPERT_CASES[case]
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"experts": {"up": (4, 6, 8), "down": (4, 8, 6)}, "router": (4, 8)}
+    params = {
+        "experts": {k: torch.randn(s, dtype=torch.float64, generator=generator) for k, s in shapes["experts"].items()},
+        "router": torch.randn(shapes["router"], dtype=torch.float64, generator=generator),
+    }
+    whole = [layouts(params, EXPERTS, COMPUTE, parse(""))] * 2
+    (expected, _), gradient = trees.value_and_grad(functools.partial(_experts_loss, single(), whole))(params)
+    loss, grads, over, rest = launch(functools.partial(_experts_program, table, rules, params), parse(mesh), "cpu")
+    assert abs(loss - expected) < 1e-12 * abs(expected)
+    for (name, x), y in zip(trees.named(grads), trees.leaves(gradient), strict=True):
+        assert (x - y).abs().max() < 1e-11 and y.abs().max() > 1e-3, name
+        of_router = name == "router"
+        assert sorted(over[name]) == sorted((router_gathers if of_router else gathers).split()), name
+        assert list(rest[name]) == (router_left if of_router else left).split(), name
+
+
+def test_a_tree_that_is_stored_as_it_computes_is_only_cast():
+    params = _params(CONFIG, torch.float64)["policy"]
+    table = layouts(params, decoder_model(CONFIG).axes, STORED, parse("dp2"))
+    weights = fsdp.gathered(params, table, table, single(), torch.float64)
+    assert weights["layers"][0]["attn"]["q"] is params["layers"][0]["attn"]["q"]
+
+
+def test_a_dim_that_is_computed_otherwise_than_stored_is_refused():
+    stored = {"w": Layout((4, 4), (("data", "tensor"), ()), (2, 1, 1, 2))}
+    compute = {"w": Layout((4, 4), (("tensor",), ()), (2, 1, 1, 2))}
+    with pytest.raises(MeshError, match=r"w: dim 0 of \(4, 4\) is stored over \('data', 'tensor'\) and computed over"):
+        fsdp.gathered({"w": torch.ones(1, 4)}, stored, compute, single(), torch.float32)

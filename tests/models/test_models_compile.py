@@ -6,48 +6,53 @@ import pytest
 import torch
 
 from funrl import trees
-from funrl.models import decoder
-from funrl.models.compile import compile_layer
-from funrl.models.config import Config
-from funrl.models.scores import token_scores
+from funrl.batch import Batch
+from funrl.models import Config, Inputs, cache_prefix, compile_layer, decoder_model, place
+from funrl.models.model import SINGLE
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
+MODEL = decoder_model(CONFIG)
 
 
 def test_modes():
-    assert compile_layer(CONFIG, "off", "cuda") is None
-    assert compile_layer(CONFIG, "auto", "cpu") is None
-    assert callable(compile_layer(CONFIG, "auto", "cuda"))
-    assert callable(compile_layer(CONFIG, "on", "cpu"))
+    for mode, device, compiles in (
+        ("off", "cuda", False),
+        ("auto", "cpu", False),
+        ("auto", "cuda", True),
+        ("on", "cpu", True),
+    ):
+        layer = compile_layer(MODEL, mode, device)
+        assert callable(layer) and (layer is not MODEL.layer) == compiles
 
 
 def _step(params, rows, length, packed, layer):
     """Everything that a training step does with the model: numbers to compare."""
     tokens = torch.randint(0, CONFIG.vocab, (rows, length), generator=torch.Generator().manual_seed(length))
     segments = (torch.arange(length) * 2 // length + 1).expand(rows, length) if packed else None
+    placed, batch = place(MODEL, layer=layer), Batch(tokens=tokens, mask=None, segments=segments)
 
     def loss(p):
-        return token_scores(CONFIG, p, tokens, segments=segments, layer=layer).logp.square().mean(), ()
+        return placed.token_scores(p, batch).logp.square().mean(), ()
 
     (value, _), grads = trees.value_and_grad(loss)(params)
     numbers = [value, *trees.leaves(grads)]
     with torch.no_grad():
-        numbers.append(token_scores(CONFIG, params, tokens, segments=segments, layer=layer).logp)
-        cache = decoder.init_cache(CONFIG, decoder.SINGLE, rows, 64, torch.float32)
-        hidden, cache = decoder.apply(CONFIG, params, tokens, cache=cache, layer=layer)
+        numbers.append(placed.token_scores(params, batch).logp)
+        cache = MODEL.init_cache(SINGLE, rows, 64, torch.float32)
+        hidden, cache, _ = MODEL.apply(params, Inputs(tokens), cache=cache, layer=layer)
         numbers.append(hidden)
         for step in range(2):
             at = torch.full((rows, 1), length + step)
-            view = decoder.cache_prefix(cache, length + step + 1)
-            numbers.append(decoder.apply(CONFIG, params, tokens[:, :1], at, cache=view, layer=layer)[0])
+            prefix = cache_prefix(cache, length + step + 1)
+            numbers.append(MODEL.apply(params, Inputs(tokens[:, :1], at), cache=prefix, layer=layer).hidden)
     return numbers
 
 
 @pytest.mark.slow
 def test_nothing_is_compiled_again_after_warm_up(caplog):
     torch._dynamo.reset()
-    params = decoder.init(CONFIG, torch.Generator().manual_seed(0))
-    layer = compile_layer(CONFIG, "on")
+    params = MODEL.init(torch.Generator().manual_seed(0))
+    layer = compile_layer(MODEL, "on")
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     with caplog.at_level(logging.INFO, "funrl.models.compile"):

@@ -9,29 +9,27 @@ import pytest
 import torch
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh import launch, rules
 from funrl.mesh import mesh as meshes
-from funrl.models import decoder
-from funrl.models.compile import compile_layer
-from funrl.models.config import Config
-from funrl.models.scores import token_scores
+from funrl.models import Config, compile_layer, decoder_model, place
 
 CONFIG = Config(vocab=32, embed=16, layers=2, heads=4, kv_heads=1, head=6, mlp=24, family="qwen3", qk_norm=True)
 
 
 def _program(mesh):
     """How far compiled and plain gradients are apart, and how many graphs were compiled, over three sizes."""
-    layouts = rules.layouts(decoder.shapes(CONFIG), decoder.axes(CONFIG), rules.TRAIN, mesh.sizes)
-    params = rules.shard(decoder.init(CONFIG, torch.Generator().manual_seed(0)), layouts, mesh)
-    layer = compile_layer(CONFIG, "on")
+    model = decoder_model(CONFIG)
+    both = [place(model, mesh, layer=compile_layer(model, mode)) for mode in ("on", "off")]
+    params = rules.shard(model.init(torch.Generator().manual_seed(0)), both[0].stored, mesh)
     gaps = []
     for rows, length in ((4, 12), (5, 17), (3, 9)):
         tokens = torch.randint(0, CONFIG.vocab, (rows, length), generator=torch.Generator().manual_seed(1))
 
-        def loss(p, layer, tokens=tokens):
-            return token_scores(CONFIG, p, tokens, mesh=mesh, layer=layer).logp.square().mean(), ()
+        def loss(p, placed, tokens=tokens):
+            return placed.token_scores(p, Batch(tokens=tokens, mask=None)).logp.square().mean(), ()
 
-        pairs = zip(*(trees.leaves(trees.value_and_grad(loss)(params, x)[1]) for x in (layer, None)), strict=True)
+        pairs = zip(*(trees.leaves(trees.value_and_grad(loss)(params, x)[1]) for x in both), strict=True)
         gaps += [((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in pairs]
     return max(gaps), torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

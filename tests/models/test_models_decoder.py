@@ -1,21 +1,28 @@
 """The decoder's own promises: packing, caches, trees, configs that are refused."""
 
+import math
+
+import chex
 import pytest
 import torch
 
 from funrl import trees
-from funrl.models import decoder, value
-from funrl.models.config import Config, ModelError, RopeScaling, config_from_hf, config_to_hf
-from funrl.models.scores import token_scores
+from funrl.batch import Batch
+from funrl.models import Config, Inputs, ModelError, cache_prefix, decoder_model, place, with_value_head
+from funrl.models.config import RopeScaling, config_from_hf, config_to_hf
+from funrl.models.model import SINGLE
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
+MODEL = decoder_model(CONFIG)
+PLACED = place(MODEL, dtype=torch.float64)
+CRITIC = place(with_value_head(MODEL), dtype=torch.float64)
 LENGTHS = (5, 1, 8)
 
 
 @pytest.fixture(scope="module")
 def params():
     noise = torch.Generator().manual_seed(1)
-    drawn = decoder.init(CONFIG, torch.Generator().manual_seed(0), torch.float64)
+    drawn = MODEL.init(torch.Generator().manual_seed(0), torch.float64)
     return trees.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=noise, dtype=x.dtype), drawn)
 
 
@@ -30,13 +37,17 @@ def _packed():
     tokens = torch.cat((*_sequences(), padding), 1)
     positions = torch.cat((*(torch.arange(n) for n in LENGTHS), padding[0]))[None]
     segments = torch.cat((*(torch.full((n,), i + 1) for i, n in enumerate(LENGTHS)), padding[0]))[None]
-    return tokens, positions, segments
+    return Inputs(tokens, positions, segments)
+
+
+def _scores(params, inputs, want=("logp",), mask=None):
+    return PLACED.token_scores(params, Batch(mask=mask, **inputs._asdict()), want)
 
 
 def test_packed_segments_equal_separate_rows(params):
     want = ("logp", "entropy", "sum_pi_squared")
-    separate = [trees.leaves(token_scores(CONFIG, params, x, want=want)) for x in _sequences()]
-    packed = trees.leaves(token_scores(CONFIG, params, *_packed(), want=want))
+    separate = [trees.leaves(_scores(params, Inputs(x), want)) for x in _sequences()]
+    packed = trees.leaves(_scores(params, _packed(), want))
     for got, *alone in zip(packed, *separate, strict=True):
         expected = torch.cat((*alone, torch.zeros(1, 2, dtype=torch.float64)), 1)
         assert (got - expected).abs().max() < 1e-12
@@ -46,10 +57,10 @@ def test_packed_segments_equal_separate_rows(params):
 
 def test_packed_gradients_equal_separate_rows(params):
     def packed(p):
-        return token_scores(CONFIG, p, *_packed()).logp.square().sum(), ()
+        return _scores(p, _packed()).logp.square().sum(), ()
 
     def separate(p):
-        return sum(token_scores(CONFIG, p, x).logp.square().sum() for x in _sequences()), ()
+        return sum(_scores(p, Inputs(x)).logp.square().sum() for x in _sequences()), ()
 
     grads, expected = (trees.leaves(trees.value_and_grad(f)(params)[1]) for f in (packed, separate))
     assert all((g - e).abs().max() < 1e-12 * (1 + e.abs().max()) for g, e in zip(grads, expected, strict=True))
@@ -58,22 +69,21 @@ def test_packed_gradients_equal_separate_rows(params):
 def test_padding_to_the_right_changes_nothing(params):
     tokens = _sequences()[2]
     padded = torch.cat((tokens, torch.full((1, 9), 7)), 1)
-    hidden, _ = decoder.apply(CONFIG, params, tokens)
-    longer, _ = decoder.apply(CONFIG, params, padded)
+    hidden, longer = (MODEL.apply(params, Inputs(x)).hidden for x in (tokens, padded))
     assert (longer[:, : tokens.shape[1]] - hidden).abs().max() < 1e-12
 
 
-def test_wanted_scores_only(params):
+def test_scores_within_the_mask_only(params):
     tokens = torch.cat(_sequences(), 1)
-    wanted = torch.arange(tokens.shape[1])[None] % 3 == 1
+    mask = torch.arange(tokens.shape[1])[None] % 3 == 1
 
-    def loss(p, keep):
-        logp = token_scores(CONFIG, p, tokens, want=("logp",), wanted_BT=keep).logp
-        return (logp * wanted).square().sum(), logp
+    def loss(p, given):
+        logp = _scores(p, Inputs(tokens), mask=given).logp
+        return (logp * mask).square().sum(), logp
 
     (_, every), expected = trees.value_and_grad(loss)(params, None)
-    (_, some), grads = trees.value_and_grad(loss)(params, wanted)
-    assert (some - every * wanted).abs().max() < 1e-12
+    (_, some), grads = trees.value_and_grad(loss)(params, mask)
+    assert (some - every * mask).abs().max() < 1e-12
     assert all((g - e).abs().max() < 1e-12 for g, e in zip(trees.leaves(grads), trees.leaves(expected), strict=True))
 
 
@@ -82,39 +92,39 @@ def test_cache_of_rows_of_different_length_equals_forward(params):
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, CONFIG.vocab, (3, 12), generator=generator)
     prompts = torch.tensor([2, 5, 4])
-    cache = decoder.init_cache(CONFIG, decoder.SINGLE, 3, 14, torch.float64)
+    cache = MODEL.init_cache(SINGLE, 3, 14, torch.float64)
     with torch.no_grad():
-        expected, _ = decoder.apply(CONFIG, params, tokens)
-        hidden, cache = decoder.apply(CONFIG, params, tokens[:, :5], cache=cache)
+        expected = MODEL.apply(params, Inputs(tokens)).hidden
+        hidden, cache, _ = MODEL.apply(params, Inputs(tokens[:, :5]), cache=cache)
         rows = torch.arange(3)
         assert (hidden[rows, prompts - 1] - expected[rows, prompts - 1]).abs().max() < 1e-12
         for step in range(7):
             at = (prompts + step)[:, None]
-            view = decoder.cache_prefix(cache, int(at.max()) + 1)
-            hidden, _ = decoder.apply(CONFIG, params, tokens.gather(1, at), at, cache=view)
+            prefix = cache_prefix(cache, int(at.max()) + 1)
+            hidden = MODEL.apply(params, Inputs(tokens.gather(1, at), at), cache=prefix).hidden
             assert (hidden[:, 0] - expected[rows, at[:, 0]]).abs().max() < 1e-12
         # Fewer rows, then several tokens at once.
-        kept = decoder.cache_rows(cache, torch.tensor([2, 0]))
+        fewer = trees.map(lambda x: x[[2, 0]], cache)
         at = torch.tensor([[10, 11], [7, 8]])
         some = tokens[[2, 0]]
-        hidden, _ = decoder.apply(CONFIG, params, some.gather(1, at), at, cache=kept)
+        hidden = MODEL.apply(params, Inputs(some.gather(1, at), at), cache=fewer).hidden
         assert (hidden - expected[[2, 0]].gather(1, at[..., None].expand(-1, -1, 16))).abs().max() < 1e-12
 
 
 def test_segments_and_cache_exclude_each_other(params):
-    cache = decoder.init_cache(CONFIG, decoder.SINGLE, 1, 16, torch.float64)
+    cache = MODEL.init_cache(SINGLE, 1, 16, torch.float64)
     with pytest.raises(ModelError, match="exclude"):
-        decoder.apply(CONFIG, params, *_packed(), cache=cache)
+        MODEL.apply(params, _packed(), cache=cache)
 
 
 def test_values_speak_of_the_state_before_the_token(params):
-    critic = value.init(CONFIG, params)
-    tokens, positions, segments = _packed()
-    assert torch.equal(value.apply(CONFIG, critic, tokens), torch.zeros(1, 16, dtype=torch.float64))
+    critic = CRITIC.copy_from(PLACED, params)
+    inputs = _packed()
+    batch = Batch(mask=None, **inputs._asdict())
+    assert torch.equal(CRITIC.values(critic, batch), torch.zeros(1, 16, dtype=torch.float64))
     critic["value"] = torch.ones_like(critic["value"])
-    got = value.apply(CONFIG, critic, tokens, positions, segments)
-    hidden, _ = decoder.apply(CONFIG, params, tokens, positions, segments)
-    expected = hidden.sum(-1)[0]
+    got = CRITIC.values(critic, batch)
+    expected = MODEL.apply(params, inputs).hidden.sum(-1)[0]
     assert got[0, 1] == pytest.approx(expected[0].item()) and got[0, 7] == pytest.approx(expected[6].item())
     assert torch.equal(got[0, [0, 5, 6, 14, 15]], torch.zeros(5, dtype=torch.float64))
 
@@ -124,21 +134,17 @@ def test_trees_have_one_structure(tied):
     config = Config(
         31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, tied=tied
     )
-    params = decoder.init(config, torch.Generator().manual_seed(0))
-    checked = []
-
-    def same(name, x, shape, axes):
-        assert x.shape == shape.shape and len(axes) == x.dim(), name
-        checked.append(name)
-
-    trees.map_named(same, params, decoder.shapes(config), decoder.axes(config))
-    assert len(checked) == len(trees.leaves(params)) == 2 * 15 + (2 if tied else 3)
-    critic = value.init(config, params)
-    trees.map_named(same, critic, value.shapes(config), value.axes(config))
+    model = decoder_model(config)
+    assert len(trees.leaves(model.shapes)) == 2 * 15 + (2 if tied else 3)
+    for one in (model, with_value_head(model)):
+        chex.assert_trees_all_equal_shapes(one.init(torch.Generator().manual_seed(0)), one.shapes)
+        trees.map(lambda x, axes: chex.assert_rank(x, len(axes)), one.shapes, one.axes)
+        assert one.names.keys() == dict(trees.named(one.shapes)).keys()
+        assert all(math.prod(one.names[name][1]) == x.numel() for name, x in trees.named(one.shapes))
 
 
 def test_init_is_the_same_in_every_dtype():
-    single, double = (decoder.init(CONFIG, torch.Generator().manual_seed(0), d) for d in (torch.float32, torch.float64))
+    single, double = (MODEL.init(torch.Generator().manual_seed(0), d) for d in (torch.float32, torch.float64))
     assert all(torch.equal(a.double(), b) for a, b in zip(trees.leaves(single), trees.leaves(double), strict=True))
 
 

@@ -13,50 +13,51 @@ from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh
-from funrl.models import decoder, hf
-from funrl.models.config import Config, ModelError
+from funrl.models import Config, ModelError, decoder_model, hf, load_model, with_value_head
 
 CONFIG = Config(31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, eos=(2, 3))
+MODEL = decoder_model(CONFIG)
 
 
 @pytest.fixture
 def params():
-    return decoder.init(CONFIG, torch.Generator().manual_seed(0))
+    return MODEL.init(torch.Generator().manual_seed(0))
 
 
 def test_sharded_and_whole_files_hold_the_same(tmp_path, params):
-    hf.save(tmp_path / "whole", CONFIG, params)
-    hf.save(tmp_path / "parts", CONFIG, params, max_shard_bytes=4000)
+    hf.save(tmp_path / "whole", MODEL, params)
+    hf.save(tmp_path / "parts", MODEL, params, max_shard_bytes=4000)
     assert len(list((tmp_path / "parts").glob("model-*-of-*.safetensors"))) > 3
     assert [f.name for f in (tmp_path / "whole").iterdir() if f.name.startswith("model")] == ["model.safetensors"]
     for folder in ("whole", "parts"):
-        config, loaded = hf.load(tmp_path / folder)
-        assert config == CONFIG == hf.check(tmp_path / folder)
+        model, loaded = hf.load(tmp_path / folder)
+        assert model.config == CONFIG == hf.check(tmp_path / folder).config
         assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(params), strict=True))
 
 
 def test_saving_again_leaves_no_stale_weights(tmp_path, params):
-    hf.save(tmp_path, CONFIG, params)
-    hf.save(tmp_path, CONFIG, trees.map(lambda x: x + 1, params), max_shard_bytes=4000)
+    hf.save(tmp_path, MODEL, params)
+    hf.save(tmp_path, MODEL, trees.map(lambda x: x + 1, params), max_shard_bytes=4000)
     assert not (tmp_path / "model.safetensors").exists()
     assert torch.equal(hf.load(tmp_path)[1]["norm"], params["norm"] + 1)
-    hf.save(tmp_path, CONFIG, trees.cast(params, torch.bfloat16))
+    hf.save(tmp_path, MODEL, trees.cast(params, torch.bfloat16))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    config, loaded = hf.load(tmp_path)
-    assert config.dtype == "bfloat16" and loaded["norm"].dtype == torch.bfloat16
+    model, loaded = hf.load(tmp_path)
+    assert model.config.dtype == "bfloat16" and loaded["norm"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2,tp4"])
 def test_a_rank_reads_its_own_slice(tmp_path, params, text):
     config = Config(32, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True)
-    params = decoder.init(config, torch.Generator().manual_seed(0))
-    hf.save(tmp_path, config, params, max_shard_bytes=4000)
+    model = decoder_model(config)
+    params = model.init(torch.Generator().manual_seed(0))
+    hf.save(tmp_path, model, params, max_shard_bytes=4000)
     sizes = meshes.parse(text)
-    layouts = rules.layouts(decoder.shapes(config), decoder.axes(config), rules.TRAIN, sizes)
+    layouts = rules.layouts(model.shapes, model.axes, rules.STORED, sizes)
     # As if the weights were split everywhere they can be: over the head dim and the model dim too.
-    everywhere = dict(rules.TRAIN) | {"heads": None, "kv_heads": None, "head": "data", "mlp": None, "embed": "tensor"}
+    everywhere = dict(rules.STORED) | {"heads": None, "kv_heads": None, "head": "data", "mlp": None, "embed": "tensor"}
     everywhere["vocab"] = "data"
-    more = rules.layouts(decoder.shapes(config), decoder.axes(config), everywhere, sizes)
+    more = rules.layouts(model.shapes, model.axes, everywhere, sizes)
     for rank in range(Mesh(sizes).world):
         mesh = Mesh(sizes, rank=rank)
         for tree in (layouts, more):
@@ -101,7 +102,7 @@ BROKEN = {
     "missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop("model.norm.weight")), "missing.*model.norm.weight"),
     "extra tensor": (
         lambda d: _edit_weights(d, lambda t: t.update({"model.layers.0.extra": torch.zeros(1)})),
-        "no place in a qwen3 model.*model.layers.0.extra",
+        "no place in a Qwen3ForCausalLM.*model.layers.0.extra",
     ),
     "shape": (lambda d: _edit_config(d, intermediate_size=25), r"shape \[16, 24\], config.json says \[16, 25\]"),
     "dtype": (
@@ -113,7 +114,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_directories_are_refused(tmp_path, params, case):
-    hf.save(tmp_path, CONFIG, params)
+    hf.save(tmp_path, MODEL, params)
     breaks, message = BROKEN[case]
     breaks(tmp_path)
     for read in (hf.check, hf.load):
@@ -131,7 +132,7 @@ def test_missing_and_empty_directories(tmp_path):
 def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, params):
     before = os.umask(0o027)
     try:
-        hf.save(tmp_path, CONFIG, params, max_shard_bytes=2000)
+        hf.save(tmp_path, MODEL, params, max_shard_bytes=2000)
     finally:
         os.umask(before)
     assert len(list(tmp_path.iterdir())) > 3
@@ -141,16 +142,17 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, params):
 @pytest.mark.parametrize(
     "own, padding, reads, saved", [(None, 7, False, 7), (3, 7, False, 3), (3, 7, True, 7), (3, None, True, 3)]
 )
-def test_the_padding_token_is_said(own, padding, reads, saved, tmp_path, params):
+def test_the_padding_token_is_written(own, padding, reads, saved, tmp_path):
     """The model's own, or the tokenizer's; that of a reward model says where a text ends, so the tokenizer's."""
     tokenizer = types.SimpleNamespace(pad_token_id=padding, save_pretrained=lambda folder: None)
-    config, head = dataclasses.replace(CONFIG, pad=own), torch.zeros(1, CONFIG.embed)
-    hf.save(tmp_path, config, params, tokenizer, head_1D=head if reads else None)
+    model = decoder_model(dataclasses.replace(CONFIG, pad=own))
+    model = with_value_head(model) if reads else model
+    hf.save(tmp_path, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == saved
 
 
 def test_index_naming_what_is_not_there(tmp_path, params):
-    hf.save(tmp_path, CONFIG, params, max_shard_bytes=4000)
+    hf.save(tmp_path, MODEL, params, max_shard_bytes=4000)
     index = json.loads((tmp_path / hf.INDEX).read_text())
     first = sorted(set(index["weight_map"].values()))[0]
     moved = index | {"weight_map": index["weight_map"] | {"model.norm.weight": first}}
@@ -168,20 +170,39 @@ def test_index_naming_what_is_not_there(tmp_path, params):
 
 def test_a_second_copy_of_tied_embeddings_is_ignored(tmp_path):
     config = Config(31, 16, 1, 4, 2, 4, 24, tied=True)
-    params = decoder.init(config, torch.Generator().manual_seed(0))
-    hf.save(tmp_path, config, params)
+    model = decoder_model(config)
+    params = model.init(torch.Generator().manual_seed(0))
+    hf.save(tmp_path, model, params)
     _edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert hf.check(tmp_path) == config
+    assert hf.check(tmp_path).config == config
     assert "unembed" not in hf.load(tmp_path)[1]
 
 
 def test_check_reads_no_weights(tmp_path, params, monkeypatch):
-    hf.save(tmp_path, CONFIG, params, max_shard_bytes=4000)
+    hf.save(tmp_path, MODEL, params, max_shard_bytes=4000)
 
     def refuse(*args, **kwargs):
         raise AssertionError("a file of weights was opened")
 
     monkeypatch.setattr(hf, "safe_open", refuse)
-    assert hf.check(tmp_path) == CONFIG
+    assert hf.check(tmp_path).config == CONFIG
     with pytest.raises(AssertionError, match="was opened"):
         hf.load(tmp_path)
+
+
+def test_a_model_without_its_weights(tmp_path, params):
+    hf.save(tmp_path, MODEL, params)
+    (tmp_path / "model.safetensors").unlink()
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert load_model(path).config == CONFIG
+    with pytest.raises(ModelError, match="is not a directory"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_a_classifier_with_more_labels_is_refused(tmp_path, params):
+    hf.save(tmp_path, MODEL, params)
+    for labels in ({}, {"num_labels": 3}, {"id2label": {"0": "a", "1": "b", "2": "c"}}):
+        count = 3 if labels else 2
+        _edit_config(tmp_path, architectures=["Qwen3ForSequenceClassification"], **labels)
+        with pytest.raises(ModelError, match=f"Qwen3ForSequenceClassification has {count} labels, supported is one"):
+            load_model(tmp_path)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh import rules
 from funrl.mesh.simulate import gather, scatter, simulate
-from funrl.models import decoder, value
-from funrl.models.config import Config
-from funrl.models.scores import token_scores
+from funrl.models import Config, Inputs, decoder_model, place, with_value_head
+from funrl.models.model import SINGLE
 
 WANT = ("logp", "entropy", "sum_pi_squared")
 
@@ -31,7 +31,7 @@ CASES = {
 
 
 def _params(config):
-    params = decoder.init(config, torch.Generator().manual_seed(0), torch.float64)
+    params = decoder_model(config).init(torch.Generator().manual_seed(0), torch.float64)
     generator = torch.Generator().manual_seed(1)  # norms away from 1, biases away from 0, logits that differ
     return trees.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype), params)
 
@@ -44,13 +44,20 @@ SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 0, 0]])
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0]])
 
 
-def _loss(config, mesh, packed):
+def _placed(config, mesh=SINGLE):
+    model = decoder_model(config)
+    models = {"policy": model, "critic": with_value_head(model)}
+    return {name: place(model, mesh, dtype=torch.float64) for name, model in models.items()}
+
+
+def _loss(placed, packed):
     """A loss in which every output of the model has a weight of its own; with the outputs."""
-    where = (POSITIONS, SEGMENTS) if packed else (None, None)
+    where = {"positions": POSITIONS, "segments": SEGMENTS} if packed else {}
 
     def loss(params, tokens_BT, weights):
-        scores = token_scores(config, params["policy"], tokens_BT, *where, mesh, 0.7, WANT)
-        values_BT = value.apply(config, params["critic"], tokens_BT, *where, mesh)
+        batch = Batch(tokens=tokens_BT, mask=None, **where)
+        scores = placed["policy"].token_scores(params["policy"], batch, WANT, 0.7)
+        values_BT = placed["critic"].values(params["critic"], batch)
         outputs = torch.stack([*trees.leaves(scores), values_BT])
         return (weights * outputs).sum(), outputs
 
@@ -60,22 +67,21 @@ def _loss(config, mesh, packed):
 @pytest.mark.parametrize("case,packed", [*((case, True) for case in CASES), ("tp2", False), ("tp4 one kv head", False)])
 def test_tensor_parallel_equals_one_device(case, packed):
     text, config = CASES[case]
-    policy = _params(config)
-    critic = value.init(config, policy)
+    alone, policy = _placed(config), _params(config)
+    critic = alone["critic"].copy_from(alone["policy"], policy)
     critic["value"] = torch.randn(1, config.embed, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     params = {"policy": policy, "critic": critic}
-    shapes = {"policy": decoder.shapes(config), "critic": value.shapes(config)}
-    axes = {"policy": decoder.axes(config), "critic": value.axes(config)}
     # Drawn here: under simulation every rank would draw numbers of its own.
     weights = torch.randn(4, 2, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     inputs = _tokens(config), weights
-    (expected, outputs), grads = trees.value_and_grad(_loss(config, decoder.SINGLE, packed))(params, *inputs)
+    (expected, outputs), grads = trees.value_and_grad(_loss(alone, packed))(params, *inputs)
     assert all(g.abs().max() > 1e-4 for g in trees.leaves(grads))
 
     with simulate(text) as mesh:
-        layouts = rules.layouts(shapes, axes, rules.TRAIN, mesh.sizes)
+        placed = _placed(config, mesh)
+        layouts = {name: one.stored for name, one in placed.items()}
         local = scatter(params, layouts)
-        (got, got_outputs), got_grads = trees.value_and_grad(_loss(config, mesh, packed))(local, *inputs)
+        (got, got_outputs), got_grads = trees.value_and_grad(_loss(placed, packed))(local, *inputs)
         ranks = [gather((got, got_outputs, got_grads), rank) for rank in range(mesh.world)]
     for rank, (got, got_outputs, got_grads) in enumerate(ranks):
         assert (got - expected).abs() < 1e-9
@@ -92,17 +98,16 @@ def test_tensor_parallel_equals_one_device(case, packed):
 @pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp2 three kv heads"])
 def test_cached_decode_equals_forward(case):
     text, config = CASES[case]
-    params, tokens_BT = _params(config), _tokens(config)
-    expected, _ = decoder.apply(config, params, tokens_BT)
+    model, params, tokens_BT = decoder_model(config), _params(config), _tokens(config)
+    expected = model.apply(params, Inputs(tokens_BT)).hidden
     with simulate(text) as mesh, torch.no_grad():
-        layouts = rules.layouts(decoder.shapes(config), decoder.axes(config), rules.GENERATE, mesh.sizes)
-        local = scatter(params, layouts)
-        cache = decoder.init_cache(config, mesh, 2, 8, torch.float64)
-        hidden, cache = decoder.apply(config, local, tokens_BT[:, :4], cache=cache, mesh=mesh)
+        local = scatter(params, rules.layouts(model.shapes, model.axes, rules.GENERATE, mesh.sizes))
+        cache = model.init_cache(mesh, 2, 8, torch.float64)
+        hidden, cache, _ = model.apply(local, Inputs(tokens_BT[:, :4]), mesh, cache)
         parts = [hidden]
         for t in range(4, 7):
             at = torch.full((2, 1), t)
-            hidden, cache = decoder.apply(config, local, tokens_BT[:, t : t + 1], at, cache=cache, mesh=mesh)
+            hidden, cache, _ = model.apply(local, Inputs(tokens_BT[:, t : t + 1], at), mesh, cache)
             parts.append(hidden)
         ranks = [gather(torch.cat(parts, 1), rank) for rank in range(mesh.world)]
     assert all((got - expected).abs().max() < 1e-9 for got in ranks)
@@ -110,11 +115,11 @@ def test_cached_decode_equals_forward(case):
 
 def test_replicated_vocabulary():
     config = CASES["tp2"][1]
-    params, tokens_BT = _params(config), _tokens(config)
-    expected = trees.leaves(token_scores(config, params, tokens_BT, want=WANT))
-    table = dict(rules.TRAIN) | {"vocab": None}
+    params, batch = _params(config), Batch(tokens=_tokens(config), mask=None)
+    expected = trees.leaves(_placed(config)["policy"].token_scores(params, batch, WANT))
+    table = dict(rules.STORED) | {"vocab": None}
     with simulate("tp2") as mesh:
-        local = scatter(params, rules.layouts(decoder.shapes(config), decoder.axes(config), table, mesh.sizes))
-        got = token_scores(config, local, tokens_BT, mesh=mesh, want=WANT)
+        placed = place(decoder_model(config), mesh, table, table, torch.float64)
+        got = placed.token_scores(scatter(params, placed.stored), batch, WANT)
         ranks = [gather(trees.leaves(got), rank) for rank in range(mesh.world)]
     assert all((a - b).abs().max() < 1e-9 for rank in ranks for a, b in zip(rank, expected, strict=True))

@@ -8,8 +8,10 @@ import torch
 import transformers
 
 from funrl import trees
-from funrl.models import decoder, hf
-from funrl.models.config import Config, config_from_hf, config_to_hf
+from funrl.batch import Batch
+from funrl.models import Config, Inputs, hf, place
+from funrl.models.config import config_from_hf, config_to_hf
+from funrl.models.model import SINGLE
 
 SMALL = {
     "vocab_size": 101,
@@ -62,9 +64,8 @@ def _theirs(name: str, folder: Path, dtype=torch.float32):
     return model
 
 
-def _logits(config, params, tokens_BT):
-    hidden_BTD, _ = decoder.apply(config, params, tokens_BT)
-    return hidden_BTD @ decoder.unembed(params).T
+def _logits(model, params, tokens_BT):
+    return model.apply(params, Inputs(tokens_BT)).hidden @ model.unembed(params).T
 
 
 def _tokens(config: Config, rows=3, length=40):
@@ -73,51 +74,51 @@ def _tokens(config: Config, rows=3, length=40):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_round_trip(name, tmp_path):
-    model = _theirs(name, tmp_path / "theirs")
-    config, params = hf.load(tmp_path / "theirs")
-    tokens_BT = _tokens(config)
+    peer = _theirs(name, tmp_path / "theirs")
+    model, params = hf.load(tmp_path / "theirs")
+    tokens_BT = _tokens(model.config)
     with torch.no_grad():
-        expected = model(tokens_BT).logits
-    got = _logits(config, params, tokens_BT)
+        expected = peer(tokens_BT).logits
+    got = _logits(model, params, tokens_BT)
     assert expected.std() > 0.1
     assert (got - expected).abs().max() < 2e-5
 
-    hf.save(tmp_path / "ours", config, params)
+    hf.save(tmp_path / "ours", model, params)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
         assert torch.equal(again(tokens_BT).logits, expected)
-    config_again, params_again = hf.load(tmp_path / "ours")
-    assert config_again == config
+    model_again, params_again = hf.load(tmp_path / "ours")
+    assert model_again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-window", "qwen3"])
 def test_greedy_continuation(name, tmp_path):
-    model = _theirs(name, tmp_path)
-    config, params = hf.load(tmp_path)
-    tokens_BT = _tokens(config, rows=2, length=9)
+    peer = _theirs(name, tmp_path)
+    model, params = hf.load(tmp_path)
+    tokens_BT = _tokens(model.config, rows=2, length=9)
     with torch.no_grad():
-        expected = model.generate(tokens_BT, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-        cache = decoder.init_cache(config, decoder.SINGLE, 2, 32, torch.float32)
-        hidden, cache = decoder.apply(config, params, tokens_BT, cache=cache)
+        expected = peer.generate(tokens_BT, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        cache = model.init_cache(SINGLE, 2, 32, torch.float32)
+        hidden, cache, _ = model.apply(params, Inputs(tokens_BT), cache=cache)
         got = tokens_BT
         for _ in range(16):
-            nxt = (hidden[:, -1] @ decoder.unembed(params).T).argmax(-1, keepdim=True)
+            nxt = (hidden[:, -1] @ model.unembed(params).T).argmax(-1, keepdim=True)
             at = torch.full((2, 1), got.shape[1])
             got = torch.cat((got, nxt), 1)
-            hidden, cache = decoder.apply(config, params, nxt, at, cache=cache)
+            hidden, cache, _ = model.apply(params, Inputs(nxt, at), cache=cache)
     assert torch.equal(got, expected)
 
 
 def test_bfloat16_is_close_to_float32(tmp_path):
     _theirs("qwen3", tmp_path)
-    config, params = hf.load(tmp_path)
+    model, params = hf.load(tmp_path)
     _, low = hf.load(tmp_path, torch.bfloat16)
-    tokens_BT = _tokens(config)
+    tokens_BT = _tokens(model.config)
     assert low["embed"].dtype == torch.bfloat16
 
     def loss(p):
-        return _logits(config, p, tokens_BT).float().logsumexp(-1).mean(), ()
+        return _logits(model, p, tokens_BT).float().logsumexp(-1).mean(), ()
 
     (value, _), grads = trees.value_and_grad(loss)(params)
     (value_low, _), grads_low = trees.value_and_grad(loss)(low)
@@ -127,9 +128,9 @@ def test_bfloat16_is_close_to_float32(tmp_path):
 
 
 def test_float64_stays_float64(tmp_path):
-    model = _theirs("llama3", tmp_path)
-    config, params = hf.load(tmp_path, torch.float64)
-    tokens_BT = _tokens(config, length=64)
+    peer = _theirs("llama3", tmp_path)
+    model, params = hf.load(tmp_path, torch.float64)
+    tokens_BT = _tokens(model.config, length=64)
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -139,12 +140,36 @@ def test_float64_stays_float64(tmp_path):
             return out
 
     with Watch():
-        got = _logits(config, params, tokens_BT)
+        got = _logits(model, params, tokens_BT)
     # Nothing narrower than float64 may be made on the way.
     assert got.dtype == torch.float64 and torch.float64 in seen
     assert not {torch.float32, torch.bfloat16, torch.float16} & set(seen)
     with torch.no_grad():
-        assert (model.double()(tokens_BT).logits - got).abs().max() < 1e-4  # theirs has float32 rotary positions
+        assert (peer.double()(tokens_BT).logits - got).abs().max() < 1e-4  # theirs has float32 rotary positions
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
+def test_reward_models_are_sequence_classifiers(name, tmp_path):
+    """Theirs read here, and ours read there: the score at the last token of every row."""
+    config = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name], num_labels=1, pad_token_id=0)
+    torch.manual_seed(0)
+    peer = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for key, x in peer.named_parameters():
+            x.normal_(1.0 if key.endswith("norm.weight") else 0.0, 0.1)
+    peer.save_pretrained(tmp_path / "theirs")
+    model, params = hf.load(tmp_path / "theirs")
+    tokens_BT = _tokens(model.config).clamp(min=1)  # 0 is padding
+    with torch.no_grad():
+        expected = peer(tokens_BT).logits[:, 0]
+    # Position t speaks of the state before token t, so one more token reads the state at the end.
+    longer_BT = torch.cat([tokens_BT, tokens_BT[:, :1]], 1)
+    got = place(model).values(params, Batch(tokens=longer_BT, mask=None))[:, -1]
+    assert expected.std() > 0.1 and (got - expected).abs().max() < 2e-5
+    hf.save(tmp_path / "ours", model, params)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens_BT).logits[:, 0], expected)
 
 
 @pytest.mark.data
@@ -152,13 +177,13 @@ def test_stories():
     folder = _data() / "stories260k"
     if not folder.is_dir():
         pytest.skip(f"{folder} is absent; set FUNRL_DATA")
-    config, params = hf.load(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model, params = hf.load(folder)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens_BT = torch.tensor([tokenizer.encode("Once upon a time, there was a little girl named Lily. She had a dog.")])
     with torch.no_grad():
-        expected = model(tokens_BT).logits
-    assert (_logits(config, params, tokens_BT) - expected).abs().max() < 2e-5
+        expected = peer(tokens_BT).logits
+    assert (_logits(model, params, tokens_BT) - expected).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -5,12 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
-from funrl.models import decoder
-from funrl.models.config import Config
-from funrl.models.remat import MODES, rematerialized
-from funrl.models.scores import token_scores
+from funrl.batch import Batch
+from funrl.models import Config, Inputs, decoder_model, place, rematerialized
+from funrl.models.remat import MODES
 
 CONFIG = Config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=32, family="qwen3", qk_norm=True)
+MODEL = decoder_model(CONFIG)
 TOKENS = torch.randint(0, 24, (4, 40), generator=torch.Generator().manual_seed(2))
 
 
@@ -29,8 +29,9 @@ class _Counted(TorchDispatchMode):
 
 def _run(mode, segments=None):
     """Gradients; bytes that autograd keeps; matmuls, attentions and silus of forward and backward together."""
-    params = decoder.init(CONFIG, torch.Generator().manual_seed(0), torch.float64)
-    layer = rematerialized(None, mode)
+    params = MODEL.init(torch.Generator().manual_seed(0), torch.float64)
+    placed = place(MODEL, dtype=torch.float64, layer=rematerialized(MODEL.layer, mode))
+    batch = Batch(tokens=TOKENS, mask=None, segments=segments)
     kept = {}
 
     def note(x):
@@ -39,7 +40,7 @@ def _run(mode, segments=None):
 
     def loss(params):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            return token_scores(CONFIG, params, TOKENS, segments=segments, layer=layer).logp.sum(), None
+            return placed.token_scores(params, batch).logp.sum(), None
 
     with _Counted() as counted:
         _, grads = trees.value_and_grad(loss)(params)
@@ -72,10 +73,10 @@ def test_without_a_gradient_or_without_a_mode_it_is_the_plain_layer():
 
     def layer(*args):
         calls.append(torch.is_grad_enabled())
-        return decoder.decoder_layer(*args)
+        return MODEL.layer(*args)
 
     assert rematerialized(layer, "none") is layer
-    params = decoder.init(CONFIG, torch.Generator().manual_seed(0))
+    params = MODEL.init(torch.Generator().manual_seed(0))
     with torch.no_grad():
-        decoder.apply(CONFIG, params, TOKENS, layer=rematerialized(layer, "full"))
+        MODEL.apply(params, Inputs(TOKENS), layer=rematerialized(layer, "full"))
     assert calls == [False] * CONFIG.layers

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from funrl import optim, trees
+from funrl.mesh.rules import Layout
 from funrl.optim import fused
 
 
@@ -21,7 +22,7 @@ def test_fused_adamw_is_adamw_in_place(monkeypatch):
     plain, quick = optim.adamw(**args), optim.fused_adamw(**args)
     p, q = params(torch.float64), params(torch.float64)
     s, t = plain.init(p), quick.init(q)
-    held = [x.data_ptr() for x in trees.leaves((q, t[0].mu, t[0].nu))]
+    held = [x.data_ptr() for x in trees.leaves((q, t["adam"].mu, t["adam"].nu))]
     for step in range(10):
         g = trees.map(lambda x, k=step: torch.sin(x * (k + 1)), p)
         h = trees.clone(g)
@@ -33,7 +34,7 @@ def test_fused_adamw_is_adamw_in_place(monkeypatch):
         q = optim.apply_updates_(q, v)
         for x, y in zip(trees.leaves((p, s)), trees.leaves((q, t)), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
-    assert [x.data_ptr() for x in trees.leaves((q, t[0].mu, t[0].nu))] == held
+    assert [x.data_ptr() for x in trees.leaves((q, t["adam"].mu, t["adam"].nu))] == held
 
 
 @pytest.mark.parametrize("make", [optim.adamw, optim.fused_adamw])
@@ -41,9 +42,9 @@ def test_moments_of_bfloat16_parameters_are_float32(make):
     p = params(torch.bfloat16)
     step = make(1e-2, mu_dtype=torch.bfloat16)
     state = step.init(p)
-    assert {x.dtype for x in trees.leaves(state[0].nu)} == {torch.float32}
-    assert {x.dtype for x in trees.leaves(state[0].mu)} == {torch.bfloat16}
-    assert {x.dtype for x in trees.leaves(make(1e-2).init(p)[0].mu)} == {torch.float32}
+    assert {x.dtype for x in trees.leaves(state["adam"].nu)} == {torch.float32}
+    assert {x.dtype for x in trees.leaves(state["adam"].mu)} == {torch.bfloat16}
+    assert {x.dtype for x in trees.leaves(make(1e-2).init(p)["adam"].mu)} == {torch.float32}
     for _ in range(3):
         g = trees.map(torch.ones_like, p)
         updates, state = step.update(g, state, p)
@@ -52,8 +53,8 @@ def test_moments_of_bfloat16_parameters_are_float32(make):
         assert u.dtype == torch.float32
         torch.testing.assert_close(u, torch.full_like(u, -1e-2), rtol=1e-2, atol=0)
     assert {x.dtype for x in trees.leaves(optim.apply_updates(p, updates))} == {torch.bfloat16}
-    assert state[0].count.item() == 3
-    assert {x.dtype for x in trees.leaves(state[0].mu)} == {torch.bfloat16}
+    assert state["adam"].count.item() == 3
+    assert {x.dtype for x in trees.leaves(state["adam"].mu)} == {torch.bfloat16}
 
 
 def test_the_mask_of_matrices_leaves_out_norms_and_biases():
@@ -86,6 +87,47 @@ def test_the_norm_of_low_precision_is_taken_in_float32_and_of_nothing_is_zero():
     assert optim.global_norm({}).item() == 0
 
 
+def test_a_norm_that_the_caller_has_taken_is_not_taken_again():
+    """It goes through `skip_nonfinite` and to the first step of a chain; the second has another gradient."""
+    taken = []
+
+    def norm_of(tree):
+        taken.append(optim.global_norm(tree))
+        return taken[-1]
+
+    clip = optim.clip_by_global_norm(1.0, norm_of)
+    g = {"a": torch.tensor([3.0, 4.0])}
+    step = optim.skip_nonfinite(optim.chain(clip, optim.sgd(0.1)), 1, norm_of)
+    given, _ = step.update(g, step.init(g), g, norm=torch.tensor(10.0))
+    assert taken == []
+    torch.testing.assert_close(given["a"], -0.01 * g["a"])
+    step.update(g, step.init(g), g)
+    assert taken == [5]
+    twice = optim.chain(optim.scale(2), clip)
+    clipped, _ = twice.update(g, twice.init(g), g, norm=torch.tensor(5.0))
+    assert taken == [5, 10]
+    torch.testing.assert_close(clipped["a"], g["a"] / 5)
+
+
+def test_states_of_steps_of_one_name_are_told_apart():
+    step = optim.chain(optim.trace(0.1), optim.trace(0.2), optim.sgd(0.1), optim.trace(0.3))
+    assert list(step.init(params())) == ["momentum", "momentum_2", "sgd", "momentum_3"]
+
+
+def test_a_leaf_of_no_transformation_is_an_error():
+    step = optim.partition({"adamw": optim.adamw(0.1)}, lambda p: trees.map_named(lambda name, x: name[-1], p))
+    with pytest.raises(ValueError, match=r"attn/q has the label 'q'; there are \['adamw'\]"):
+        step.init(params())
+
+
+def test_a_state_without_a_layout_is_an_error():
+    p = params()
+    lay = trees.map(lambda x: Layout(tuple(x.shape), ((),) * x.ndim, (1, 1, 1, 1)), p)
+    state = {"adam": optim.adamw(0.1).init(p), "rows": (torch.zeros(()), torch.zeros(3))}
+    with pytest.raises(ValueError, match=r"rows/1 of the optimizer's state has shape \(3,\)"):
+        optim.layouts_of(state, lay)
+
+
 def test_a_gradient_that_is_not_finite_stays_visible():
     g = {"a": torch.tensor([float("inf"), 1.0])}
     clipped, _ = optim.clip_by_global_norm(1.0).update(g, (), g)
@@ -100,13 +142,3 @@ def test_a_warmup_that_does_not_end_in_time_is_an_error(warmup, steps):
         optim.warmup_linear(0.1, warmup, steps)
     with pytest.raises(ValueError, match="at least 1"):
         optim.cosine(0.1, 0)
-
-
-@pytest.mark.parametrize("step", [optim.adamw(0.1), optim.fused_adamw(0.1), optim.sgd(0.1, 0.5)])
-def test_an_optimizer_finds_the_minimum_of_a_parabola(step):
-    p = {"x": torch.tensor([2.0, -3.0])}
-    state = step.init(p)
-    for _ in range(200):
-        updates, state = step.update({"x": p["x"] - 1}, state, p)
-        p = optim.apply_updates(p, updates)
-    torch.testing.assert_close(p["x"], torch.ones(2), atol=1e-2, rtol=0)

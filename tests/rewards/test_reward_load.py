@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from funrl.loading import LoadError
-from funrl.rewards.load import RewardError, load_rewards, score, weighted_sum
+from funrl.rewards.load import RewardError, load_rewards, score, score_row
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -73,10 +73,16 @@ def test_one_of_several_rewards_may_not_apply_to_a_row():
     rows = (["p"] * 5, ["c"] * 5, [{"i": i} for i in range(5)])
     some = score(lambda p, c, i: values[i], *rows, one_of_several=True)
     assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
-    others = [0.5] * 5
-    assert weighted_sum([some, others], [2.0, 1.0]) == [2.5, 0.5, 0.5, 0.5, 4.5]
-    with pytest.raises(RewardError, match="row 1: none of the 1 reward functions gave a number"):
-        weighted_sum([some], [1.0])
+    rewards = (lambda p, c: None if "a" in c else 1, lambda p, c: math.nan if "b" in c else 2)
+    assert [[x if x == x else None for x in score_row(rewards, "p", c, {})] for c in "abx"] == [
+        [None, 2],
+        [1, None],
+        [1, 2],
+    ]
+    with pytest.raises(RewardError, match=r"none of the 2 reward functions applies.*\n  prompt: 'p'"):
+        score_row(rewards, "p", "ab", {})
+    with pytest.raises(RewardError, match="gave None, a finite number is needed"):
+        score_row(rewards[:1], "p", "a", {})
     for value in (math.inf, "1.0", [None]):
         with pytest.raises(RewardError, match="finite number is needed"):
             score(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)

@@ -1,19 +1,20 @@
 """The native engine against transformers, the trainer's log-probabilities, itself split otherwise, and a count."""
 
+import dataclasses
 import os
 import weakref
 from pathlib import Path
 
+import chex
 import pytest
 import torch
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.mesh import rules
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
-from funrl.models import decoder, hf
-from funrl.models.config import Config, ModelError
-from funrl.models.scores import token_scores
+from funrl.models import Config, Inputs, ModelError, decoder_model, hf, place, with_value_head
 from funrl.rollout import native
 from funrl.rollout.completions import Sampling
 from funrl.rollout.hf_engine import hf_engine
@@ -33,15 +34,18 @@ PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12, 13], [4, 4], [30, 20, 10]
 
 def weights(config: Config, dtype=torch.float32, seed: int = 0):
     """Random weights whose distributions are neither flat nor certain."""
-    params = decoder.init(config, torch.Generator().manual_seed(seed), dtype)
+    params = decoder_model(config).init(torch.Generator().manual_seed(seed), dtype)
     for name in {"embed", "unembed"} & set(params):
         params[name] = params[name] * 25
     return params
 
 
 def engine_of(config: Config, dtype=torch.float32, **how):
-    engine = native_engine(config, dtype=dtype, **how)
-    engine.load(trees.named(weights(config, dtype)))
+    return loaded(native_engine(decoder_model(config), dtype=dtype, **how), weights(config, dtype))
+
+
+def loaded(engine, params):
+    engine.load(engine.weights.named(params))
     return engine
 
 
@@ -53,8 +57,7 @@ def rows_of(done):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_continuations_are_those_of_transformers(name):
     config = CONFIGS[name]
-    peer = hf_engine(config)
-    peer.load(trees.named(weights(config)))
+    peer = loaded(hf_engine(decoder_model(config)), weights(config))
     how = Sampling(greedy=True, max_new_tokens=30, stop=(3, 17))
     ours, theirs = engine_of(config).generate(PROMPTS, how, 0), peer.generate(PROMPTS, how, 0)
     assert rows_of(ours) == rows_of(theirs)
@@ -70,12 +73,11 @@ def test_a_pretrained_model_tells_the_story_that_transformers_tells():
         pytest.skip(f"{folder} is not there; FUNRL_DATA names another place")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config, params = hf.load(folder)
+    model, params = hf.load(folder)
     tokenizer, peer = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tokenizer("Once upon a time").input_ids, tokenizer("Tom and Lily saw a big").input_ids]
-    engine = native_engine(config)
-    engine.load(trees.named(params))
-    ours = engine.generate(prompts, Sampling(greedy=True, max_new_tokens=60, stop=config.eos), 0)
+    how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.eos)
+    ours = loaded(native_engine(model), params).generate(prompts, how, 0)
     for prompt, row in zip(prompts, rows_of(ours), strict=True):
         theirs = peer.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0, len(prompt) :].tolist()
         assert row == theirs
@@ -88,12 +90,12 @@ def test_a_pretrained_model_tells_the_story_that_transformers_tells():
 def test_log_probs_are_those_of_the_trainer(name, dtype, close, how):
     config = CONFIGS[name]
     done = engine_of(config, dtype).generate(PROMPTS, how, 0)
-    params = weights(config, dtype)
+    params, placed = weights(config, dtype), place(decoder_model(config), dtype=dtype)
     for i, prompt in enumerate(PROMPTS):
         completion = done.tokens[i, : done.lengths[i]].tolist()
-        row = torch.tensor([[*prompt, *completion]])
+        row = Batch(tokens=torch.tensor([[*prompt, *completion]]), mask=None)
         for temperature, ours in ((1.0, done.model_logp), (1.0 if how.greedy else how.temperature, done.logp)):
-            theirs = token_scores(config, params, row, temperature=temperature).logp
+            theirs = placed.token_scores(params, row, temperature=temperature).logp
             assert theirs is not None
             torch.testing.assert_close(ours[i, : len(completion)], theirs[0, len(prompt) :], atol=close, rtol=0)
 
@@ -147,7 +149,7 @@ def counting_layer(config: Config):
         if calls[0] % config.layers == 0:
             seen.append(tuple(args[3].shape[:2]))
         calls[0] += 1
-        return decoder.decoder_layer(*args)
+        return decoder_model(config).layer(*args)
 
     return layer, seen
 
@@ -184,12 +186,29 @@ def test_the_seed_fixes_the_samples():
 def test_samples_follow_the_model():
     config = CONFIGS["llama"]
     done = engine_of(config, torch.float64).generate([[1, 2]], Sampling(max_new_tokens=1, samples=4000), seed=0)
-    hidden, _ = decoder.apply(config, weights(config, torch.float64), torch.tensor([[1, 2]]))
+    hidden = decoder_model(config).apply(weights(config, torch.float64), Inputs(torch.tensor([[1, 2]]))).hidden
     expected = (hidden[0, -1] @ weights(config, torch.float64)["unembed"].T).softmax(-1) * 4000
     counts = torch.bincount(done.tokens[:, 0], minlength=config.vocab)
     common = expected > 5
     statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() / common.sum()
     assert statistic < 2  # about 1 +- sqrt(2 / cells)
+
+
+def test_its_three_computations_by_hand():
+    """Two prompts of two samples each, greedily: what `generate` does, less stop tokens and chunks."""
+    config, how = CONFIGS["qwen3 window"], Sampling(greedy=True, samples=2, max_new_tokens=9)
+    model, prompts = native.loaded_model(decoder_model(config), weights(config)), [[7], [5, 6, 7, 8]]
+    tokens = []
+    with torch.no_grad():
+        state = native.prefill(model, prompts, range(4), how)
+        chex.assert_tree_shape_prefix(trees.leaves(state.cache), (4, 13))
+        assert state.positions_R1.flatten().tolist() == [1, 1, 4, 4] and state.longest == 4
+        for _ in range(9):
+            tokens.append(native.draw_tokens(model, state.hidden_RD, None, how)[0])
+            state = native.decode_step(model, state, tokens[-1])
+    expected = engine_of(config).generate(prompts, how, 0).tokens
+    assert torch.equal(torch.stack(tokens, 1), expected)
+    assert state.longest == 13 and state.reach == 13
 
 
 def test_a_stop_token_ends_its_completion_and_is_part_of_it():
@@ -231,14 +250,13 @@ def test_no_prompts_are_no_completions():
 )
 @pytest.mark.parametrize("make", [native_engine, hf_engine])
 def test_bad_input_is_refused(make, prompts, how, message):
-    engine = make(CONFIGS["llama"])
-    engine.load(trees.named(weights(CONFIGS["llama"])))
+    engine = loaded(make(decoder_model(CONFIGS["llama"])), weights(CONFIGS["llama"]))
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, Sampling(**how), 0)
 
 
 def test_old_weights_are_gone_when_new_ones_are_asked_for():
-    engine = native_engine(CONFIGS["llama"])
+    engine = native_engine(decoder_model(CONFIGS["llama"]))
     old = weights(CONFIGS["llama"])
     engine.load(trees.named(old))
     watched = weakref.ref(old["embed"])
@@ -254,7 +272,7 @@ def test_old_weights_are_gone_when_new_ones_are_asked_for():
 
 def test_weights_are_checked():
     config = CONFIGS["llama"]
-    engine = native_engine(config)
+    engine = native_engine(decoder_model(config))
     with pytest.raises(RuntimeError, match="call load first"):
         engine.generate(PROMPTS, Sampling(), 0)
     named = trees.named(weights(config))
@@ -267,6 +285,42 @@ def test_weights_are_checked():
         engine.generate(PROMPTS, Sampling(), 0)
 
 
+def test_the_version_is_that_of_the_weights_it_has():
+    engine = native_engine(decoder_model(CONFIGS["llama"]))
+    assert engine.version is None
+    engine.load(engine.weights.named(weights(CONFIGS["llama"])), 7)
+    assert engine.version == 7
+    with pytest.raises(KeyError):
+        engine.load([], 8)
+    assert engine.version is None
+
+
+def test_a_value_head_cannot_generate():
+    with pytest.raises(ModelError, match="no unembedding"):
+        native_engine(with_value_head(decoder_model(CONFIGS["llama"])))
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_no_more_caches_than_their_bound_at_any_time(samples):
+    """A chunk's cache is freed before the next one's is made; with several samples, prompts have one beside it."""
+    config, most, alive = CONFIGS["llama"], [0], []
+    model = decoder_model(config)
+    one = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head size, bytes
+
+    def init_cache(*args):
+        cache = model.init_cache(*args)
+        if trees.leaves(cache)[0].device.type != "meta":
+            alive.extend((weakref.ref(x.untyped_storage()), x.nbytes) for x in trees.leaves(cache))
+            most[0] = max(most[0], sum(nbytes for storage, nbytes in alive if storage() is not None))
+        return cache
+
+    bound = one * 29 * 4  # four rows of the longest prompt and completion
+    engine = native_engine(dataclasses.replace(model, init_cache=init_cache), cache_bytes=bound)
+    loaded(engine, weights(config)).generate(PROMPTS, Sampling(max_new_tokens=20, samples=samples), 0)
+    assert len(alive) >= 2 * 2 * 2  # there were several
+    assert bound / 2 < most[0] <= bound + (0 if samples == 1 else one * sum(map(len, PROMPTS)))
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_tensor_parallel_ranks_draw_what_one_device_draws(name):
@@ -274,9 +328,8 @@ def test_tensor_parallel_ranks_draw_what_one_device_draws(name):
     sampling = Sampling(max_new_tokens=12, stop=(3, 17), samples=2)
 
     def program(mesh):
-        layouts = rules.layouts(decoder.shapes(config), decoder.axes(config), rules.GENERATE, mesh.sizes)
-        engine = native_engine(config, mesh, torch.float64)
-        engine.load(trees.named(rules.shard(weights(config, torch.float64), layouts, mesh)))
+        engine = native_engine(decoder_model(config), mesh, torch.float64)
+        loaded(engine, rules.shard(weights(config, torch.float64), engine.weights.layouts, mesh))
         done = engine.generate(PROMPTS, sampling, 0)
         return rows_of(done), done.logp.tolist()
 

@@ -7,29 +7,32 @@ import pytest
 import torch
 
 from funrl import trees
-from funrl.experiments import grpo, ppo
+from funrl.algos.recipes.grpo import grpo
+from funrl.algos.recipes.ppo import ppo
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
-from funrl.mesh.rules import TRAIN, layouts
-from funrl.models import decoder
-from funrl.trainer import ensemble, phases, warmstart
+from funrl.mesh.rules import STORED, layouts
+from funrl.models import decoder_model, with_value_head
+from funrl.trainer import loop
+from funrl.trainer.build import sync
 from funrl.trainer.job import prepare
+from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.settings import Settings
-from funrl.trainer.spmd import Clock
-from funrl.trainer.step import gradient, policy_objective, value_objective
+from funrl.trainer.step import gradient
 
 SIZES: dict[str, Any] = {"embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
 SMALL: dict[str, Any] = {
     "batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4, "warmstart_steps": 0, "eval_prompts": 6,
     "dtype": "float64", "compile": "off", "steps": 3, "device": "cpu", "lr": 1e-2,
 }  # fmt: skip
+GRPO, PPO = grpo, ppo
 
 
 class Quiet:
-    """Where phases and stages show things: kept, not shown."""
+    """An observer that keeps what it is told."""
 
-    def __init__(self):
-        self.notes, self.shown, self.losses = [], [], []
+    def __init__(self, folder=None):
+        self.notes, self.shown, self.losses, self.steps, self.folder = [], [], [], [], folder
 
     def note(self, text):
         self.notes.append(text)
@@ -40,98 +43,103 @@ class Quiet:
     def supervised(self, step, steps, metrics):
         self.losses.append((step, metrics["train/loss"]))
 
+    def step(self, step, metrics, seconds):
+        self.steps.append((step, metrics))
 
-class Gradients(NamedTuple):
-    """Whole gradients and losses of one mini-batch."""
+    def resumed(self, step):
+        self.steps = [pair for pair in self.steps if pair[0] <= step]
 
-    policy: Any
-    policy_loss: torch.Tensor
-    critic: Any
-    critic_loss: torch.Tensor | None
-    metrics: dict[str, float]
+    def checkpoint_folder(self):
+        return self.folder
+
+    def finish(self, placed, params, error):
+        self.params, self.error = params, error
 
 
 def digits_reward(prompt, completion, **fields):
-    """A reward that differs between the completions of a model that has learnt nothing: how far down the digits."""
+    """A reward that differs between the completions of an untrained model: how far down the digits."""
     return sum(map(completion.count, "12345")) / 4 - 0.25 * completion.count("+")
 
 
-def small_job(compose=ppo.algorithm, sizes=SIZES, reward=digits_reward, **settings):
+def small_job(compose=PPO, sizes=SIZES, reward=digits_reward, **settings):
     """A checked job of tiny sizes. Fields of `Settings` may be given by name."""
     job = prepare(Settings(**SMALL | settings), compose)
-    config = dataclasses.replace(job.config, **sizes)
-    layouts(decoder.shapes(config), decoder.axes(config), TRAIN, job.sizes)
-    rewards = job.task.rewards if reward is None else (reward,)
-    return job._replace(config=config, task=job.task._replace(rewards=rewards))
+    if sizes:
+        job = resized(job, sizes)
+    return job if reward is None else job._replace(task=job.task._replace(rewards=(reward,)))
+
+
+def resized(job, sizes):
+    """The job with models of other sizes, but for those from directories."""
+    model = decoder_model(dataclasses.replace(job.model.config, **sizes))
+    layouts(model.shapes, model.axes, STORED, job.sizes)
+    valued = with_value_head(model)
+    own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
+    return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
 def begin(job, mesh, show=None):
-    """Models and first state on one rank; rank dependent only in its shards."""
-    show = show or Quiet()
-    models = ensemble.build(job, mesh, show.note)
-    weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, show)
-    return models, phases.start(job, models, weights)
+    """A run and its first state on one rank, with weights in the engine."""
+    run, state = loop.begin(job, mesh, show or Quiet())
+    return run, sync(run.parts, state)
 
 
-def scored_batch(job, models, state, step=1):
-    """One rollout, scored; the state after it; all metrics."""
-    batch, state, collected = phases.collect(job, models, state, step, Clock(), Quiet())
-    batch, state, scored = phases.score_batch(job, models, state, batch, Clock())
-    return batch, state, collected | scored
+def scored_batch(run, state):
+    """The scored rows of the next step; the state after it; all metrics."""
+    batch, state, drawn = loop.draw(run, state)
+    batch, state, scored = loop.score_batch(run, state, batch)
+    return batch, state, drawn | scored
 
 
-def gradients(job, models, state, batch, token_budget=None):
-    """Whole gradients of policy and critic over all rows of a batch."""
-    budget, mesh = token_budget or job.settings.token_budget, models.mesh
-    algorithm, temperature = job.algorithm, job.settings.temperature
-    objective = policy_objective(
-        job.config, algorithm.policy_loss, mesh, temperature, models.layer, job.dtype, models.policy_layouts
-    )
-    grads, metrics, loss = gradient(
-        objective,
-        algorithm.policy_loss,
-        state.policy.params,
-        batch,
-        batch.rollout_logp if batch.old_logp is None else batch.old_logp,
-        mesh,
-        budget,
-        models.policy_layouts,
-    )
-    policy, critic, critic_loss = unshard(grads, models.policy_layouts, mesh), None, None
-    if state.critic is not None:
-        objective = value_objective(
-            job.config, algorithm.value_loss, mesh, models.layer, job.dtype, models.critic_layouts
-        )
-        grads, more, critic_loss = gradient(
-            objective,
-            algorithm.value_loss,
-            state.critic.params,
-            batch,
-            batch.value,
-            mesh,
-            budget,
-            models.critic_layouts,
-        )
-        critic, metrics = unshard(grads, models.critic_layouts, mesh), metrics | more
-    return Gradients(policy, loss, critic, critic_loss, {k: float(v) for k, v in metrics.items()})
+def one_step(run, state):
+    """The state after a step, and its metrics."""
+    batch, state, told = scored_batch(run, state)
+    state, learned = loop.learn_batch(run, state, batch)
+    return sync(run.parts, state), told | learned
+
+
+class Gradient(NamedTuple):
+    """A role's whole gradient and loss on one mini-batch, and the metrics of its loss."""
+
+    tree: Any
+    loss: torch.Tensor
+    metrics: dict[str, float]
+
+
+def gradients(run, state, batch, token_budget=None):
+    """The gradients of every role that learns, over all rows of a batch."""
+    found = {}
+    for name, role in run.parts.roles.items():
+        if role.loss is not None:
+            rows = batch._replace(mask=getattr(batch, role.mask))
+            pieces = own_micro_batches(rows, run.parts.mesh, token_budget or run.job.settings.token_budget)
+            dens = role.loss.denominators(rows)
+            grads, metrics, loss = gradient(role, state.roles[name].params, [piece for _, piece in pieces], dens)
+            whole = unshard(grads, role.placed.stored, run.parts.mesh)
+            found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
+    return found
+
+
+def whole_weights(run, state):
+    """The weights of every role that learns."""
+    mesh = run.parts.mesh
+    return {n: unshard(r.params, run.parts.roles[n].placed.stored, mesh) for n, r in state.roles.items()}
 
 
 def steps_program(job, steps):
-    """A program of one rank: `steps` RL steps; batches, gradients and metrics of each, and whole weights at the end."""
+    """A program of one rank: some steps; batches, gradients and metrics of each, and whole weights at the end."""
 
     def program(mesh):
-        models, state = begin(job, mesh)
+        run, state = begin(job, mesh)
         batches, grads, metrics = [], [], []
-        for step in range(1, steps + 1):
-            batch, state, said = scored_batch(job, models, state, step)
+        for _ in range(steps):
+            batch, state, told = scored_batch(run, state)
             batches.append(batch)
-            grads.append(gradients(job, models, state, batch))
-            state, learned = phases.learn(job, models, state, batch, step, Clock())
-            phases.sync(job, models, state, Clock())
-            metrics.append(said | learned)
-        policy = unshard(state.policy.params, models.policy_layouts, mesh)
-        critic = None if state.critic is None else unshard(state.critic.params, models.critic_layouts, mesh)
-        return {"batches": batches, "grads": grads, "metrics": metrics, "policy": policy, "critic": critic}
+            grads.append(gradients(run, state, batch))
+            state, learned = loop.learn_batch(run, state, batch)
+            state = sync(run.parts, state)
+            metrics.append(told | learned)
+        return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
 
     return program
 
@@ -156,27 +164,28 @@ def relative(a, b):
     return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
 
+def assert_same_gradients(one, other, tolerance, metrics=False):
+    assert one.keys() == other.keys()
+    for name in other:
+        assert gap(one[name].tree, other[name].tree) < tolerance, name
+        assert abs(one[name].loss - other[name].loss) < tolerance, name
+        if metrics:
+            assert one[name].metrics == pytest.approx(other[name].metrics, abs=tolerance)
+
+
 def assert_same(one, other, tolerance):
     """Every step's samples, log-probabilities, advantages, losses and gradients, and the parameters at the end."""
     for a, b in zip(one["batches"], other["batches"], strict=True):
-        for name in ("tokens", "mask", "length", "group", "truncated"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
-        for name in ("rollout_logp", "old_logp", "ref_logp", "value", "advantage", "returns", "score"):
-            x, y = getattr(a, name), getattr(b, name)
-            assert (x is None) == (y is None)
-            assert x is None or (x - y).abs().max() < tolerance, name
+        assert a.names() == b.names()
+        for name in a.names():
+            x, y = a.get(name), b.get(name)
+            if x.is_floating_point():
+                assert (x - y).abs().max() < tolerance, name
+            else:
+                assert torch.equal(x, y), name
     for a, b in zip(one["grads"], other["grads"], strict=True):
-        assert gap(a.policy, b.policy) < tolerance
-        assert abs(a.policy_loss - b.policy_loss) < tolerance
-        if b.critic is not None:
-            assert gap(a.critic, b.critic) < tolerance
-            assert abs(a.critic_loss - b.critic_loss) < tolerance
+        assert_same_gradients(a, b, tolerance)
     for a, b in zip(one["metrics"], other["metrics"], strict=True):
         assert a.keys() == b.keys()
         assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
-    assert gap(one["policy"], other["policy"]) < tolerance
-    if other["critic"] is not None:
-        assert gap(one["critic"], other["critic"]) < tolerance
-
-
-GRPO, PPO = grpo.algorithm, ppo.algorithm
+    assert gap(one["weights"], other["weights"]) < tolerance

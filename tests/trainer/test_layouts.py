@@ -44,12 +44,12 @@ def test_ppo_is_the_same_in_every_layout(layout):
 
 
 def _of_reference(job, mesh):
-    """What policy and reference say before the first update, and the dtypes and memory of all models."""
-    models, state = begin(job, mesh)
-    trained = [state.policy.params, state.critic.params]
-    memory = [x.untyped_storage().data_ptr() for tree in (*trained, state.reference) for x in trees.leaves(tree)]
-    batch, state, _ = scored_batch(job, models, state)
-    dtypes = [{x.dtype for x in trees.leaves(tree)} for tree in (*trained, state.reference)]
+    """What policy and reference score before the first update, and the dtypes and memory of all models."""
+    run, state = begin(job, mesh)
+    weights = [*(state.roles[name].params for name in ("policy", "critic")), run.frozen["reference"]]
+    memory = [x.untyped_storage().data_ptr() for tree in weights for x in trees.leaves(tree)]
+    batch, state, _ = scored_batch(run, state)
+    dtypes = [{x.dtype for x in trees.leaves(tree)} for tree in weights]
     return batch.old_logp, batch.ref_logp, dtypes, len(memory) == len(set(memory))
 
 
@@ -66,10 +66,13 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
     "settings,message",
     [
         ({"mesh": "tp2", "fsdp": True}, "--fsdp: the mesh tp2 has one device over dp,ep"),
-        ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp says what --fsdp shards over; give --fsdp"),
-        ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: 'tp' is none of dp, ep"),
-        ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy says which models --fsdp shards; give --fsdp"),
-        ({"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"}, "'actor' is none of policy, critic, reference"),
+        ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp"),
+        ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: it must be some of dp,ep"),
+        ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy does nothing without --fsdp"),
+        (
+            {"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"},
+            "--fsdp_models=policy,actor: it must be some of policy,critic,reference",
+        ),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "critic", "compose": GRPO},
             "this run has no critic; it has policy, reference",

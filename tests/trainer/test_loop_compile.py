@@ -10,42 +10,37 @@ import torch
 from small_runs import begin, gradients, relative, scored_batch, small_job
 
 from funrl.mesh.mesh import single
-from funrl.trainer import phases
-from funrl.trainer.spmd import Clock
+from funrl.trainer.build import sync
+from funrl.trainer.loop import learn_batch
 
 STEPS = 4
 WARMUP = 2  # steps after which nothing more is compiled
 
 
-def run(mode):
+def some_steps(mode):
     """Batches, gradients and metrics of some steps, the first of which evaluates; graphs compiled after each."""
     job = small_job(compile=mode, dtype="float32", batch_prompts=6, token_budget=64, lr=1e-3, steps=STEPS)
-    models, state = begin(job, single())
+    run, state = begin(job, single())
     done, graphs = [], []
     for step in range(1, STEPS + 1):
         if step in (1, STEPS):
-            phases.evaluate(job, models, step, Clock(), Silent())
-        batch, state, metrics = scored_batch(job, models, state, step)
-        grads = gradients(job, models, state, batch, token_budget=64 + 32 * step)  # micro-batches of other sizes
-        state, learned = phases.learn(job, models, state, batch, step, Clock())
-        phases.sync(job, models, state, Clock())
+            run.source.evaluate(state.roles, step)
+        batch, state, metrics = scored_batch(run, state)
+        grads = gradients(run, state, batch, token_budget=64 + 32 * step)  # micro-batches of other sizes
+        state, learned = learn_batch(run, state, batch)
+        state = sync(run.parts, state)
         done.append((batch, grads, metrics | learned))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return done, graphs
 
 
-class Silent:
-    def samples(self, *shown):
-        pass
-
-
 def compare():
-    plain, none = run("off")
-    compiled, graphs = run("on")
+    plain, none = some_steps("off")
+    compiled, graphs = some_steps("on")
     gaps = []
     for (batch, grads, metrics), (other, others, more) in zip(compiled, plain, strict=True):
         assert torch.equal(batch.tokens, other.tokens)
-        gaps += [relative(grads.policy, others.policy), relative(grads.critic, others.critic)]
+        gaps += [relative(grads[name].tree, others[name].tree) for name in others]
         gaps += [abs(metrics[k] - more[k]) / (1 + abs(more[k])) for k in more]
     return {"gap": max(gaps), "plain": none, "graphs": graphs}
 

@@ -10,12 +10,12 @@ import torch
 from small_runs import GRPO, gap, run_steps, small_job
 
 from funrl import trees
+from funrl.algos import clipped_surrogate, token_mean
 from funrl.algos.core import reduce, scale
-from funrl.algos.reductions import token_mean
-from funrl.algos.terms import clipped_surrogate
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
 from funrl.models import hf
+from funrl.track.observe import RunObserver
 from funrl.track.run_directory import open_run
 from funrl.trainer.loop import train
 
@@ -27,7 +27,12 @@ def train_in(folder, **settings):
     """The outcome, the lines of metrics and the run directory of a run of three steps."""
     job = small_job(eval_every=2, sample_every=2, **settings)
     run_dir = str(open_run(str(folder), "ppo", {"seed": 0}).path)
-    outcome = launch(lambda mesh: train(job, mesh, run_dir), job.sizes, "cpu")
+
+    def program(mesh):
+        with RunObserver(job, run_dir, mesh.rank) as observer:
+            return train(job, mesh, observer)
+
+    outcome = launch(program, job.sizes, "cpu")
     return outcome, lines_of(Path(run_dir) / "metrics.jsonl"), Path(run_dir)
 
 
@@ -70,9 +75,9 @@ def test_the_same_lines_and_samples_on_every_mesh(alone, mesh, tmp_path):
 
 def test_the_saved_model_is_the_one_that_was_trained(alone):
     """`run_steps` is the loop without observer and evaluations: these change nothing."""
-    config, saved = hf.load(alone[2] / "model", torch.float64)
-    assert config.embed == 16
-    assert gap(saved, run_steps(3)["policy"]) < 1e-9
+    model, saved = hf.load(alone[2] / "model", torch.float64)
+    assert model.config.embed == 16
+    assert gap(saved, run_steps(3)["weights"]["policy"]) < 1e-9
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
@@ -87,17 +92,17 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_learnt(mesh, tmp_path):
     assert repr(bad) in outcome.error and "nan" in outcome.error.lower()
     assert [line["step"] for line in lines] == [1, 2]
     _, saved = hf.load(run_dir / "model", torch.float64)
-    learnt = run_steps(2, reward=lambda prompt, completion, **fields: len(completion) / 4)["policy"]
+    learnt = run_steps(2, reward=lambda prompt, completion, **fields: len(completion) / 4)["weights"]["policy"]
     assert gap(saved, learnt) < 1e-9
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
 def test_a_gradient_that_is_not_finite_is_not_applied(mesh, tmp_path):
     def broken():
-        return replace(GRPO(), policy_loss=reduce(scale(math.inf, clipped_surrogate()), token_mean()))
+        return replace(GRPO(), losses={"policy": reduce(scale(math.inf, clipped_surrogate()), token_mean())})
 
     outcome, lines, run_dir = train_in(tmp_path / "run", mesh=mesh, compose=broken)
-    assert outcome.error.startswith("step 1, update_actor: the gradient's norm is nan") and "--lr" in outcome.error
+    assert outcome.error.startswith("step 1, policy: the gradient's norm is nan") and "--lr" in outcome.error
     assert lines == []
     _, saved = hf.load(run_dir / "model", torch.float64)
     assert all(x.isfinite().all() for x in trees.leaves(saved))

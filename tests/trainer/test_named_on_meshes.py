@@ -2,37 +2,28 @@
 
 import dataclasses
 import functools
-import importlib
-import inspect
-import pkgutil
-import typing
 
 import pytest
 import torch
 from small_runs import SIZES, assert_same, small_job, steps_program
 
-import funrl.algos
-from funrl.algos.core import Algorithm, needs_of
+from funrl.algos import recipes
+from funrl.loading import load
 from funrl.mesh.launch import launch
-from funrl.models import decoder, hf
+from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
-from funrl.trainer.job import BY_TEACHER
+from funrl.trainer.roles import role_names
 
-MODULES = {m.name: importlib.import_module(f"funrl.algos.{m.name}") for m in pkgutil.iter_modules(funrl.algos.__path__)}
-MAKERS = {name: getattr(module, name) for name, module in MODULES.items() if hasattr(module, name)}
-NAMED = {
-    name: make
-    for name, make in MAKERS.items()
-    if inspect.isfunction(make) and typing.get_type_hints(make)["return"] is Algorithm
-}
+MAKERS = {name: load("algorithm", f"funrl.algos.recipes.{name}:{name}") for name in recipes.NAMES}
+NAMED = {name: make for name, make in MAKERS.items() if make().advantage is not None}
 NAMED["distillation over likely tokens"] = functools.partial(NAMED["distillation"], kind="forward")
 ROWS = {"batch_prompts": 4, "samples_per_prompt": 3, "minibatches": 2, "token_budget": 64, "teacher_top_k": 5}
 
 
 def _jobs(mesh, teacher):
     for name, make in NAMED.items():
-        judged = bool(BY_TEACHER & needs_of(make()))
-        yield name, small_job(make, mesh=mesh, teacher=teacher if judged else None, max_refills=1, **ROWS)
+        taught = "teacher" in role_names(make())
+        yield name, small_job(make, mesh=mesh, teacher=teacher if taught else None, max_refills=1, **ROWS)
 
 
 def _one_step_each(jobs, mesh):
@@ -43,8 +34,8 @@ def _one_step_each(jobs, mesh):
 def steps(tmp_path_factory):
     """What a step of every algorithm gives, on one rank and on four."""
     folder = tmp_path_factory.mktemp("teacher")
-    config = dataclasses.replace(arithmetic.model_config(), **SIZES)
-    hf.save(folder, config, decoder.init(config, torch.Generator().manual_seed(9)), arithmetic.tokenizer())
+    model = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES))
+    hf.save(folder, model, model.init(torch.Generator().manual_seed(9)), arithmetic.tokenizer())
     found = []
     for mesh in ("dp1", "dp2,tp2"):
         jobs = list(_jobs(mesh, str(folder)))

@@ -1,6 +1,7 @@
 """From prompts to a batch: alignment, masks, engine and trainer, filters and refills."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -8,17 +9,16 @@ import torch
 from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job
 
 from funrl import trees
-from funrl.algos.compose import corrected
-from funrl.algos.corrections import mask_truncated
-from funrl.algos.filters import unequal_scores
+from funrl.algos import corrected, mask_truncated, unequal_scores
+from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
-from funrl.models import decoder
+from funrl.models.model import Inputs
 from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Sampling
-from funrl.trainer import phases
+from funrl.trainer import loop
+from funrl.trainer.loop import draw, learn_batch
 from funrl.trainer.rollout import Example, Rollout, completion_texts, rollout, to_batch
-from funrl.trainer.spmd import Clock
 
 # Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
 EXAMPLES = [Example([5, 6], "p", {}), Example([7, 8, 4, 3, 2, 6, 5], "q", {})]
@@ -100,13 +100,13 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
             raise ValueError("no such animal")
         return 0.0
 
-    drawn = phases.prompt_batch(seen, job.settings.batch_prompts, job.settings.seed, 0)
+    drawn = prompt_batch(seen, job.settings.batch_prompts, job.settings.seed, 0)
     job = job._replace(task=job.task._replace(rewards=(reward,)))
 
     def program(mesh):
-        models, state = begin(job, mesh)
+        run, state = begin(job, mesh)
         try:
-            phases.collect(job, models, state, 1, Clock(), Quiet())
+            draw(run, state)
         except RewardError as error:
             return str(error)
         return ""
@@ -119,8 +119,8 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
 def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
     job = small_job(dtype=dtype, max_new_tokens=12, **settings)
-    models, state = begin(job, single())
-    batch, _, metrics = scored_batch(job, models, state)
+    run, state = begin(job, single())
+    batch, _, metrics = scored_batch(run, state)
     assert batch.mask.sum() > 20
     assert (batch.old_logp - batch.rollout_logp).abs()[batch.mask].max() < bound
     assert metrics["rollout/logprob_gap_max"] < bound
@@ -130,35 +130,35 @@ def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
 def test_old_log_probabilities_are_those_of_the_plain_model():
     """Token by token, from the softmax of the logits of the tokens before it, without batching."""
     job = small_job(temperature=0.7)
-    models, state = begin(job, single())
-    batch, _, _ = scored_batch(job, models, state)
-    params = state.policy.params
+    run, state = begin(job, single())
+    batch, _, _ = scored_batch(run, state)
+    model, params = job.model, state.roles["policy"].params
     for row in range(4):
         n = int(batch.length[row])
-        hidden, _ = decoder.apply(job.config, params, batch.tokens[row : row + 1, :n])
-        logp = (hidden[0] @ decoder.unembed(params).T / 0.7).log_softmax(-1)
+        hidden = model.apply(params, Inputs(batch.tokens[row : row + 1, :n])).hidden
+        logp = (hidden[0] @ model.unembed(params).T / 0.7).log_softmax(-1)
         for t in batch.mask[row].nonzero().squeeze(1).tolist():
             assert batch.old_logp[row, t].item() == pytest.approx(logp[t - 1, batch.tokens[row, t]].item(), abs=1e-12)
 
 
 def test_rewards_and_samples_stay_with_their_prompts():
     job = small_job(reward=lambda prompt, completion, **fields: len(prompt) + len(completion) / 10)
-    models, state = begin(job, single())
-    batch, after, _ = scored_batch(job, models, state)
-    drawn = phases.prompt_batch(job.task.prompts, 4, 0, 0)
-    decode = phases.decoder_of(job.tokenizer)
+    run, state = begin(job, single())
+    batch, after, _ = scored_batch(run, state)
+    drawn = prompt_batch(job.task.prompts, 4, 0, 0)
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.mask, strict=True)):
         prompt, text = drawn[row // 2], decode(tokens[mask].tolist())
         assert tokens[: len(prompt.tokens)].tolist() == prompt.tokens
         assert batch.score[row].item() == pytest.approx(len(prompt.text) + len(text) / 10)
-    assert after.position == 4
+    assert after.source == {"prompts_consumed": 4}
 
 
 def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
     job, show = small_job(reward=lambda prompt, completion, answer, **_: float(completion[:1] == "1")), Quiet()
-    models, state = begin(job, single())
-    one = phases.evaluate(job, models, 0, Clock(), show)
-    assert one == phases.evaluate(job, models, 7, Clock(), show)
+    run, state = begin(job, single(), show)
+    one = run.source.evaluate(state.roles, 0)
+    assert one == run.source.evaluate(state.roles, 7)
     assert set(one) == {"eval/reward", "eval/accuracy"} and 0 <= one["eval/accuracy"] <= 1
     (step, prompts, texts, scores), again = show.shown
     assert (step, again[0]) == (0, 7) and again[1:] == (prompts, texts, scores)
@@ -168,8 +168,9 @@ def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
     example = job.task.heldout[0]
     ids = job.tokenizer.encode(texts[0], add_special_tokens=False)
     for i, token in enumerate(ids):
-        hidden, _ = decoder.apply(job.config, state.policy.params, torch.tensor([example.tokens + ids[:i]]))
-        assert (hidden[0, -1] @ decoder.unembed(state.policy.params).T).argmax().item() == token
+        params = state.roles["policy"].params
+        hidden = job.model.apply(params, Inputs(torch.tensor([example.tokens + ids[:i]]))).hidden
+        assert (hidden[0, -1] @ job.model.unembed(params).T).argmax().item() == token
 
 
 @pytest.mark.gloo
@@ -178,36 +179,40 @@ def test_evaluation_with_fewer_held_out_prompts_than_ranks():
     one = small_job(eval_prompts=2)
 
     def program(job):
-        return lambda mesh: phases.evaluate(job, begin(job, mesh)[0], 0, Clock(), Quiet())
+        def evaluate(mesh):
+            run, state = begin(job, mesh)
+            return run.source.evaluate(state.roles, 0)
+
+        return evaluate
 
     assert launch(program(job), job.sizes, "cpu") == launch(program(one), one.sizes, "cpu")
 
 
 def filtered(keep=None):
     """GRPO with a filter; the default keeps the groups whose scores differ."""
-    return dataclasses.replace(GRPO(), keep=keep or unequal_scores())
+    return dataclasses.replace(GRPO(), filter=keep or unequal_scores())
 
 
 def test_refills_replace_what_the_filter_drops():
     job = small_job(filtered, max_refills=40)
-    models, state = begin(job, single())
-    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), Quiet())
+    run, state = begin(job, single())
+    batch, after, metrics = draw(run, state)
     assert batch.tokens.shape[0] == 8
     assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
-    assert metrics["filter_groups/sampled_prompts"] == after.position > 4  # some were thrown away
+    assert metrics["filter_groups/sampled_prompts"] == after.source["prompts_consumed"] > 4  # some were thrown away
     thrown = metrics["filter_groups/dropped_prompts"] + metrics["filter_groups/surplus_prompts"]
-    assert thrown == after.position - 4
-    kept = after.position - metrics["filter_groups/dropped_prompts"]
-    assert metrics["filter_groups/kept_share"] == pytest.approx(kept / after.position)
+    assert thrown == after.source["prompts_consumed"] - 4
+    kept = after.source["prompts_consumed"] - metrics["filter_groups/dropped_prompts"]
+    assert metrics["filter_groups/kept_share"] == pytest.approx(kept / after.source["prompts_consumed"])
     assert len(set(batch.group.tolist())) == 4
 
 
 def test_refills_are_bounded_and_a_short_batch_is_reported():
     job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
-    models, state = begin(job, single())
     show = Quiet()
-    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), show)
-    assert after.position == 3 * 4
+    run, state = begin(job, single(), show)
+    batch, after, metrics = draw(run, state)
+    assert after.source["prompts_consumed"] == 3 * 4
     assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
     assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
     assert ["the batch has 3 and not 4" in note for note in show.notes] == [True]
@@ -228,9 +233,9 @@ def test_what_is_sampled_and_not_used_is_counted():
         return (prompt == 0) | ((prompt == 1) & (sample == 0))
 
     job = small_job(lambda: filtered(keep))
-    models, state = begin(job, single())
     show = Quiet()
-    batch, _, metrics = phases.collect(job, models, state, 1, Clock(), show)
+    run, state = begin(job, single(), show)
+    batch, _, metrics = draw(run, state)
     # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
     assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
     assert len(batch.tokens) == 7 and show.notes == []
@@ -241,15 +246,14 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
     """After a step that moved the optimizer: no loss, no gradient, no change of any weight, no number that is not
     finite."""
     job = small_job(lambda: corrected(compose(), mask_truncated()))
-    models, state = begin(job, single())
-    for step, cut in ((1, False), (2, True)):
-        batch, state, _ = phases.collect(job, models, state, step, Clock(), Quiet())
+    run, state = begin(job, single())
+    for cut in (False, True):
+        batch, state, _ = draw(run, state)
         batch = batch._replace(truncated=torch.full_like(batch.truncated, cut))
-        batch, state, scored = phases.score_batch(job, models, state, batch, Clock())
-        before = trees.clone((state.policy, state.critic))
-        state, learned = phases.learn(job, models, state, batch, step, Clock())
-        after = (state.policy, state.critic)
-        same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(after), strict=True))
+        batch, state, scored = loop.score_batch(run, state, batch)
+        before = trees.clone(state.roles)
+        state, learned = learn_batch(run, state, batch)
+        same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(state.roles), strict=True))
         assert same == cut
         assert all(map(math.isfinite, (scored | learned).values()))
     assert "critic/advantages/max" not in scored and "reward/mean" in scored
@@ -258,10 +262,10 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
 
 def test_a_filter_that_drops_everything_is_said_and_ends():
     job = small_job(lambda: filtered(lambda batch: torch.zeros(len(batch.score), dtype=torch.bool)), max_refills=2)
-    models, state = begin(job, single())
     show = Quiet()
-    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), show)
-    assert after.position == 8 and len(batch.tokens) == 8
+    run, state = begin(job, single(), show)
+    batch, after, metrics = draw(run, state)
+    assert after.source["prompts_consumed"] == 8 and len(batch.tokens) == 8
     assert any("dropped all of 8" in note for note in show.notes)
     assert metrics["filter_groups/kept_share"] == 0
 
@@ -269,12 +273,13 @@ def test_a_filter_that_drops_everything_is_said_and_ends():
 def test_a_filter_of_rows_leaves_groups_of_unequal_sizes_that_train():
     """Every third row is dropped: groups keep two samples or one, and the rows keep their own rewards."""
     job = small_job(lambda: filtered(lambda batch: torch.arange(len(batch.score)) % 3 != 2))
-    models, state = begin(job, single())
-    batch, state, _ = scored_batch(job, models, state)
+    run, state = begin(job, single())
+    batch, state, _ = scored_batch(run, state)
     assert [batch.group.tolist().count(g) for g in sorted(set(batch.group.tolist()))] == [2, 1, 1, 2]
-    texts = [phases.decoder_of(job.tokenizer)(t[m].tolist()) for t, m in zip(batch.tokens, batch.mask, strict=True)]
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    texts = [decode(t[m].tolist()) for t, m in zip(batch.tokens, batch.mask, strict=True)]
     assert batch.score.tolist() == [digits_reward("", text) for text in texts]
-    _, learned = phases.learn(job, models, state, batch, 1, Clock())
+    _, learned = learn_batch(run, state, batch)
     assert math.isfinite(learned["actor/grad_norm"])
 
 
@@ -282,8 +287,8 @@ def test_a_filter_of_rows_leaves_groups_of_unequal_sizes_that_train():
 def test_a_filter_chooses_the_same_rows_on_every_mesh():
     def program(job):
         def run(mesh):
-            models, state = begin(job, mesh)
-            return phases.collect(job, models, state, 1, Clock(), Quiet())[0]
+            started, state = begin(job, mesh)
+            return draw(started, state)[0]
 
         return run
 
@@ -294,7 +299,7 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
 
 def test_without_a_filter_nothing_is_sampled_twice():
     job = small_job(PPO)
-    models, state = begin(job, single())
-    batch, after, metrics = phases.collect(job, models, state, 1, Clock(), Quiet())
-    assert metrics == {} and after.position == 4
+    run, state = begin(job, single())
+    batch, after, metrics = draw(run, state)
+    assert metrics == {} and after.source == {"prompts_consumed": 4}
     assert math.isclose(batch.rollout_logp[batch.mask].exp().mean().item(), 1 / 16, rel_tol=0.5)  # nearly uniform

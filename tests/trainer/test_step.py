@@ -1,21 +1,24 @@
 """Scores and gradients do not depend on micro-batches, padding, or which rank works on which rows."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, assert_same, begin, gap, gradients, run_steps, scored_batch, small_job
+from small_runs import GRPO, PPO, assert_same, assert_same_gradients, begin, gap, gradients, run_steps, small_job
+from small_runs import scored_batch as scored_of
 
 from funrl import trees
-from funrl.algos.core import Fraction, needs, token_fraction
-from funrl.batch import Batch, select
+from funrl.algos.core import Loss, Sum, token_mean_of
+from funrl.batch import Batch, map_fields, select, token_fields
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.mesh.rules import shard
-from funrl.models.scores import token_scores
-from funrl.trainer import ensemble, phases
-from funrl.trainer.step import gradient, score
+from funrl.mesh.rules import Layout, shard
+from funrl.trainer.build import build
+from funrl.trainer.micro import mini_batches, own_micro_batches
+from funrl.trainer.roles import Role
+from funrl.trainer.score import score_role
+from funrl.trainer.step import gradient
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
 FEW = 24  # tokens: one or two rows in a micro-batch
@@ -27,12 +30,11 @@ def scored(compose, mesh="dp1"):
     """A job, its models, its state and a batch, after one step's rollout. Longer prompts make rows of two widths."""
     job = small_job(compose, mesh=mesh, **PLAIN)
     job = job._replace(task=job.task._replace(prompts=[*map(longer, job.task.prompts[:40])]))
-    models, state = begin(job, single())
-    critic = state.critic and state.critic._replace(params=trees.map(jiggle, state.critic.params))
-    state = state._replace(policy=state.policy._replace(params=trees.map(jiggle, state.policy.params)), critic=critic)
-    batch, state, _ = scored_batch(job, models, state)
+    run, state = begin(job, single())
+    state = state._replace(roles={n: r._replace(params=trees.map(jiggle, r.params)) for n, r in state.roles.items()})
+    batch, state, _ = scored_of(run, state)
     assert len(set(batch.length.tolist())) > 4 and batch.tokens.shape[1] > 16
-    return job, models, state, batch
+    return run, state, batch
 
 
 def longer(example):
@@ -53,18 +55,13 @@ def compositions():
 
 def moved(state):
     """The state after some updates: ratios are not 1, values not the old ones."""
-    policy = state.policy._replace(params=trees.map(lambda x: jiggle(jiggle(x) - 0.25 * x), state.policy.params))
-    return state._replace(policy=policy)
+    policy = state.roles["policy"]
+    policy = policy._replace(params=trees.map(lambda x: jiggle(jiggle(x) - 0.25 * x), policy.params))
+    return state._replace(roles={**state.roles, "policy": policy})
 
 
 def assert_equal(a, b, tolerance=1e-12):
-    assert gap(a.policy, b.policy) < tolerance
-    assert abs(a.policy_loss - b.policy_loss) < tolerance
-    assert (a.critic is None) == (b.critic is None)
-    if a.critic is not None:
-        assert gap(a.critic, b.critic) < tolerance
-        assert abs(a.critic_loss - b.critic_loss) < tolerance
-    assert a.metrics == pytest.approx(b.metrics, abs=tolerance)
+    assert_same_gradients(a, b, tolerance, metrics=True)
 
 
 def norm(tree):
@@ -73,55 +70,48 @@ def norm(tree):
 
 @compositions()
 def test_micro_batches_change_nothing(compose):
-    job, models, state, batch = scored(compose)
+    run, state, batch = scored(compose)
     state = moved(state)
-    whole = gradients(job, models, state, batch, MANY)
-    assert norm(whole.policy) > 1e-2
-    assert whole.critic is None or norm(whole.critic) > 1e-2
+    whole = gradients(run, state, batch, MANY)
+    assert all(norm(one.tree) > 1e-2 for one in whole.values())
     for budget in (1, FEW, 100):
-        assert_equal(gradients(job, models, state, batch, budget), whole)
+        assert_equal(gradients(run, state, batch, budget), whole)
 
 
 @compositions()
 def test_padding_changes_nothing(compose):
     """Wider rows, other pad tokens, and anything at all in the fields outside of the mask."""
-    job, models, state, batch = scored(compose)
+    run, state, batch = scored(compose)
     state = moved(state)
-    whole = gradients(job, models, state, batch, MANY)
+    whole = gradients(run, state, batch, MANY)
     at_T = torch.arange(batch.tokens.shape[1] + 24)
 
-    def widen(x):
+    def widen(name, x):
         filler = 7 if x.dtype == torch.int64 else False if x.dtype == torch.bool else float("nan")
-        return torch.nn.functional.pad(x, (0, 24), value=filler)
+        return torch.nn.functional.pad(x, (0, 24), value=filler) if name in token_fields() else x
 
-    wide = batch._replace(
-        **{k: widen(x) for k, x in batch._asdict().items() if x is not None and is_of_tokens(k, x, batch)}
-    )
+    wide = map_fields(widen, batch)
     beyond = at_T >= batch.length[:, None]
     wide = wide._replace(tokens=torch.where(beyond, 11, wide.tokens))
     for budget in (MANY, FEW):
-        assert_equal(gradients(job, models, state, wide, budget), whole)
-
-
-def is_of_tokens(name, x, batch):
-    return x.ndim == 2 and x.shape[1] == batch.tokens.shape[1] and name != "scores"
+        assert_equal(gradients(run, state, wide, budget), whole)
 
 
 @compositions()
 def test_the_order_of_rows_changes_nothing(compose):
-    job, models, state, batch = scored(compose)
+    run, state, batch = scored(compose)
     order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(0))
     shuffled = select(batch, order)
-    assert_equal(gradients(job, models, state, shuffled, 100), gradients(job, models, state, batch, MANY))
+    assert_equal(gradients(run, state, shuffled, 100), gradients(run, state, batch, MANY))
 
 
 def test_the_gradient_is_that_of_the_loss_written_out():
     """GRPO on one batch: the mean over rows of the mean over tokens of -min(r A, clip(r) A) + beta k3."""
-    job, models, state, batch = scored(functools.partial(GRPO, kl_coef=0.1, dual_clip=1e9))
-    state = moved(state)
+    run, state, batch = scored(functools.partial(GRPO, kl_coef=0.1, dual_clip=1e9))
+    state, placed = moved(state), run.parts.roles["policy"].placed
 
     def loss(params):
-        logp = token_scores(job.config, params, batch.tokens).logp
+        logp = placed.token_scores(params, Batch(tokens=batch.tokens)).logp
         total = torch.zeros((), dtype=torch.float64)
         for row in range(len(batch.tokens)):
             at = batch.mask[row]
@@ -131,39 +121,44 @@ def test_the_gradient_is_that_of_the_loss_written_out():
             total = total + per_token.mean() / len(batch.tokens)
         return total, ()
 
-    (value, _), grads = trees.value_and_grad(loss)(state.policy.params)
-    ours = gradients(job, models, state, batch, 100)
-    assert ours.policy_loss.item() == pytest.approx(value.item(), abs=1e-12)
-    assert gap(ours.policy, grads) < 1e-12
+    (value, _), grads = trees.value_and_grad(loss)(state.roles["policy"].params)
+    ours = gradients(run, state, batch, 100)["policy"]
+    assert ours.loss.item() == pytest.approx(value.item(), abs=1e-12)
+    assert gap(ours.tree, grads) < 1e-12
     assert ours.metrics["actor/pg_clipfrac"] > 0.1  # the clip was at work
 
 
 def test_scores_of_several_micro_batches_are_those_of_one():
-    job, _, state, batch = scored(PPO)
-
-    def forward(params, rows):
-        found = token_scores(job.config, params, rows.tokens, wanted_BT=rows.mask, want=("logp", "entropy"))
-        return [found.logp, found.entropy]
-
-    one = score(forward, state.policy.params, batch, single(), MANY)
+    run, state, batch = scored(PPO)
+    role = run.parts.roles["policy"]._replace(writes={"old_logp": "logp", "old_entropy": "entropy"})
+    params = state.roles["policy"].params
+    one = score_role(role, params, batch, MANY)
     for budget in (1, FEW, 100):
-        for a, b in zip(score(forward, state.policy.params, batch, single(), budget), one, strict=True):
-            assert a.shape == batch.tokens.shape and not a.requires_grad
-            assert (a - b).abs().max() < 1e-12
-    assert one[1][batch.mask].min() > 0
+        for name, found in score_role(role, params, batch, budget).items():
+            assert found.shape == batch.tokens.shape and not found.requires_grad
+            assert (found - one[name]).abs().max() < 1e-12
+    assert one["old_entropy"][batch.mask].min() > 0
 
 
-def linear(rows: Batch, params):
-    """A model that can be checked by hand: the score of token v is params[v]."""
-    return params["w"][rows.tokens]
+class Linear(NamedTuple):
+    """A placed model that can be checked by hand: the value of token v is params[v]."""
+
+    mesh: Any
+    model: Any = type("Model", (), {"unembed": None})
+    stored: Any = None
+    compute: Any = None
+
+    def values(self, params, rows):
+        return params["w"][rows.tokens]
 
 
-@needs("advantage")
-def weighted_mean(logp_BT, batch):
-    """The mean over tokens of A logp, and how many micro-batches there were."""
-    seen = Fraction(logp_BT.new_ones(()), logp_BT.new_zeros(()))
-    fraction = token_fraction(logp_BT * torch.nan_to_num(batch.advantage), batch.mask)
-    return (fraction,), {"pieces": seen, "mean": Fraction(fraction.num.detach(), fraction.den)}
+def weighted_numerators(x_BT, batch):
+    """The mean over tokens of A x, and how many micro-batches there were."""
+    mean = token_mean_of(x_BT * torch.nan_to_num(batch.advantage), batch.mask)
+    return (mean.num,), {"pieces": Sum(x_BT.new_ones(()).detach()), "mean": mean._replace(num=mean.num.detach())}
+
+
+WEIGHTED = Loss(lambda batch: (batch.mask.count_nonzero().double(),), weighted_numerators)
 
 
 def by_hand(rows, width=8):
@@ -177,18 +172,16 @@ def by_hand(rows, width=8):
         for t in range(width):
             if mask[i, t]:
                 expected[tokens[i, t]] += (i + 1) / int(mask.sum())
-    return Batch(tokens, mask, length=length, advantage=advantage), {"w": torch.arange(5).double()}, {"w": expected}
+    batch = Batch(tokens=tokens, mask=mask, length=length, advantage=advantage)
+    return batch, {"w": torch.arange(5).double()}, {"w": expected}
 
 
 def hand_gradient(mesh, rows, budget):
     batch, params, _ = by_hand(rows)
-
-    def objective(params, piece, dens):
-        fractions, metrics = weighted_mean(linear(piece, params), piece)
-        return fractions[0].over(dens[0]), (fractions, metrics)
-
-    old = torch.zeros(batch.tokens.shape, dtype=torch.float64)
-    grads, metrics, loss = gradient(objective, weighted_mean, params, batch, old, mesh, budget)
+    whole = {"w": Layout((5,), ((),), tuple(mesh.sizes.values()))}
+    role = Role(Linear(mesh, stored=whole, compute=whole), loss=WEIGHTED)
+    pieces = [piece for _, piece in own_micro_batches(batch, mesh, budget)]
+    grads, metrics, loss = gradient(role, params, pieces, WEIGHTED.denominators(batch))
     return grads, {k: float(v) for k, v in metrics.items()}, float(loss)
 
 
@@ -214,18 +207,21 @@ def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
 @pytest.mark.parametrize("compose", [PPO, GRPO], ids=["ppo", "grpo"])
 def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
     """Two rows on four data ranks, of two tensor ranks each, with real models: two data ranks only keep pace."""
-    one_job, models, state, batch = scored(compose)
+    run, state, batch = scored(compose)
     few = select(batch, torch.tensor([0, 7]))
-    expected = gradients(one_job, models, state, few, MANY)
-    job = one_job._replace(sizes={**one_job.sizes, "data": 4, "tensor": 2})
+    expected = gradients(run, state, few, MANY)
+    sizes = {**run.job.sizes, "data": 4, "tensor": 2}
+    job = run.job._replace(sizes=sizes, generate_sizes=sizes)
 
     def program(mesh):
-        here = ensemble.build(job._replace(generate_sizes=job.sizes), mesh, print)
-        policy = state.policy._replace(params=shard(state.policy.params, here.policy_layouts, mesh))
-        critic = state.critic and state.critic._replace(params=shard(state.critic.params, here.critic_layouts, mesh))
-        return gradients(job, here, state._replace(policy=policy, critic=critic), few, 8)
+        parts = build(job, mesh, print)
+        roles = {
+            name: role._replace(params=shard(role.params, parts.roles[name].placed.stored, mesh))
+            for name, role in state.roles.items()
+        }
+        return gradients(run._replace(job=job, parts=parts), state._replace(roles=roles), few, 8)
 
-    assert_equal(launch(program, job.sizes, "cpu"), expected, 1e-11)
+    assert_equal(launch(program, sizes, "cpu"), expected, 1e-11)
 
 
 @pytest.mark.gloo
@@ -237,8 +233,9 @@ def test_a_run_whose_mini_batches_have_fewer_rows_than_ranks(mesh):
 
 @pytest.mark.parametrize("rows, minibatches, sizes", [(8, 2, [4, 4]), (9, 6, [2, 2, 2, 1, 1, 1]), (3, 6, [1, 1, 1])])
 def test_a_pass_has_the_mini_batches_of_the_schedule(rows, minibatches, sizes):
-    job, whole = small_job(minibatches=minibatches), torch.arange(rows)[:, None]
-    parts = phases._mini_batches(job, Batch(whole, torch.ones_like(whole, dtype=torch.bool)), 1, 0)
+    whole = torch.arange(rows)[:, None]
+    batch = Batch(tokens=whole, mask=torch.ones_like(whole, dtype=torch.bool))
+    parts = mini_batches(batch, minibatches, seed=0, step=1, epoch=0)
     assert [len(part.tokens) for part in parts] == sizes
     order = torch.cat([part.tokens for part in parts]).flatten()
     assert order.tolist() != list(range(rows)) and sorted(order.tolist()) == list(range(rows))

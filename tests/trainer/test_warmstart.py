@@ -14,9 +14,10 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
-from funrl.models import decoder, hf
+from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
-from funrl.trainer import ensemble, warmstart
+from funrl.trainer import warmstart
+from funrl.trainer.build import build
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +31,9 @@ def start(job):
     """Whole weights after `initial_weights` on the job's mesh, as rank 0 ends with them, and what was shown."""
 
     def program(mesh):
-        models, show = ensemble.build(job, mesh, print), Quiet()
-        weights = warmstart.initial_weights(job, mesh, models.policy_layouts, models.layer, show)
-        return unshard(weights, models.policy_layouts, mesh), show
+        placed, show = build(job, mesh, print).begin, Quiet()
+        weights = warmstart.initial_weights(job, placed, show)
+        return unshard(weights, placed.stored, mesh), show
 
     return launch(program, job.sizes, "cpu")
 
@@ -103,8 +104,8 @@ def hole(file):
 
 
 def another_model(folder):
-    config = dataclasses.replace(small_job().config, mlp=24)
-    hf.save(folder, config, decoder.init(config, torch.Generator().manual_seed(0)))
+    model = decoder_model(dataclasses.replace(small_job().model.config, mlp=24))
+    hf.save(folder, model, model.init(torch.Generator().manual_seed(0)))
 
 
 def shifted(file):
@@ -180,7 +181,7 @@ def test_runs_that_heal_one_cache_at_once_do_not_hurt_each_other(cache, monkeypa
     def heal():
         if not (stored / "config.json").exists():
             shutil.rmtree(stored, ignore_errors=True)
-            save(stored, job.config, one, job.tokenizer)
+            save(stored, job.model, one, job.tokenizer)
 
     def heal_after(act, *args):
         act(*args)
@@ -221,7 +222,7 @@ def test_no_steps_leave_the_weights_of_the_seed(cache):
 def test_weights_from_a_directory(mesh, tmp_path):
     job = small_job(mesh=mesh)
     one, _ = start(small_job(seed=5))
-    hf.save(tmp_path / "model", job.config, one, job.tokenizer)
+    hf.save(tmp_path / "model", job.model, one, job.tokenizer)
     job = job._replace(settings=dataclasses.replace(job.settings, model=str(tmp_path / "model")))
     loaded, _ = start(job)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(one), strict=True))
@@ -229,7 +230,7 @@ def test_weights_from_a_directory(mesh, tmp_path):
 
 def test_bfloat16_keeps_float32_weights():
     job = small_job(dtype="bfloat16", warmstart_steps=2)
-    models, state = begin(job, single())
-    for tree in (state.policy.params, state.critic.params):
-        assert {x.dtype for x in trees.leaves(tree)} == {torch.float32}
-    assert models.engine._model.params["norm"].dtype == torch.bfloat16
+    run, state = begin(job, single())
+    for role in state.roles.values():
+        assert {x.dtype for x in trees.leaves(role.params)} == {torch.float32}
+    assert run.parts.generator.engine._loaded.params["norm"].dtype == torch.bfloat16

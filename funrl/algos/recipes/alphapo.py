@@ -21,4 +21,4 @@ def alphapo(beta: float = 2.5, alpha: float = 0.25, margin: float = 0.1) -> Algo
       margin: by how much beta times the difference should exceed 0.
     """
     contrast = preference(sigmoid_pairs(beta, margin=margin), log_likelihood(per_token=True, alpha=alpha))
-    return Algorithm(None, {"policy": reduce(contrast, sequence_mean())})
+    return Algorithm(None, {"policy": reduce(contrast, sequence_mean())}, example="pair")

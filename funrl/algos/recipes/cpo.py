@@ -20,4 +20,4 @@ def cpo(beta: float = 0.1, likelihood_coef: float = 1.0) -> Algorithm:
       likelihood_coef: loss per nat of the chosen completions' negative log-likelihood.
     """
     contrast = reduce(preference(sigmoid_pairs(beta), log_likelihood()), sequence_mean())
-    return Algorithm(None, {"policy": sum_losses(contrast, chosen_likelihood(likelihood_coef))})
+    return Algorithm(None, {"policy": sum_losses(contrast, chosen_likelihood(likelihood_coef))}, example="pair")

@@ -79,7 +79,7 @@ def dpo(
         terms.append(scale(factor, term))
     contrast = reduce(add(*terms), sequence_mean())
     whole = sum_losses(contrast, chosen_likelihood(likelihood_coef)) if likelihood_coef else contrast
-    return Algorithm(None, {"policy": whole})
+    return Algorithm(None, {"policy": whole}, example="pair")
 
 
 def loss_factors(loss: str) -> dict[str, float]:

@@ -17,4 +17,6 @@ def orpo(beta: float = 0.1) -> Algorithm:
     Args:
       beta: weight of the odds ratio's loss; the likelihood's is 1.
     """
-    return Algorithm(None, {"policy": sum_losses(chosen_likelihood(), reduce(odds_ratio(beta), sequence_mean()))})
+    return Algorithm(
+        None, {"policy": sum_losses(chosen_likelihood(), reduce(odds_ratio(beta), sequence_mean()))}, example="pair"
+    )

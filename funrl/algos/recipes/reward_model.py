@@ -18,4 +18,4 @@ def reward_model(center: float = 0.0, margin: bool = False) -> Algorithm:
       center: pulls the mean reward of a pair to 0, in 1 / reward^2.
       margin: the chosen completion should win by the number that the data give.
     """
-    return Algorithm(None, {"reward_model": reduce(pairwise_reward(center, margin), sequence_mean())})
+    return Algorithm(None, {"reward_model": reduce(pairwise_reward(center, margin), sequence_mean())}, example="pair")

@@ -20,4 +20,4 @@ def simpo(beta: float = 2.0, margin: float = 1.0) -> Algorithm:
       margin: by how much beta times the difference should exceed 0.
     """
     contrast = preference(sigmoid_pairs(beta, margin=margin), log_likelihood(per_token=True))
-    return Algorithm(None, {"policy": reduce(contrast, sequence_mean())})
+    return Algorithm(None, {"policy": reduce(contrast, sequence_mean())}, example="pair")

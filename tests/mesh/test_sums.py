@@ -1,12 +1,12 @@
-"""Small pieces of the loop on one process and on real ranks."""
+"""Sums of trees and ranges of rows, on one process and on real ranks."""
 
 import pytest
 import torch
 
 from funrl import trees
+from funrl.mesh import sums
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse, single
-from funrl.trainer import spmd
 
 COUNTS = (0, 1, 3, 4, 7, 9)
 
@@ -17,7 +17,7 @@ def test_own_ranges_are_the_whole_in_order_and_differ_by_at_most_one(text, count
     sizes = parse(text)
     for axes in ("data", ("data", "tensor"), ("data", "sequence")):
         meshes = [Mesh(sizes, rank) for rank in range(Mesh(sizes).world)]
-        ranges = {m.index(axes): spmd.own_range(count, m, axes) for m in meshes}
+        ranges = {m.index(axes): sums.own_range(count, m, axes) for m in meshes}
         shares = [ranges[i] for i in range(meshes[0].size(axes))]
         assert [i for share in shares for i in share] == list(range(count))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -32,7 +32,7 @@ def columns_of(rows):
 
 def test_gather_rows_on_one_device_is_the_identity():
     columns = columns_of(range(3))
-    for before, after in zip(columns, spmd.gather_rows(columns, 3, single(), "data"), strict=True):
+    for before, after in zip(columns, sums.gather_rows(columns, 3, single(), "data"), strict=True):
         assert after is before
 
 
@@ -40,7 +40,7 @@ def test_gather_rows_on_one_device_is_the_identity():
 def test_gather_rows_joins_uneven_and_empty_shares_exactly():
     def program(mesh):
         return [
-            (count, axes, spmd.gather_rows(columns_of(spmd.own_range(count, mesh, axes)), count, mesh, axes))
+            (count, axes, sums.gather_rows(columns_of(sums.own_range(count, mesh, axes)), count, mesh, axes))
             for count in COUNTS
             for axes in ("data", ("data", "tensor"))
         ]
@@ -55,7 +55,7 @@ def test_gather_rows_joins_uneven_and_empty_shares_exactly():
 @pytest.mark.parametrize("bucket_bytes", [8, 128 << 20])
 def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
     """Whether a collective has a leaf of its own or shares it."""
-    monkeypatch.setattr(spmd, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", bucket_bytes)
 
     def tree_of(n):
         return {
@@ -66,18 +66,18 @@ def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
         }
 
     def program(mesh):
-        return {axes: spmd.psum_tree(tree_of(mesh.rank + 1), mesh, axes) for axes in ("data", "tensor")}
+        return {axes: sums.psum_tree(tree_of(mesh.rank + 1), mesh, axes) for axes in ("data", "tensor")}
 
     # Ranks 0 to 3 hold 1 to 4; rank 0 shares data with rank 2 (tp is innermost) and tensor with rank 1.
-    sums = launch(program, parse("dp2,tp2"), "cpu")
+    over = launch(program, parse("dp2,tp2"), "cpu")
     for axes, total in (("data", 1 + 3), ("tensor", 1 + 2)):
-        for (name, got), (_, expected) in zip(trees.named(sums[axes]), trees.named(tree_of(total)), strict=True):
+        for (name, got), (_, expected) in zip(trees.named(over[axes]), trees.named(tree_of(total)), strict=True):
             assert got.dtype == expected.dtype and got.shape == expected.shape, name
             torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
 
 
 def test_buckets_are_full_and_of_one_dtype(monkeypatch):
-    monkeypatch.setattr(spmd, "BUCKET_BYTES", 16)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", 16)
     values = [
         torch.zeros(n, dtype=d)
         for n, d in (
@@ -89,26 +89,10 @@ def test_buckets_are_full_and_of_one_dtype(monkeypatch):
             (0, torch.float32),
         )
     ]
-    assert list(spmd._buckets(values, torch.float32)) == [[0, 2], [3], [4, 5]]
-    assert list(spmd._buckets(values, torch.int64)) == [[1]] and list(spmd._buckets(values, torch.bool)) == []
+    assert list(sums._buckets(values, torch.float32)) == [[0, 2], [3], [4, 5]]
+    assert list(sums._buckets(values, torch.int64)) == [[1]] and list(sums._buckets(values, torch.bool)) == []
 
 
 def test_psum_tree_on_one_device_copies_nothing():
     tree = {"a": torch.ones(2)}
-    assert spmd.psum_tree(tree, single(), "data") is tree
-
-
-def test_a_clock_adds_recurring_phases_and_is_emptied_even_where_a_phase_fails():
-    clock = spmd.Clock()
-    for _ in range(2):
-        with clock.phase("a"):
-            pass
-    with pytest.raises(KeyError), clock.phase("b"):
-        raise KeyError
-    first = clock.take()
-    assert set(first) == {"a", "b"} and all(s >= 0 for s in first.values())
-    assert clock.take() == {}
-
-
-def test_peak_memory_is_that_of_a_process_that_holds_torch():
-    assert 0.05 < spmd.peak_memory_gb(single()) < 1000
+    assert sums.psum_tree(tree, single(), "data") is tree

@@ -1,12 +1,8 @@
-"""Small pieces that the loop needs on every mesh: one-bucket reductions, gathered rows, phases with their time."""
+"""Sums of whole trees over mesh axes, many leaves in one collective; and ranges of rows by rank."""
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,12 +10,13 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.rules import rest_axes
 
-BUCKET_BYTES = 128 << 20  # that are summed in one collective; a larger leaf goes alone
+BUCKET_BYTES = 128 << 20  # summed in one collective; a larger leaf goes alone
 
 
 def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
-    """Sums every leaf over `axes`, many in one collective: latency counts once, not once a leaf."""
+    """Sum every leaf over `axes`, many in one collective: latency counts once, not once a leaf."""
     if mesh.size(axes) == 1:
         return tree
     values = trees.leaves(tree)
@@ -33,8 +30,33 @@ def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
     return trees.fill(tree, summed)
 
 
+def sum_rest(
+    grads: trees.Tree, extra: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: Mesh
+) -> tuple[trees.Tree, trees.Tree]:
+    """Sum gradients over the axes that the scatters of gathered layers have left: `rules.rest_axes`. Once a step.
+
+    Args:
+      grads: of this rank's tokens; leaves that are gathered are summed over the axes of their gather already.
+      extra: tensors to sum over all `token_axes`, such as metrics, in the same collective.
+      stored, compute: layouts of the leaves between steps and while their layer runs.
+
+    Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of token_axes.
+    """
+    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh)
+    everywhere = tuple(axis for axis in mesh.token_axes if mesh.sizes[axis] > 1)
+    for axes in sorted({*rest, everywhere}):
+        which = [i for i, over in enumerate(rest) if over == axes]
+        with_extra = extra if axes == everywhere else ()
+        summed, with_extra = psum_tree(([leaves[i] for i in which], with_extra), mesh, axes)
+        for i, x in zip(which, summed, strict=True):
+            leaves[i] = x
+        if axes == everywhere:
+            extra = with_extra
+    return trees.fill(grads, leaves), extra
+
+
 def _buckets(values: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
-    """The numbers of the values of a dtype, in runs of at most `BUCKET_BYTES`."""
+    """Numbers of the values of a dtype, in runs of at most `BUCKET_BYTES`."""
     bucket: list[int] = []
     room = BUCKET_BYTES
     for i, value in enumerate(values):
@@ -75,35 +97,3 @@ def gather_rows(columns: Sequence[Tensor], count: int, mesh: Mesh, axes: Axes) -
     return [
         part.reshape(count, *c.shape[1:]).to(c.dtype) for part, c in zip(joined.split(widths, 1), columns, strict=True)
     ]
-
-
-class Clock:
-    """Seconds by phase. Phases may recur; `take` empties the clock."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        taken, self.seconds = self.seconds, {}
-        return taken
-
-
-def peak_memory_gb(mesh: Mesh) -> float:
-    """The largest memory that any rank has held so far, in 10^9 bytes: device memory on a GPU, else resident memory."""
-    if mesh.device.type == "cuda":
-        peak = float(torch.cuda.max_memory_allocated(mesh.device))
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    everyone = tuple(mesh.sizes)
-    return collectives.pmax(torch.tensor(peak, dtype=torch.float64, device=mesh.device), mesh, everyone).item() / 1e9

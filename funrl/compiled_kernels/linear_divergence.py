@@ -1,0 +1,162 @@
+"""Divergence of a student from a teacher over the whole vocabulary, straight from the hidden states of both.
+
+Logits [T, V] are never whole in memory, neither the student's nor the teacher's: a chunk of tokens at a time, computed
+again in the backward pass. Under tensor parallelism each rank holds some rows of both vocabularies; the ranks meet for
+the normalizers of each chunk, which are small, so that every matmul is done once a pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.divergence import check_beta, divergence, log_mixture
+from funrl.compiled_kernels.linear_logprob import project
+from funrl.mesh.collectives import pmax, psum
+from funrl.mesh.mesh import Mesh, single
+
+SINGLE = single()
+
+
+def linear_divergence(
+    hidden_TD: Tensor,
+    unembed_VD: Tensor,
+    teacher_hidden_TE: Tensor,
+    teacher_unembed_VE: Tensor,
+    beta: float = 0.5,
+    mesh: Mesh = SINGLE,
+    temperature: float = 1.0,
+    chunk: int = 512,
+) -> Tensor:
+    """`divergence` of q = softmax(hidden unembed^T / temperature) from the teacher's p, token by token.
+
+    Args:
+      hidden_TD, teacher_hidden_TE: the same on every tensor rank.
+      unembed_VD, teacher_unembed_VE: this rank's rows of the vocabulary, the same tokens of both, equally many on
+        every rank.
+      beta: 0 is the forward KL(p || q), 1 the reverse KL(q || p), 0.5 the Jensen-Shannon divergence.
+      mesh: the vocabulary is split over "tensor".
+      temperature: of both, above 0.
+      chunk: tokens at a time; about six tensors [chunk, V / tensor ranks] in float32 are alive together.
+
+    Returns: [T] in nats, in float32 or wider. The student's hidden and unembedding have a gradient, complete for
+      hidden on every tensor rank; the teacher has none.
+
+    Raises:
+      ValueError: beta or temperature is out of its range, or tokens or vocabularies differ.
+
+    References: Agarwal et al., 2023 (GKD), https://arxiv.org/abs/2306.13649
+    Warning: as in TRL, there is no factor temperature^2, which in Hinton et al. (2015) makes up for small gradients.
+    """
+    check_beta(beta)
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}, it must be above 0")
+    if len(hidden_TD) != len(teacher_hidden_TE):
+        raise ValueError(f"the student has {len(hidden_TD)} tokens and the teacher {len(teacher_hidden_TE)}")
+    if len(unembed_VD) != len(teacher_unembed_VE):
+        raise ValueError(
+            f"the student's vocabulary has {len(unembed_VD)} rows and the teacher's {len(teacher_unembed_VE)}; "
+            "a divergence compares the same tokens"
+        )
+    teacher = teacher_hidden_TE.detach(), teacher_unembed_VE.detach()
+    value_T, *_ = _LinearDivergence.apply(hidden_TD, unembed_VD, *teacher, beta, mesh, temperature, chunk)
+    return value_T
+
+
+def linear_divergence_reference(
+    hidden_TD: Tensor,
+    unembed_VD: Tensor,
+    teacher_hidden_TE: Tensor,
+    teacher_unembed_VE: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """`linear_divergence` on one device in float64 with whole logits."""
+    student, teacher = (
+        (hidden.double() @ unembed.double().T / temperature).log_softmax(-1)
+        for hidden, unembed in ((hidden_TD, unembed_VD), (teacher_hidden_TE.detach(), teacher_unembed_VE.detach()))
+    )
+    return divergence(student, teacher, beta)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(hidden_TD, unembed_VD, teacher_TE, teacher_VE, beta, mesh, temperature, chunk):
+        rows = []
+        for h_CD, t_CE in zip(hidden_TD.split(chunk), teacher_TE.split(chunk), strict=True):
+            z_2CV = _logits(h_CD, unembed_VD, temperature), _logits(t_CE, teacher_VE, temperature)
+            normalizer_2C = _normalizers(*z_2CV, mesh)
+            logp_CV, teacher_CV = (z.sub_(n[:, None]) for z, n in zip(z_2CV, normalizer_2C, strict=True))
+            rows.append(torch.cat([_sums(logp_CV, teacher_CV, beta), normalizer_2C]))
+        sums_2T, normalizer_2T = torch.cat(rows, 1).split(2)
+        to_teacher_T, to_student_T = psum(sums_2T, mesh, "tensor").unbind(0)
+        return to_teacher_T + to_student_T, to_student_T, *normalizer_2T.unbind(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        hidden_TD, unembed_VD, teacher_TE, teacher_VE, *ctx.args = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(hidden_TD, unembed_VD, teacher_TE, teacher_VE, *output[1:])
+
+    @staticmethod
+    def backward(ctx, grad_T, *_):
+        hidden_TD, unembed_VD, teacher_TE, teacher_VE, to_student_T, normalizer_T, teacher_T = ctx.saved_tensors
+        beta, mesh, temperature, chunk = ctx.args
+        d_hidden, d_unembed = [], None
+        if ctx.needs_input_grad[1]:
+            d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
+        for low in range(0, max(1, len(hidden_TD)), chunk):
+            part = slice(low, low + chunk)
+            logp_CV = _logits(hidden_TD[part], unembed_VD, temperature).sub_(normalizer_T[part, None])
+            teacher_CV = _logits(teacher_TE[part], teacher_VE, temperature).sub_(teacher_T[part, None])
+            d_CV = _d_logits(logp_CV, teacher_CV, to_student_T[part, None], beta)
+            d_CV = d_CV.mul_(grad_T[part, None] / temperature).to(hidden_TD.dtype)
+            if ctx.needs_input_grad[0]:
+                d_hidden.append(d_CV @ unembed_VD)
+            if d_unembed is not None:
+                d_unembed += d_CV.T @ hidden_TD[part]
+        whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
+        return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
+
+
+def _logits(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tensor:
+    x_CV = project(hidden_CD, unembed_VD)
+    return x_CV if temperature == 1 else x_CV.div_(temperature)  # a pass less
+
+
+def _normalizers(student_CV: Tensor, teacher_CV: Tensor, mesh: Mesh) -> Tensor:
+    """log sum e^z over the whole vocabulary, of the student and of the teacher, [2, C]."""
+    most_2C = pmax(torch.stack([student_CV.amax(-1), teacher_CV.amax(-1)]), mesh, "tensor")
+    pairs = zip((student_CV, teacher_CV), most_2C, strict=True)
+    sum_2C = psum(torch.stack([(z - m[:, None]).exp_().sum(-1) for z, m in pairs]), mesh, "tensor")
+    return most_2C + sum_2C.log()
+
+
+def _sums(logp_CV: Tensor, teacher_CV: Tensor, beta: float) -> Tensor:
+    """The two parts of the divergence over this rank's tokens, [2, C]: the teacher's KL and the student's, weighted."""
+    if beta == 0:
+        forward_C = _kl(teacher_CV, logp_CV)
+        return torch.stack([forward_C, torch.zeros_like(forward_C)])
+    if beta == 1:
+        reverse_C = _kl(logp_CV, teacher_CV)
+        return torch.stack([torch.zeros_like(reverse_C), reverse_C])
+    mixture_CV = log_mixture(logp_CV, teacher_CV, beta)
+    return torch.stack([beta * _kl(teacher_CV, mixture_CV), (1 - beta) * _kl(logp_CV, mixture_CV)])
+
+
+def _kl(p_CV: Tensor, q_CV: Tensor) -> Tensor:
+    """sum p (log p - log q) over this rank's tokens, of log-probabilities."""
+    return (p_CV - q_CV).mul_(p_CV.exp()).sum(-1)
+
+
+def _d_logits(logp_CV: Tensor, teacher_CV: Tensor, to_student_C1: Tensor, beta: float) -> Tensor:
+    """The gradient of the student's logits; both inputs are used up.
+
+    With g = (1 - beta) (log q - log m), and log q - log p at beta = 1, it is q (g - sum q g), where sum q g is the
+    student's part of the divergence. At beta = 0 it is q - p.
+    """
+    if beta == 0:
+        return logp_CV.exp_().sub_(teacher_CV.exp_())
+    against_CV, scale = (teacher_CV, 1) if beta == 1 else (log_mixture(logp_CV, teacher_CV, beta), 1 - beta)
+    q_CV = logp_CV.exp()
+    return logp_CV.sub_(against_CV).mul_(scale).sub_(to_student_C1).mul_(q_CV)

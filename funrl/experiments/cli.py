@@ -1,0 +1,82 @@
+"""The command `funrl`: one experiment or recipe, with its flags.
+
+funrl ppo --mesh=dp4,tp2
+funrl ppo --help
+funrl --help
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from funrl.experiments import flags
+from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
+from funrl.experiments.run import main as run
+from funrl.experiments.run import print_whole
+
+USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what a command line names; return the exit status.
+
+    Args:
+      argv: the program's name and its arguments; the default is the process's.
+    """
+    argv = list(sys.argv if argv is None else argv)
+    if len(argv) < 2:
+        print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
+        return 2
+    name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
+    if name in flags.HELP:
+        print_whole(listing())
+        return 0
+    if name == "flags":
+        print_whole(flags.page())
+        return 0
+    if name in experiment_names():
+        sys.argv = program
+        runpy.run_module(f"funrl.experiments.{name}", run_name="__main__")
+        raise AssertionError("an experiment ends with sys.exit")
+    if name in recipe_names():
+        return run(name, program)
+    near = difflib.get_close_matches(name, (*experiment_names(), *recipe_names()), 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    print(f"error: {name!r} is not an experiment or a recipe; {hint}funrl --help lists all", file=sys.stderr)
+    return 2
+
+
+def experiment_names() -> tuple[str, ...]:
+    """The programs of this folder: their docstrings give the command that runs them."""
+    names = sorted(file.stem for file in Path(__file__).parent.glob("*.py"))
+    return tuple(
+        name
+        for name in names
+        if re.search(rf"python -m funrl\.experiments\.{name}\b", docstring(f"funrl.experiments.{name}:"))
+    )
+
+
+def listing() -> str:
+    """What there is to run, a line each."""
+    experiments = [(name, first_line(f"funrl.experiments.{name}:")) for name in experiment_names()]
+    rest = [name for name in recipe_names() if name not in experiment_names()]
+    recipes = [(name, first_line(f"{RECIPES}.{name}:{name}")) for name in rest]
+    column = max(len(name) for name, _ in experiments + recipes) + 2
+    parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
+    return "\n".join([*parts, "", "Other recipes, with their own defaults:", *_lines(recipes, column)])
+
+
+def _lines(entries: Sequence[tuple[str, str]], column: int) -> list[str]:
+    width = max(72, min(shutil.get_terminal_size((100, 24)).columns, 120))
+    lines = [f"  {name:<{column}}{text}" for name, text in entries]
+    return [line if len(line) <= width else line[: width - 3].rstrip() + "..." for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

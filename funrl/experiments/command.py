@@ -1,0 +1,155 @@
+"""From a command line to a `Command`: flags read and checked, the algorithm composed.
+
+What can be checked without torch is checked before a recipe's module, which imports it, is loaded: a mistyped flag is
+answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.experiments import flags
+from funrl.experiments.arguments import (
+    Arguments,
+    arguments_of,
+    find_recipe,
+    first_line,
+    full_source,
+    names_of_arguments,
+)
+from funrl.loading import locate
+from funrl.track.run_directory import RunDirectory, check_unused
+from funrl.trainer.checks import check_files, check_settings
+from funrl.trainer.declaration import KINDS, Flag, SettingsError
+from funrl.trainer.settings import Settings, for_kind, resolved, settings_flags
+
+
+class Experiment(NamedTuple):
+    """A program that trains.
+
+    Attributes:
+      name: such as "ppo".
+      algorithm: its recipe, as --algorithm takes it; None: the command line must name one.
+      defaults: values of flags, of `Settings` or of this recipe, that suit its task better than theirs.
+    """
+
+    name: str
+    algorithm: str | None
+    defaults: Mapping[str, Any]
+
+    @property
+    def common(self) -> list[Flag]:
+        """The flags that do not depend on the recipe."""
+        own = [flag._replace(default=self.defaults.get(name, flag.default)) for name, flag in settings_flags().items()]
+        return [*own, flags.ALGORITHM._replace(default=self.algorithm)]
+
+    def arguments(self, source: str) -> tuple[Arguments, list[Flag]]:
+        """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
+        arguments = arguments_of(find_recipe(source), source)
+        mine = self.defaults if self.algorithm and full_source(self.algorithm) == source else {}
+        strange = set(mine) - set(settings_flags()) - set(arguments.flags)
+        if strange:
+            raise TypeError(
+                f"the experiment {self.name} has defaults for {sorted(strange)}, which {source} does not take"
+            )
+        own = [flag for name, flag in arguments.flags.items() if name not in settings_flags()]
+        return arguments, [flag._replace(default=mine.get(flag.name, flag.default)) for flag in own]
+
+
+class Command(NamedTuple):
+    """A command line that was read and checked; hashable and picklable, so that a spawned rank can prepare the job too.
+
+    Attributes:
+      experiment: the name of the program.
+      settings: the flags of `Settings`, those that were not given included.
+      source: "module:function" or "FILE.py:function" of the recipe.
+      arguments: (name, value) of the recipe's arguments that are flags.
+      kind: of the run, one of `declaration.KINDS`.
+    """
+
+    experiment: str
+    settings: Settings
+    source: str
+    arguments: tuple[tuple[str, Any], ...]
+    kind: str
+
+    def compose(self) -> Any:
+        """The algorithm."""
+        return find_recipe(self.source)(**dict(self.arguments))
+
+
+def kind_of(algorithm: Any) -> str:
+    """The kind of run that an algorithm makes: without an advantage there is nothing to sample for."""
+    return "supervised" if getattr(algorithm, "advantage", None) is None else "rl"
+
+
+def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:
+    """Read and check a command line.
+
+    Args:
+      experiment: whose.
+      argv: the program's name and its arguments.
+      writes: whether this process writes the run directory.
+
+    Raises:
+      ValueError, OSError: the first thing that cannot work, named, with its value and the way out.
+    """
+    source, settings = _read_common(experiment, argv)
+    if writes and settings.run_dir and not settings.dry_run and not settings.resume:
+        check_unused(RunDirectory(Path(settings.run_dir)))
+    arguments, own = experiment.arguments(source)  # from here on torch is imported
+    every = flags.read([*experiment.common, *own], argv)
+    for text in every.unknown:
+        if (name := flags.name_of(text)) in arguments.unsayable:
+            raise SettingsError(
+                f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
+            )
+    flags.refuse_unknown(every.unknown, every.values)
+    known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
+    command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
+    kind = kind_of(command.compose())
+    flags.refuse_idle(every.given, kind, source)
+    settings = for_kind(settings, kind)
+    check_settings(settings, kind)
+    return command._replace(settings=settings, kind=kind)
+
+
+def _read_common(experiment: Experiment, argv: Sequence[str]) -> tuple[str, Settings]:
+    """The recipe's source and the settings, after every check that needs neither torch nor the recipe itself."""
+    common = flags.read(experiment.common, argv)
+    if common.values["algorithm"] is None:
+        raise SettingsError("--algorithm is needed: a recipe that `funrl --help` lists, or FILE.py:function")
+    source = full_source(common.values["algorithm"])
+    locate("algorithm", source)
+    names = names_of_arguments(source)
+    if names is not None:
+        flags.refuse_unknown(common.unknown, {*common.values, *names})
+    settings = Settings(**{name: common.values[name] for name in settings_flags()})
+    check_settings(settings)
+    check_files(settings)
+    return source, settings
+
+
+def help_of(experiment: Experiment, argv: Sequence[str]) -> str:
+    """The help of an experiment, or of the recipe that the command line names instead of its own.
+
+    Raises:
+      ValueError: there is no such recipe.
+    """
+    given = experiment.algorithm
+    with contextlib.suppress(SettingsError):  # of other flags, which --help does not read
+        given = flags.read(experiment.common, argv).values["algorithm"]
+    program = argv[0] if argv[0].startswith("funrl ") else f"python -m funrl.experiments.{experiment.name}"
+    summary = first_line(f"funrl.experiments.{experiment.name}:") if given == experiment.algorithm else ""
+    if given is None:
+        return flags.help_text(program, summary, experiment.common, None)
+    source = full_source(given)
+    arguments, own = experiment.arguments(source)
+    known = {flag.name: flag.default for flag in (*experiment.common, *own)}
+    known["max_new_tokens"] = resolved(Settings()).max_new_tokens
+    kind = kind_of(find_recipe(source)(**{name: known[name] for name in arguments.flags}))
+    assert kind in KINDS
+    return flags.help_text(program, summary or first_line(source), [*experiment.common, *own], kind)

@@ -1,0 +1,210 @@
+"""Training from Python: `funrl.train`, and what it gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funrl import trees
+from funrl.algos.core import Algorithm
+from funrl.data.tokenizer import encode_prompt, load_tokenizer
+from funrl.experiments.arguments import find_recipe
+from funrl.mesh.launch import device_type, launch
+from funrl.mesh.mesh import Mesh, single
+from funrl.models import Model, hf
+from funrl.rollout.completions import Sampling
+from funrl.rollout.native import native_engine
+from funrl.track.observe import OnStep, RunObserver
+from funrl.track.report import ReportError, write_report
+from funrl.track.run_directory import open_run
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.job import Job, prepare
+from funrl.trainer.job_source import make_source
+from funrl.trainer.loop import MakeSource, Outcome
+from funrl.trainer.loop import train as run_loop
+from funrl.trainer.rollout import completion_texts
+from funrl.trainer.settings import Settings
+from funrl.trainer.tasks import Given
+
+Reward = Callable[..., float]
+
+
+class TrainedModel:
+    """The model that a run saved.
+
+    Attributes:
+      directory: a Hugging Face directory.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def generate(self, texts: Sequence[str], seed: int = 0, **sampling: Any) -> list[str]:
+        """Completes texts on this device.
+
+        Args:
+          texts: prompts.
+          seed: fixes the samples.
+          sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy without a temperature.
+
+        Returns: one completion a text.
+        """
+        return generate(self.directory, texts, seed=seed, **sampling)
+
+    def save(self, directory: str | Path) -> None:
+        """Copies the Hugging Face directory."""
+        shutil.copytree(self.directory, directory, dirs_exist_ok=True)
+
+
+def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
+    """Completes texts with a model, on this device.
+
+    Args:
+      model: a Hugging Face directory, the name of a model in the local cache, or the model of a run.
+      texts: prompts.
+      seed: fixes the samples.
+      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy where no temperature is given.
+
+    Returns: one completion a text.
+
+    Raises:
+      ModelError, ValueError: the model cannot be read, or a text is empty or too long.
+    """
+    folder = model.directory if isinstance(model, TrainedModel) else find_model(model)
+    tokenizer, device = load_tokenizer(folder), torch.device(device_type())
+    made, params = hf.load(folder, torch.float32, single(device))
+    if made.unembed is None:
+        raise SettingsError(f"model={str(folder)!r}: it has a value head and cannot generate")
+    engine = native_engine(made, single(device))
+    engine.load(trees.named(params), 0)
+    stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    how = Sampling(**({"greedy": "temperature" not in sampling, "stop": stop} | sampling))
+    prompts = [encode_prompt(tokenizer, text)[0] for text in texts]
+    done = engine.generate(prompts, how, seed)
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return completion_texts(done, decode, [prompt[-1] for prompt in prompts for _ in range(how.samples)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+      run_dir: where its files are.
+      metrics: one dict a step.
+      outcome: evaluations at the start and the end, and what ended the run early.
+    """
+
+    run_dir: str
+    metrics: list[dict[str, float]]
+    outcome: Outcome
+
+    @property
+    def model(self) -> TrainedModel:
+        return TrainedModel(Path(self.run_dir) / "model")
+
+
+def train(
+    recipe: str | Algorithm,
+    *,
+    model: str | Path | Model | None = None,
+    tokenizer: Any = None,
+    prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    reward: str | Reward | Sequence[Reward] | None = None,
+    source: MakeSource | None = None,
+    mesh: str = "dp1",
+    on_step: OnStep | None = None,
+    **settings: Any,
+) -> Run:
+    """Trains a model by a recipe: what the command line does, from Python.
+
+    It runs in this process on one device, and starts one process per device otherwise.
+
+    Args:
+      recipe: the name of a recipe, such as "grpo", "module:function" or "FILE.py:function", or an `Algorithm`.
+      model: a Hugging Face directory, the name of a model in the local Hugging Face cache, or a `Model`, whose weights
+        begin at random. None: the embedded task's.
+      tokenizer: of a `Model` that is given.
+      prompts: a file of JSON lines, or dicts such as its lines; for supervised recipes the texts to learn from.
+      reward: "FILE.py:function", or functions(prompt, completion, **fields) -> float.
+      source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
+      mesh: devices by axis, such as "dp4,tp2".
+      on_step: called with the number and the metrics of every step, in the process of rank 0.
+      settings: any flag by its name.
+
+    Raises:
+      SettingsError: a setting that does not exist or cannot work; before anything is started.
+      WorkerError: a rank failed.
+    """
+    known = {field.name for field in dataclasses.fields(Settings)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise SettingsError(
+            f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
+        )
+    compose = (lambda: recipe) if isinstance(recipe, Algorithm) else find_recipe(recipe)
+    given = Given(
+        model if isinstance(model, Model) else None,
+        tokenizer,
+        None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
+        None if reward is None or isinstance(reward, str) else (reward,) if callable(reward) else tuple(reward),
+    )
+    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
+    if isinstance(model, (str, Path)):
+        named["model"] = str(find_model(model))
+    algorithm = compose()
+    if isinstance(prompts, (str, Path)):
+        named["data" if algorithm.advantage is None else "prompts"] = str(prompts)
+    chosen = Settings(**named, **settings)
+    job = prepare(chosen, lambda: algorithm, given)
+    name = recipe if isinstance(recipe, str) else "run"
+    config = dataclasses.asdict(chosen) | {"algorithm": str(recipe)}
+    run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
+    program = functools.partial(_rank, job, run_dir, on_step, source)
+    outcome = launch(program, job.sizes, job.device, timeout=datetime.timedelta(minutes=chosen.timeout))
+    with contextlib.suppress(ReportError):  # it stopped before its first step
+        write_report(run_dir)
+    lines = Path(run_dir) / "metrics.jsonl"
+    metrics = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    return Run(run_dir, metrics, outcome)
+
+
+def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh) -> Outcome:
+    with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
+        return run_loop(job, mesh, observer, source or make_source)
+
+
+def find_model(model: str | Path) -> Path:
+    """A directory as it is, or that of a model in the local Hugging Face cache; nothing is downloaded.
+
+    Raises:
+      SettingsError: there is neither.
+    """
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache") from error
+
+
+def load(directory: str | Path) -> TrainedModel:
+    """A Hugging Face directory, such as the `model` of a run, to generate with.
+
+    Raises:
+      ModelError: it holds no model that is supported.
+    """
+    hf.check(directory)
+    return TrainedModel(directory)

@@ -1,0 +1,263 @@
+"""The processes of a run on this machine: started together, ended together, and the first failure explained.
+
+They are forked from this process where a forked child can compute, which takes a second for eight of them; otherwise
+they are fresh interpreters, to which cloudpickle takes the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; the message is its rank and its traceback."""
+
+
+class Task(NamedTuple):
+    """What every process does.
+
+    Attributes:
+      run: (rank, folder that all processes share) -> a result, of which that of rank 0 counts.
+      plain: exceptions whose message is all that a user needs; no traceback is shown of them.
+    """
+
+    run: Callable[[int, str], Any]
+    plain: tuple[type[Exception], ...]
+
+
+def supervise(task: Task, count: int, fork: bool) -> Any:
+    """Run a task in `count` processes and end all of them when one fails or the user interrupts.
+
+    Args:
+      fork: whether the processes are forks of this one; see `can_fork`.
+
+    Raises:
+      WorkerError: a process failed.
+      ValueError: cloudpickle cannot take the task to fresh interpreters.
+    """
+    with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
+        pids: dict[int, int] = {}
+        if not fork:
+            _leave(task, folder)
+        _flush()
+        try:
+            for rank in range(count):
+                pids[_fork(task, rank, folder) if fork else _start(rank, folder)] = rank
+            failed = _wait(pids)
+            first_is_done = 0 not in pids.values() and 0 not in failed
+        except KeyboardInterrupt:
+            # The terminal has sent the interrupt to every rank too: give them time to leave their files readable.
+            _end(pids, signal.SIGINT)
+            raise
+        finally:
+            _end(pids, signal.SIGTERM)
+        result = os.path.join(folder, "result")
+        if first_is_done and not os.path.exists(result):
+            raise WorkerError("rank 0 ended before the program did, as os._exit does")
+        if failed:
+            raise WorkerError(_explain(folder, failed))
+        with open(result, "rb") as file:
+            return pickle.load(file)
+
+
+def can_fork() -> bool:
+    """Whether a forked child of this process can compute. Ends this thread's idle OpenMP threads to make it so.
+
+    The threads of a pool do not survive a fork. A child whose OpenMP believes that it has some waits for them forever
+    at its first parallel operation; so the pool is ended here, and the next such operation makes another. The threads
+    of an accelerator, of the autograd engine and of torch's other pools cannot be ended: where there are any, the
+    answer is no. Other libraries' threads are their own concern: numpy's, say, come back after a fork.
+    """
+    if sys.platform != "linux" or torch.cuda.is_initialized():
+        return False
+    with contextlib.suppress(OSError):  # a thread that has ended in between
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                if file.read().startswith("pt_"):  # what torch calls its own threads
+                    return False
+    with open("/proc/self/maps") as file:
+        loaded = {line.split()[-1] for line in file if "libgomp" in line}  # others' OpenMP knows of forks
+    hard = 2
+    try:
+        return all(ctypes.CDLL(path).omp_pause_resource_all(hard) == 0 for path in loaded)
+    except (AttributeError, OSError):  # older than OpenMP 5, or a file that has been replaced
+        return False
+
+
+def _fork(task: Task, rank: int, folder: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    _live(lambda: task, rank, folder, pickle.dump)
+    raise AssertionError("a rank does not return")
+
+
+def _leave(task: Task, folder: str) -> None:
+    """Write the task where fresh interpreters find it."""
+    try:
+        content = cloudpickle.dumps(task)
+    except Exception as error:
+        raise ValueError(
+            f"the program cannot be sent to other processes: {error}. Make what it needs inside of it, from names and "
+            "numbers"
+        ) from error
+    with open(os.path.join(folder, "task"), "wb") as file:
+        file.write(content)
+
+
+def _start(rank: int, folder: str) -> int:
+    """Start a fresh interpreter, which finds modules where this one does."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    arguments = [sys.executable, "-P", "-m", "funrl.mesh.processes", str(rank), folder]
+    return os.posix_spawn(sys.executable, arguments, os.environ | {"PYTHONPATH": paths})
+
+
+def main(rank: str, folder: str) -> None:
+    """The life of a fresh interpreter."""
+
+    def task() -> Task:
+        with open(os.path.join(folder, "task"), "rb") as file:
+            return pickle.load(file)
+
+    _live(task, int(rank), folder, cloudpickle.dump)
+
+
+def _live(task: Callable[[], Task], rank: int, folder: str, dump: Callable[[Any, Any], None]) -> None:
+    """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
+    _die_with_parent()
+    # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    signal.signal(signal.SIGINT, _interrupted if rank == 0 else lambda *_: os._exit(130))
+    status, plain = 1, ()
+    try:
+        run, plain = task()
+        result = run(rank, folder)
+        if rank == 0:
+            with open(os.path.join(folder, "result"), "wb") as file:
+                dump(result, file)
+        status = 0
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) and leaving.code else 1
+    except BaseException as error:
+        _report(folder, rank, error, plain)
+    finally:
+        with contextlib.suppress(OSError):  # a reader of the output that has gone
+            _flush()
+        os._exit(status)
+
+
+def _wait(pids: dict[int, int]) -> dict[int, int]:
+    """Wait until all ranks end well, or one does not: then the wait statuses of those that failed, by rank.
+
+    A rank that loses its peer fails within moments of it, so the others are looked at once more before the verdict.
+    """
+    failed: dict[int, int] = {}
+    deadline = float("inf")
+    while pids and time.monotonic() < deadline:
+        for pid in list(pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = pids.pop(pid)
+                if status:
+                    failed[rank] = status
+                    deadline = min(deadline, time.monotonic() + 0.3)
+        time.sleep(0.02)
+    return failed
+
+
+def _end(pids: dict[int, int], sign: signal.Signals) -> None:
+    """Ask the remaining ranks to end, and kill those that have not after a few seconds."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, sign)
+    deadline = time.monotonic() + GRACE_S
+    while pids and time.monotonic() < deadline:
+        for pid in list(pids):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del pids[pid]
+        time.sleep(0.02)
+    for pid in list(pids):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        del pids[pid]
+
+
+def _explain(folder: str, failed: Mapping[int, int]) -> str:
+    """The report of the rank that failed first: one that was killed, else the one with the oldest traceback.
+
+    A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback.
+    """
+    killed = {rank: os.WTERMSIG(status) for rank, status in failed.items() if os.WIFSIGNALED(status)}
+    for rank, number in killed.items():
+        if number != signal.SIGABRT:
+            name = signal.Signals(number).name
+            return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    for rank, status in failed.items():
+        code = os.waitstatus_to_exitcode(status)
+        if code - 128 in (signal.SIGTERM, signal.SIGINT):  # which have not come from here yet
+            return f"rank {rank} was ended by {signal.Signals(code - 128).name}"
+        if code > 0 and not os.path.exists(os.path.join(folder, f"error-{rank}")):
+            return f"rank {rank} ended with status {code} and left no traceback"
+    reports = []
+    for name in os.listdir(folder):
+        if name.startswith("error-"):
+            path = os.path.join(folder, name)
+            with open(path) as file:
+                reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
+    if reports:
+        return min(reports)[2]
+    return f"rank {next(iter(killed))} aborted and left no traceback"
+
+
+def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
+    """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
+    trace = "".join(traceback.format_exception(error))
+    text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    try:
+        with open(os.path.join(folder, f"error-{rank}"), "x") as file:
+            file.write(text)
+    except FileExistsError:
+        return
+    except OSError:  # the disk is full, which may be the very error
+        print(text, file=sys.stderr)
+
+
+def _flush() -> None:
+    """Write out what has been printed, where there is somewhere to print to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _interrupted(*_: Any) -> None:
+    """Rank 0 writes files: it gets to close them, undisturbed by further interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _die_with_parent() -> None:
+    """Linux: this process gets SIGKILL when its parent ends, so that a killed supervisor leaves no rank behind."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Sizes of a mesh's axes, and how a command line writes them: "dp4,tp2". It imports no torch.
+
+The axes are, outermost first, `data`, `expert`, `sequence` and `tensor`. An axis that is not named has size 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
+AXES = tuple(SHORT.values())
+ROW_AXES = ("data", "expert")  # those that split a batch's rows
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be built; the message says which part and what would be right."""
+
+
+def devices(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> int:
+    """Number of devices along some axes, by default all of them."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def parse(text: str, flag: str = "mesh") -> dict[str, int]:
+    """Sizes of all four axes from text such as "dp4,tp2"; the order is free, "" is one device.
+
+    Args:
+      text: the mesh.
+      flag: name of the flag that gave it, for the message of an error.
+
+    Raises:
+      MeshError: an unknown axis, one given twice, or a size below 1.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    seen = set()
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        if match is None or match[1] not in SHORT:
+            raise MeshError(
+                f"--{flag}={text}: {part!r} is not an axis; write dp, tp, ep or sp and a size, such as dp4,tp2"
+            )
+        if match[1] in seen:
+            raise MeshError(f"--{flag}={text}: axis {match[1]!r} is given twice")
+        if int(match[2]) < 1:
+            raise MeshError(f"--{flag}={text}: the size of {match[1]!r} is {match[2]}, it must be at least 1")
+        seen.add(match[1])
+        sizes[SHORT[match[1]]] = int(match[2])
+    return sizes
+
+
+def text(sizes: Mapping[str, int]) -> str:
+    """The inverse of `parse`: "dp4,tp2"; a mesh of one device is "dp1"."""
+    named = [f"{short}{sizes[axis]}" for short, axis in SHORT.items() if sizes[axis] > 1]
+    return ",".join(named) or "dp1"

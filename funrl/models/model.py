@@ -1,0 +1,118 @@
+"""A model as a record of pure functions of a tree of weights.
+
+Whatever computes with a model (the trainer, the native engine, the cost tracer) is given a `Model` and calls its
+functions; which architecture it is made of is known here alone. A function such as `with_value_head` takes a model and
+gives another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh, single
+from funrl.models.config import Config
+
+SINGLE = single()
+Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]
+Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
+
+
+class Inputs(NamedTuple):
+    """Tokens as a forward pass takes them.
+
+    Attributes:
+      tokens: [B, T] int64 token ids.
+      positions: [B, T] or [T] int64 position of each token in its sequence; None: 0, 1, 2, ...
+      segments: [B, T] int64, the sequence of a packed row that a token belongs to; tokens see their own sequence only.
+        0 is padding. None: every row is one sequence. Not with a cache.
+    """
+
+    tokens: Tensor
+    positions: Tensor | None = None
+    segments: Tensor | None = None
+
+
+class Output(NamedTuple):
+    """Result of a forward pass.
+
+    Attributes:
+      hidden: [B, T, D] hidden states after the last norm, the same on every tensor rank.
+      cache: the key-value cache with the new tokens in it; None where none was given.
+      aux: further scalars by name, such as the losses of routers.
+    """
+
+    hidden: Tensor
+    cache: trees.Tree
+    aux: Mapping[str, Tensor]
+
+
+class Init(Protocol):
+    def __call__(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree: ...
+
+
+class Apply(Protocol):
+    def __call__(
+        self,
+        params: trees.Tree,
+        inputs: Inputs,
+        mesh: Mesh = SINGLE,
+        cache: trees.Tree = None,
+        layer: Layer | None = None,
+    ) -> Output: ...
+
+
+class InitCache(Protocol):
+    def __call__(
+        self, mesh: Mesh, rows: int, length: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> trees.Tree: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """An architecture of given sizes.
+
+    Attributes:
+      config: sizes and switches.
+      shapes: the tree of whole weights, as tensors without memory.
+      axes: the same tree with the logical axes of every weight, a tuple of names per tensor.
+      names: for each weight, its name and shape in a Hugging Face file; some neighbouring dims may be merged there.
+      init: `(generator, dtype=float32)` -> random weights, whole.
+      apply: `(params, inputs, mesh=SINGLE, cache=None, layer=None)` -> `Output`. `params` are this rank's shards of the
+        weights, or what `fsdp.gathered` makes of them; `layer` replaces `Model.layer`. With a cache, keys and values
+        are written at slot == position, in place: the cache is donated, and the returned one takes its place. A token
+        sees the slots up to its position, so what is beyond (padding of a shorter row) is overwritten before it is
+        ever seen. `positions=None` fills an empty cache, and is quicker.
+      unembed: `(params)` -> this rank's rows of the matrix [V, D] from hidden states to logits; None: it has no logits.
+      value: `(params, hidden [B, T, D])` -> a number per token [B, T]; None: it has no value head.
+      layer: the function of one layer that `apply` calls for each; what `compile_layer` and `rematerialized` replace.
+      init_cache: `(mesh, rows, length, dtype, device=None)` -> an empty key-value cache for this rank's heads, a tree
+        of tensors [rows, length, ...].
+      rebuild: `(config)` -> the same architecture of another size.
+    """
+
+    config: Config
+    shapes: trees.Tree
+    axes: trees.Tree
+    names: Names
+    init: Init
+    apply: Apply
+    unembed: Callable[[trees.Tree], Any] | None
+    value: Callable[[trees.Tree, Tensor], Tensor] | None
+    layer: Layer
+    init_cache: InitCache
+    rebuild: Callable[[Config], Model]
+
+    def with_layers(self, layers: int) -> Model:
+        """The same model with only its first `layers` layers."""
+        return self.rebuild(self.config.with_layers(layers))
+
+
+def cache_prefix(cache: trees.Tree, length: int) -> trees.Tree:
+    """A view of the first `length` slots of a cache; what is written to it is written to `cache`."""
+    return trees.map(lambda x: x[:, :length], cache)

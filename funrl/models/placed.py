@@ -1,0 +1,203 @@
+"""A model on devices: where its weights are, and its scores of the tokens of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from funrl import trees
+from funrl.batch import Batch
+from funrl.compiled_kernels import linear_logprob as kernel
+from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.reshard import copied
+from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
+from funrl.models.config import ModelError
+from funrl.models.fsdp import gathered
+from funrl.models.model import SINGLE, Inputs, Layer, Model
+
+HEAD = "value"  # name of a value head among the weights
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A model on the devices of a mesh; made by `place`.
+
+    Every method takes this rank's shards of the weights and its own rows of a batch, of which it reads `tokens` and,
+    where they are there, `positions`, `segments` and `mask`. All ranks of the mesh call it together. Results are
+    aligned with the tokens: position t speaks of token t, given the tokens before it in its sequence. They are 0 at the
+    first token of a sequence and at padding.
+
+    Attributes:
+      model: what is placed.
+      mesh: the devices.
+      stored: layouts of the weights between steps.
+      compute: layouts of the weights while their layer runs.
+      dtype: the weights are cast to it to compute; gradients arrive in the dtype of the weights.
+      layer: the function of one layer, such as a compiled one.
+    """
+
+    model: Model
+    mesh: Mesh
+    stored: trees.Tree
+    compute: trees.Tree
+    dtype: torch.dtype
+    layer: Layer
+
+    def token_scores(
+        self,
+        params: trees.Tree,
+        batch: Batch,
+        want: tuple[str, ...] = ("logp",),
+        temperature: float = 1.0,
+        topk: Tensor | None = None,
+    ) -> TokenScores:
+        """Log-probability, entropy and collision probability of every token.
+
+        Args:
+          params: weights in the layouts `stored`.
+          batch: rows [B, T]. Tokens outside its mask get 0 and cost no logits.
+          want: some of "logp", "entropy", "sum_pi_squared".
+          temperature: logits are divided by it.
+          topk: [B, T, K] int64 ids of other tokens whose log-probabilities at each position are wanted too.
+
+        Returns: [B, T] each, differentiable; `topk_logp` [B, T, K].
+
+        Raises:
+          ModelError: the model has a value head and no probabilities.
+        """
+        hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
+        topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N]
+        after_N = batch.tokens[:, 1:].flatten()[at_N]
+        scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
+        return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
+
+    def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The k most probable tokens at every position, and their log-probabilities.
+
+        Args: as in `token_scores`; k: at most the size of the vocabulary.
+
+        Returns: [B, T, k] int64 and [B, T, k] nats, the most probable first; without a gradient.
+        """
+        with torch.no_grad():
+            hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
+            ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature)
+            return _spread(ids_NK, at_N, batch), _spread(logp_NK, at_N, batch)
+
+    def values(self, params: trees.Tree, batch: Batch) -> Tensor:
+        """The value head's number before each token: position t is read from the hidden state of token t - 1.
+
+        Returns: [B, T] in float32 or wider, differentiable.
+
+        Raises:
+          ModelError: the model has no value head.
+        """
+        if self.model.value is None:
+            raise ModelError("the model has no value head: with_value_head(model) gives it one")
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+        hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
+        value_BT = self.model.value(weights, hidden_BTD[:, :-1])
+        return torch.where(follows(batch.tokens, batch.get("segments")), F.pad(value_BT, (1, 0)), 0)
+
+    def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
+        """Weights of this model that begin as those of another one. Collective; the copy shares no memory.
+
+        An unembedding that this model lacks is left out, and a value head that the other one lacks begins at 0: a
+        critic can begin as the policy, or as a reward model.
+
+        Args:
+          source: a model of the same sizes on the same mesh.
+          params: its weights, in its layouts `stored`.
+          dtype: of the copy; None: that of `params`.
+
+        Returns: weights in the layouts `stored` of this model.
+
+        Raises:
+          ModelError: the other model lacks a weight, or has one of another shape.
+        """
+        weights, src, dst = (_by_part(tree) for tree in (params, source.stored, self.stored))
+        for name, layout in dst.items():
+            if name not in src and name != HEAD:
+                raise ModelError(f"the model to begin as has no {name}")
+            if name in src and src[name].shape != layout.shape:
+                found, wanted = list(src[name].shape), list(layout.shape)
+                raise ModelError(f"the model to begin as has a {name} of shape {found}, this one of {wanted}")
+        shared = [name for name in dst if name in src]
+        weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
+        made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtype)
+        if HEAD in dst and HEAD not in made:
+            made[HEAD] = made["norm"].new_zeros(dst[HEAD].local_shape(self.mesh.rank))
+        return trees.fill(self.stored, [made[name] for name in dst])
+
+    def _before_tokens(self, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:
+        """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of the
+        B (T - 1) tokens behind the first these are."""
+        if self.model.unembed is None:
+            raise ModelError("a model with a value head gives no probabilities to tokens")
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+        hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
+        w_VD = self.model.unembed(weights)
+        over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
+        before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch.get("mask")
+        if mask_BT is None:
+            return before_MD, w_VD, over, slice(None)
+        at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
+        return before_MD[at_N], w_VD, over, at_N
+
+
+def place(
+    model: Model,
+    mesh: Mesh = SINGLE,
+    stored_rules: Rules = STORED,
+    compute_rules: Rules = COMPUTE,
+    dtype: torch.dtype = torch.float32,
+    layer: Layer | None = None,
+) -> Placed:
+    """A model on a mesh.
+
+    Args:
+      model: the model.
+      mesh: the devices.
+      stored_rules: rule table of the weights between steps.
+      compute_rules: rule table of the weights while their layer runs; what differs is gathered for it.
+      dtype: the dtype to compute in.
+      layer: a replacement of `model.layer`, such as a compiled one; None: that one.
+
+    Raises:
+      MeshError: the model cannot be split like this; the message names the weight and the sizes.
+    """
+    stored, compute = (layouts(model.shapes, model.axes, rules, mesh.sizes) for rules in (stored_rules, compute_rules))
+    return Placed(model, mesh, stored, compute, dtype, layer or model.layer)
+
+
+def inputs_of(batch: Batch) -> Inputs:
+    """The inputs of a forward pass over the rows of a batch."""
+    return Inputs(batch.tokens, batch.get("positions"), batch.get("segments"))
+
+
+def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+    """True where a token has one before it in its sequence: [B, T] bool, or [T] where it is the same in all rows."""
+    if segments_BT is None:
+        return torch.arange(tokens_BT.shape[1], device=tokens_BT.device) > 0
+    same_BT = (segments_BT[:, 1:] == segments_BT[:, :-1]) & (segments_BT[:, 1:] != 0)
+    return F.pad(same_BT, (1, 0))
+
+
+def _spread(x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
+    """Numbers of some tokens, [N, ...], among 0s as [B, T, ...]."""
+    B, T = batch.tokens.shape
+    if isinstance(at_N, Tensor):
+        x = x.new_zeros(B * (T - 1), *x.shape[1:]).index_copy(0, at_N, x)
+    x = torch.cat([x.new_zeros(B, 1, *x.shape[1:]), x.view(B, T - 1, *x.shape[1:])], 1)
+    known_BT = follows(batch.tokens, batch.get("segments"))
+    return torch.where(known_BT.view(*known_BT.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _by_part(tree: trees.Tree) -> dict[str, Any]:
+    """The leaves of a decoder, or of one with a value head, by the same names."""
+    return {name.removeprefix("decoder/"): x for name, x in trees.named(tree)}

@@ -1,0 +1,82 @@
+"""Transformations of some of the leaves: one for each kind of parameter, or one under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from funrl import trees
+from funrl.optim.base import Transformation
+from funrl.optim.scaling import Mask, mask_of
+
+Labels = trees.Tree | Callable[[trees.Tree], trees.Tree]
+
+
+def partition(transformations: Mapping[str, Transformation], labels: Labels, name: str = "partition") -> Transformation:
+    """Every leaf by the transformation that its label names.
+
+    A transformation sees trees in which the leaves of others are None, an empty tree, so that the leaves that are left
+    keep their names. The state is a dict of the transformations' states by label.
+
+    Args:
+      transformations: by label; a label without leaves is allowed.
+      labels: a tree like the parameters whose leaves are labels, or a function params -> such a tree.
+
+    Raises:
+      ValueError: a leaf whose label is not one of `transformations`, when the optimizer begins.
+    """
+
+    def parts(tree: trees.Tree, marks: trees.Tree) -> dict[str, trees.Tree]:
+        return {label: _part(tree, trees.map(lambda mark, k=label: mark == k, marks)) for label in transformations}
+
+    def init(params: trees.Tree) -> Any:
+        marks = labels(params) if callable(labels) else labels
+        for leaf, label in trees.named(marks):
+            if label not in transformations:
+                raise ValueError(f"{leaf} has the label {label!r}; there are {sorted(transformations)}")
+        return {label: transformations[label].init(part) for label, part in parts(params, marks).items()}
+
+    def update(
+        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, Any]:
+        marks = labels(params) if callable(labels) else labels
+        theirs, after, updates = parts(params, marks), {}, grads
+        for label, part in parts(grads, marks).items():
+            updated, after[label] = transformations[label].update(part, state[label], theirs[label])
+            updates = _join(updates, updated)
+        return updates, after
+
+    return Transformation(name, init, update, any(t.in_place for t in transformations.values()))
+
+
+def masked(inner: Transformation, mask: Mask) -> Transformation:
+    """`inner` for the leaves under the mask; the others' gradients pass as they are.
+
+    Args:
+      mask: a tree of bools like the parameters, or a function params -> such a tree; None: all leaves.
+    """
+
+    def init(params: trees.Tree) -> Any:
+        return inner.init(_part(params, mask_of(mask, params)))
+
+    def update(
+        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, Any]:
+        chosen = mask_of(mask, params)
+        updates, state = inner.update(_part(grads, chosen), state, _part(params, chosen))
+        return _join(grads, updates), state
+
+    return Transformation(inner.name, init, update, inner.in_place)
+
+
+def _part(tree: trees.Tree, chosen: trees.Tree) -> trees.Tree:
+    """The tree with None in place of the leaves that are not chosen."""
+    return trees.map(lambda x, on: x if on else None, tree, chosen)
+
+
+def _join(tree: trees.Tree, part: trees.Tree) -> trees.Tree:
+    """The tree with the leaves of a part of it in place of its own."""
+    return optree.tree_map(lambda x, new: x if new is None else new, tree, part, none_is_leaf=True)

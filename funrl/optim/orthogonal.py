@@ -1,0 +1,182 @@
+"""Matrices made orthogonal by Newton-Schulz iterations, on a mesh each on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh import collectives
+from funrl.mesh.mesh import AXES, Mesh, single
+from funrl.mesh.rules import Layout
+from funrl.optim.base import Transformation, accumulator_dtype, stateless
+
+Coefficients = Sequence[tuple[float, float, float]]
+JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # steepest at 0: singular values end in about [0.7, 1.2]
+EMBED = ("embed", "expert_embed")  # logical axes of a matrix inside the model: one of its sides
+SCALINGS = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "none": lambda rows, columns: 1.0,
+}
+
+
+class MatrixView(NamedTuple):
+    """How a tensor is one matrix or a batch of them: its first dims count a batch, the next are rows, the rest columns.
+
+    Rows are outputs and columns inputs of a linear map. A query projection [H, N, D] has (0, 2), an [H N, D] matrix;
+    an output projection [D, H, N] has (0, 1); experts [E, F, D] have (1, 1), E matrices [F, D].
+    """
+
+    batch: int
+    rows: int
+
+
+def matrix_view(name: str, axes: Sequence[str]) -> MatrixView:
+    """The view of a weight by its logical axes: `experts` is a batch, and `embed` is one side of the matrix.
+
+    Raises:
+      ValueError: `embed` is neither the first nor the last of more than two dims.
+    """
+    batch = 1 if len(axes) > 2 and axes[0] == "experts" else 0
+    own = axes[batch:]
+    if len(own) == 2 or (len(own) > 2 and own[0] in EMBED):
+        return MatrixView(batch, 1)
+    if len(own) > 2 and own[-1] in EMBED:
+        return MatrixView(batch, len(own) - 1)
+    raise ValueError(f"{name}: the axes {axes} do not say which dims are the rows of a matrix; give a `view` that does")
+
+
+def orthogonalize(
+    scaling: str = "match_rms_adamw",
+    coefficients: Coefficients = JORDAN,
+    ns_dtype: torch.dtype | None = None,
+    axes: trees.Tree = None,
+    layouts: trees.Tree = None,
+    mesh: Mesh | None = None,
+    view: Callable[[str, Sequence[str]], MatrixView] = matrix_view,
+) -> Transformation:
+    """The nearest orthogonal matrix, about, in place of each matrix, times a factor of its size.
+
+    On a mesh every matrix is made whole on one rank, which iterates, and goes back in shards: an all-to-all each way,
+    in rounds of as many matrices of one shape as there are ranks, so that no rank holds more than one whole matrix and
+    all work. Axes over which a matrix is replicated take part. The numbers are those of one device.
+
+    Args:
+      scaling: factor of a matrix [R, C]: "original" max(1, R / C)^0.5, by which an update changes outputs alike for
+        all shapes; "match_rms_adamw" 0.2 max(R, C)^0.5, whose elements are as large as those of AdamW's updates (0.2 to
+        0.4); "none".
+      coefficients: (a, b, c) of each iteration x <- a x + (b x x^T + c (x x^T)^2) x.
+      ns_dtype: dtype of the iterations and of what ranks exchange, torch.bfloat16 to be fast (updates are then off by
+        about 3%); None: the gradient's, at least float32.
+      axes: the weights' logical axes, which say how a tensor of more than two dims is a matrix; None: all have two.
+      layouts: of the weights on `mesh`; None: whole on every rank.
+      mesh: None: one device.
+      view: (name, logical axes) -> how a tensor is a matrix.
+
+    Raises:
+      ValueError: an unknown scaling, or a tensor that is not seen to be a matrix.
+    """
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling is {scaling!r}, there are {list(SCALINGS)}")
+    logical, lay, world = axes_by_name(axes), dict(trees.named(layouts)), mesh or single()
+
+    def kind(name: str, x: Tensor) -> _Kind:
+        if axes is None and x.ndim != 2:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}: how it is a matrix is said by its logical axes, `axes`"
+            )
+        its = view(name, logical[name]) if axes is not None else MatrixView(0, 1)
+        return _Kind(its, tuple(x.shape), x.dtype, lay.get(name))
+
+    def scaled(whole: Tensor, its: MatrixView) -> Tensor:
+        rows = whole.shape[its.batch : its.batch + its.rows].numel()
+        x = whole.reshape(*whole.shape[: its.batch], rows, -1)
+        return (newton_schulz(x, coefficients) * SCALINGS[scaling](*x.shape[-2:])).view(whole.shape)
+
+    def update(grads: trees.Tree, params: trees.Tree) -> trees.Tree:
+        named = [(name, g.to(ns_dtype or accumulator_dtype(g))) for name, g in trees.named(grads)]
+        kinds = [kind(name, x) for name, x in named]
+        done = {}
+        for own in dict.fromkeys(kinds):
+            members = [(name, x) for (name, x), other in zip(named, kinds, strict=True) if other == own]
+            results = _on_owners(lambda x, its=own.view: scaled(x, its), [x for _, x in members], own, world)
+            done |= {name: x for (name, _), x in zip(members, results, strict=True)}
+        return trees.map_named(lambda name, g: done[name].to(accumulator_dtype(g)), grads)
+
+    def init(params: trees.Tree) -> tuple[()]:
+        trees.map_named(kind, params)  # what is not a matrix is an error before the first update
+        return ()
+
+    return stateless("orthogonalize", update)._replace(init=init)
+
+
+def newton_schulz(x: Tensor, coefficients: Coefficients = JORDAN, eps: float = 1e-7) -> Tensor:
+    """Odd polynomials of the singular values: of x = U S V^T, U f(S / |S|) V^T, all of f's values near 1.
+
+    Args:
+      x: [..., R, C], each matrix for itself.
+      coefficients: (a, b, c) of each iteration, f = f_n(... f_1(s)) with f_i(s) = a s + b s^3 + c s^5.
+      eps: least Frobenius norm that a matrix is divided by; of 0 remains 0.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(eps)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class _Kind(NamedTuple):
+    """What tensors have in common that are made orthogonal together; `shape` is that of the shard."""
+
+    view: MatrixView
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None
+
+
+def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _Kind, mesh: Mesh) -> Iterator[Tensor]:
+    """This rank's part of `fn` of each tensor, which is computed on one rank for all.
+
+    A dim that counts a batch of matrices stays split.
+
+    Args:
+      shards: this rank's parts of tensors of one kind.
+    """
+    spec = kind.layout.spec if kind.layout else ()
+    split = [(axis, d + 1) for d, axes in enumerate(spec) if d >= kind.view.batch for axis in reversed(axes)]
+    parts, copies = mesh.size(tuple(axis for axis, _ in split)), []
+    for axis in AXES:  # ranks that hold copies share the work as long as there is some
+        if parts < len(shards) and not any(axis in axes for axes in spec):
+            copies.append(axis)
+            parts *= mesh.size(axis)
+    for low in range(0, len(shards), parts):
+        x = torch.stack(list(shards[low : low + parts]))
+        count = len(x)
+        if count < parts:
+            x = torch.cat([x, x.new_zeros(parts - count, *x.shape[1:])])
+        x = collectives.own_shard(x, mesh, tuple(copies))
+        for axis, dim in split:  # the innermost axis of a dim first
+            x = collectives.all_to_all(x, mesh, axis, 0, dim)
+        x = torch.stack([fn(whole) for whole in x.unbind(0)])
+        for axis, dim in reversed(split):
+            x = collectives.all_to_all(x, mesh, axis, dim, 0)
+        x = collectives.all_gather(x, mesh, tuple(copies))
+        yield from x[:count].unbind(0)
+
+
+def axes_by_name(axes: trees.Tree) -> dict[str, tuple[str, ...]]:
+    """The logical axes of every weight."""
+
+    def is_leaf(node: trees.Tree) -> bool:
+        return isinstance(node, tuple) and len(node) > 0 and all(isinstance(axis, str) for axis in node)
+
+    found, structure = optree.tree_flatten(axes, is_leaf=is_leaf)
+    return dict(zip(trees.names(structure), found, strict=True))

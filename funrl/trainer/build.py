@@ -1,0 +1,159 @@
+"""The roles of a run as one rank sees them: what is made once, and the weights and the state that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.mesh.launch import ranks_per_node, view
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan, plan
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import COMPUTE
+from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
+from funrl.models.model import Layer
+from funrl.rollout.native import NativeEngine, native_engine
+from funrl.trainer.clock import Clock
+from funrl.trainer.job import Job
+from funrl.trainer.optimizer import make_optimizer
+from funrl.trainer.roles import LOSS_METRICS, Role, RoleState, writes_of
+from funrl.trainer.sharding import stored_rules
+from funrl.trainer.state import State
+
+
+class Generator(NamedTuple):
+    """The engine, and how the policy's weights come to it.
+
+    Attributes:
+      engine: on `mesh`.
+      to_engine: the plan from the policy's stored layouts to the engine's.
+    """
+
+    engine: NativeEngine
+    mesh: Mesh
+    to_engine: Plan
+
+
+class Parts(NamedTuple):
+    """What is made once.
+
+    Attributes:
+      mesh: to train on.
+      begin: the model that the run begins with.
+      roles: by name; those that learn in the order of the algorithm's losses.
+      generator: None where nothing is generated.
+    """
+
+    mesh: Mesh
+    begin: Placed
+    roles: Mapping[str, Role]
+    generator: Generator | None
+
+
+def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
+    """Meshes, layouts and functions. Called by every rank."""
+    settings, compiled = job.settings, {}
+    compiles = "off" if settings.remat == "selective" else settings.compile
+
+    def placed(name: str, model: Model) -> Placed:
+        if model.layer not in compiled:
+            compiled[model.layer] = compile_layer(model, compiles, mesh.device.type, note)
+        layer = rematerialized(compiled[model.layer], settings.remat)
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
+
+    roles = {name: _role(job, name, placed(name, model)) for name, model in job.models.items()}
+    learning = {name: roles[name] for name in job.algorithm.losses}
+    ordered = {name: role for name, role in roles.items() if name not in learning} | learning
+    generator = _generator(job, roles["policy"], compiled[job.model.layer]) if job.generates else None
+    return Parts(mesh, placed(job.lead, job.model), ordered, generator)
+
+
+def _role(job: Job, name: str, placed: Placed) -> Role:
+    settings, loss = job.settings, job.algorithm.losses.get(name)
+    writes = writes_of(name, job.algorithm)
+    if name == "policy" and not needs_old_scores(job):
+        writes = {}
+    common = {"temperature": settings.temperature if job.generates else 1.0, "topk": settings.teacher_top_k}
+    if loss is None:
+        return Role(placed, writes, **common)
+    first_step = settings.critic_warmup_steps + 1 if name == "policy" else 1
+    updates = (settings.steps - first_step + 1) * job.settings.epochs * job.settings.minibatches
+    return Role(
+        placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed),
+        mask="sampled" if name == "implicit_reward" else "mask",
+        first_step=first_step,
+        metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
+        watch_entropy=name == "policy" and job.generates,
+        **common,
+    )  # fmt: skip
+
+
+def _generator(job: Job, policy: Role, layer: Layer) -> Generator:
+    placed = policy.placed
+    mesh = view(placed.mesh, job.generate_sizes)
+    engine = native_engine(placed.model, mesh, job.dtype, layer=layer)
+    return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
+
+
+def needs_old_scores(job: Job) -> bool:
+    """Whether the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
+    of its forward pass, unless something before or beside the policy's loss reads them."""
+    algorithm = job.algorithm
+    if not job.generates:
+        return False
+    others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
+    before = reads(algorithm.advantage, algorithm.filter, *others).required
+    single = job.settings.epochs * job.settings.minibatches == 1 and job.settings.critic_warmup_steps == 0
+    asked = set(writes_of("policy", algorithm)) - {"old_logp"}
+    return bool("old_logp" in before or asked) or not single or "implicit_reward" in algorithm.losses
+
+
+def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
+    """This rank's weights of every role. Those that begin as the policy are copies, for it is updated in place.
+
+    Args:
+      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.lead` takes them over.
+    """
+    weights = {}
+    for name, role in parts.roles.items():
+        placed, dtype = role.placed, job.dtype if role.loss is None else job.master
+        if name in job.directories:
+            weights[name] = hf.load(job.directories[name], dtype, parts.mesh, placed.stored)[1]
+        elif placed.model is parts.begin.model and name == job.lead:
+            weights[name] = begin
+        else:
+            weights[name] = placed.copy_from(parts.begin, begin, dtype)
+    return weights
+
+
+def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], source: trees.Tree) -> State:
+    """The state before the first step, of weights that it takes over.
+
+    Args:
+      source: the source's state.
+    """
+    states = {
+        name: RoleState(weights[name], role.optimizer.init(weights[name]))
+        for name, role in parts.roles.items()
+        if role.optimizer is not None
+    }
+    advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
+    return State(states, advantage, source)
+
+
+def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
+    """Gives the engine the policy's weights in the layout to generate in; nothing where nothing is generated."""
+    if parts.generator is None:
+        return state
+    engine, _, to_engine = parts.generator
+
+    def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
+        yield from engine.weights.named(reshard(state.roles["policy"].params, to_engine, parts.mesh))
+
+    with (clock or Clock()).phase("reshard"):
+        engine.load(weights(), state.version + 1)
+    return state._replace(version=state.version + 1)

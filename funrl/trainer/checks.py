@@ -1,0 +1,196 @@
+"""Checks of several flags together, and of the files that they name. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from funrl.loading import locate
+from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.trainer.declaration import SettingsError, parts
+from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
+
+LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
+
+
+def check_settings(settings: Settings, kind: str | None = None) -> None:
+    """Check every flag by itself, then all together.
+
+    Args:
+      settings: the flags.
+      kind: of the run, one of `declaration.KINDS`; None: not known yet, so what depends on it is not checked.
+
+    Raises:
+      SettingsError: the first thing that cannot work, named, with its value and the way out.
+    """
+    check_values(settings)
+    check_together(settings)
+    if kind == "rl" and not settings.dry_run:
+        check_rewards(settings)
+    if kind == "supervised" and not settings.dry_run:
+        check_data(settings)
+
+
+def check_together(settings: Settings) -> None:
+    """Check what depends on several flags and holds for every kind of run.
+
+    Raises:
+      SettingsError: as `check_settings`.
+    """
+    for check in (
+        _check_requirements,
+        _check_sampling,
+        _check_schedule,
+        _check_critic_warmup,
+        _check_minibatches,
+        _check_remat,
+        _check_generate_mesh,
+        _check_row_ranks,
+        _check_sharding,
+    ):
+        check(settings)
+
+
+def check_rewards(settings: Settings) -> None:
+    """Check that the flags of reinforcement learning name prompts and rewards. Raises: SettingsError."""
+    if settings.prompts is None:
+        if settings.reward is not None:
+            raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
+        if settings.model is not None:
+            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
+    elif settings.reward is None and settings.reward_model is None:
+        raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
+    count = len(parts(settings.reward)) + (settings.reward_model is not None)
+    weights_of_rewards(settings, count or 1)  # the embedded task has one reward
+
+
+def check_data(settings: Settings) -> None:
+    """Check that the flags of a supervised run name texts. Raises: SettingsError."""
+    if settings.model is not None and settings.data is None:
+        raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
+
+
+def check_files(settings: Settings) -> None:
+    """Check that the files and directories that flags name are there; they are not read.
+
+    A model that looks like a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B, is left to who loads it.
+
+    Raises:
+      SettingsError, LoadError: one is missing.
+    """
+    for name in ("prompts", "data"):
+        path = getattr(settings, name)
+        if path is not None and not settings.dry_run and not Path(path).is_file():
+            problem = "this is a directory" if Path(path).is_dir() else "no such file"
+            raise SettingsError(f"--{name}: {path}: {problem}; {name} are JSON lines, see --help")
+    for name in ("model", "teacher", "reward_model"):
+        path = getattr(settings, name)
+        if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+            continue
+        if not Path(path).is_dir():
+            raise SettingsError(f"--{name}: {path} is not a directory")
+    for text in parts(settings.reward):
+        locate("reward", text)
+
+
+def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
+    """The number by which each reward counts in a completion's score; that of a reward model is the last.
+
+    Args:
+      settings: the flags.
+      rewards: how many there are.
+
+    Raises:
+      SettingsError: there are more or fewer numbers than rewards, or all are 0.
+    """
+    if settings.reward_weights is None:
+        return (1.0,) * rewards
+    try:
+        weights = tuple(float(part) for part in parts(settings.reward_weights))
+    except ValueError:
+        weights = ()
+    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
+        raise SettingsError(
+            f"--reward_weights={settings.reward_weights}: give one number for each of the rewards ({rewards}), with "
+            "commas between"
+        )
+    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
+        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
+    return weights
+
+
+def _check_requirements(settings: Settings) -> None:
+    for name, one in settings_flags().items():
+        value = getattr(settings, name)
+        if one.requires and value != one.default and not getattr(settings, one.requires):
+            given = f"--{name}" if value is True else f"--{name}={value}"
+            raise SettingsError(f"{given} does nothing without --{one.requires}; give --{one.requires} too")
+
+
+def _check_sampling(settings: Settings) -> None:
+    if (settings.top_k > 0 or settings.top_p < 1) and settings.temperature != 1:
+        raise SettingsError(
+            f"--temperature={settings.temperature} with --top_k={settings.top_k} --top_p={settings.top_p}: the engine "
+            "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
+            "compute; use either a temperature, or top_k and top_p at temperature 1"
+        )
+
+
+def _check_schedule(settings: Settings) -> None:
+    # The policy's schedule, the shorter one, decays over the updates that the critic's warm-up leaves it.
+    updates = (settings.steps - settings.critic_warmup_steps) * settings.epochs * settings.minibatches
+    if settings.lr_schedule != "constant" and settings.lr_warmup_steps >= max(updates, 1):
+        raise SettingsError(
+            f"--lr_warmup_steps={settings.lr_warmup_steps}: the run makes {updates} updates (steps x epochs x "
+            f"minibatches) and --lr_schedule={settings.lr_schedule} needs some after the warm-up; use fewer"
+        )
+
+
+def _check_critic_warmup(settings: Settings) -> None:
+    if settings.critic_warmup_steps >= settings.steps:
+        raise SettingsError(
+            f"--critic_warmup_steps={settings.critic_warmup_steps}: the policy would never learn; use fewer than "
+            f"--steps={settings.steps}"
+        )
+
+
+def _check_minibatches(settings: Settings) -> None:
+    rows = settings.batch_prompts * settings.samples_per_prompt
+    if settings.minibatches > rows:
+        raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
+
+
+def _check_remat(settings: Settings) -> None:
+    if settings.remat == "selective" and settings.compile == "on":
+        raise SettingsError("--remat=selective chooses among the operations that --compile=on makes into one; use one")
+
+
+def _check_generate_mesh(settings: Settings) -> None:
+    if settings.generate_mesh is None:
+        return
+    world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
+    if generating != world:
+        raise SettingsError(
+            f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
+            f"has {world}; they are two views of the same devices"
+        )
+
+
+def _check_row_ranks(settings: Settings) -> None:
+    meshes = [mesh_sizes(settings, name) for name in ("mesh", "generate_mesh")]
+    ranks = max(devices(sizes, ROW_AXES) for sizes in meshes if sizes)
+    if settings.batch_prompts < ranks:
+        raise SettingsError(
+            f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
+            f"use at least {ranks} prompts or fewer data ranks"
+        )
+
+
+def _check_sharding(settings: Settings) -> None:
+    if not settings.fsdp:
+        return
+    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in ROW_AXES)
+    if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
+        raise SettingsError(
+            f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
+        )

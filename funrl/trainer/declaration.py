@@ -1,0 +1,182 @@
+"""What is declared of a flag: its type, default, text and bounds, from which validation, help and tables derive."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
+KINDS = RL + SUPERVISED
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+class SettingsError(ValueError):
+    """A flag whose value cannot work; the message names it, its value and what would be right."""
+
+
+class Bound(NamedTuple):
+    """A condition on one value.
+
+    Attributes:
+      text: continues "it must be ...".
+      holds: whether a value fulfils it.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: float) -> Bound:
+    return Bound(f"at least {low}", lambda x: x >= low)
+
+
+def at_most(high: float) -> Bound:
+    return Bound(f"at most {high}", lambda x: x <= high)
+
+
+def above(low: float) -> Bound:
+    return Bound(f"above {low}", lambda x: x > low)
+
+
+def below(high: float, text: str = "") -> Bound:
+    return Bound(f"below {text or high}", lambda x: x < high)
+
+
+def one_of(*choices: str) -> Bound:
+    return Bound(f"one of {', '.join(choices)}", lambda x: x in choices)
+
+
+def some_of(*choices: str) -> Bound:
+    """A list with commas between, of one or more different choices."""
+
+    def holds(value: str) -> bool:
+        named = parts(value)
+        return bool(named) and set(named) <= set(choices) and len(set(named)) == len(named)
+
+    return Bound(f"some of {','.join(choices)}", holds)
+
+
+class Flag(NamedTuple):
+    """What is known of one flag.
+
+    Attributes:
+      name, default: of the flag; a default of None means that the run chooses.
+      type: bool, int, float or str.
+      optional: whether None is a value.
+      text: what it means, for the help.
+      chosen: what the run chooses where the default is None; "" where `text` says it.
+      group: one of `GROUPS`, or "algorithm" for the argument of a recipe.
+      bounds: conditions on its value, all of which must hold.
+      kinds: the kinds of runs in which it has a meaning.
+      without: its value in the kinds of runs in which it has none.
+      requires: name of the flag without which this one does nothing.
+    """
+
+    name: str
+    default: Any
+    type: type
+    optional: bool
+    text: str
+    chosen: str = ""
+    group: str = "algorithm"
+    bounds: tuple[Bound, ...] = ()
+    kinds: tuple[str, ...] = KINDS
+    without: Any = None
+    requires: str = ""
+
+    def parse(self, text: str) -> Any:
+        """The value that a command line's text means.
+
+        Raises:
+          ValueError: it is of the wrong type or outside of the bounds; the message is `problem`'s.
+        """
+        value: Any = text
+        if text == "" and self.optional:
+            value = None
+        elif self.type is bool:
+            value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+        elif self.type in (int, float):
+            try:
+                value = self.type(text)
+            except ValueError:
+                value = text
+        if problem := self.problem(value):
+            raise ValueError(problem)
+        return value
+
+    def problem(self, value: Any) -> str:
+        """Why a value cannot be this flag's, such as "it must be at least 1"; "" for one that can."""
+        if value is None:
+            return "" if self.optional else f"{WANTED[self.type]} is needed"
+        good = (int, float) if self.type is float else self.type
+        if not isinstance(value, good) or (isinstance(value, bool) and self.type is not bool):
+            return f"{WANTED[self.type]} is needed"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number is needed"
+        if all(bound.holds(value) for bound in self.bounds):
+            return ""
+        return "it must be " + " and ".join(bound.text for bound in self.bounds)
+
+    def help(self) -> str:
+        """Meaning, bounds and what the run chooses, in one line."""
+        said = [self.text, *(bound.text for bound in self.bounds)]
+        return "; ".join(said + ([f"default: {self.chosen}"] if self.chosen else []))
+
+
+def flag(
+    default: Any,
+    group: str,
+    text: str,
+    *bounds: Bound,
+    chosen: str = "",
+    kinds: tuple[str, ...] = KINDS,
+    without: Any = None,
+    requires: str = "",
+) -> Any:
+    """A field of `Settings`; the arguments are attributes of `Flag`, and `without` is by default the default."""
+    rest = {"chosen": chosen, "kinds": kinds, "requires": requires}
+    without = default if without is None else without
+    metadata = {"group": group, "text": text, "bounds": bounds, "without": without} | rest
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class ValueType(NamedTuple):
+    """What values an annotation allows.
+
+    Attributes:
+      type: bool, int, float or str.
+      optional: whether None is a value.
+      choices: of a `Literal`, all of one type; () where any value of the type will do.
+    """
+
+    type: type
+    optional: bool
+    choices: tuple[Any, ...] = ()
+
+
+def value_type(hint: Any) -> ValueType:
+    """The values that an annotation such as `int`, `float | None` or `Literal["k1", "k3"]` allows.
+
+    Raises:
+      TypeError: a flag cannot have such values.
+    """
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if union else (hint,)
+    rest = [option for option in options if option is not type(None)]
+    one: Any = rest[0] if len(rest) == 1 else None
+    choices: tuple[Any, ...] = ()
+    if typing.get_origin(one) is typing.Literal:
+        choices = typing.get_args(one)
+        one = type(choices[0]) if len({type(choice) for choice in choices}) == 1 else None
+    if one not in WANTED:
+        raise TypeError(f"a flag has a bool, an int, a float or a str, not {hint}")
+    return ValueType(one, len(rest) < len(options), choices)
+
+
+def parts(text: str | None) -> tuple[str, ...]:
+    """The items of a list with commas between; of None or "", none."""
+    return tuple(part.strip() for part in text.split(",")) if text else ()

@@ -1,0 +1,71 @@
+"""The source of a job: its prompts, rewards and engine, or its texts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.batch import Batch
+from funrl.data.supervised import to_batch
+from funrl.rewards.load import score_row
+from funrl.rollout.completions import Sampling
+from funrl.trainer.build import Parts
+from funrl.trainer.clock import Clock
+from funrl.trainer.job import Job, Task
+from funrl.trainer.rollout import Example, Rollout, rollout
+from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
+
+
+def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+    """The source of the rows that a job trains on."""
+    settings, task = job.settings, job.task
+    if not isinstance(task, Task):
+        to_rows = functools.partial(text_rows, job, device=parts.mesh.device)
+        return text_source(
+            task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
+            settings.token_budget, clock,
+        )  # fmt: skip
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    generation = Generation(
+        roll=functools.partial(roll, job, parts, decode),
+        decode=decode,
+        prompts=task.prompts,
+        heldout=task.heldout[: settings.eval_prompts],
+        full_score=sum(max(weight, 0.0) for weight in task.weights) - 1e-9,
+        sampling=job.sampling,
+        eval_sampling=job.eval_sampling,
+        filter=job.algorithm.filter,
+        pad=job.pad,
+        batch_prompts=settings.batch_prompts,
+        max_refills=settings.max_refills,
+        greedy_baseline="greedy_score" in reads(job.algorithm).required,
+        seed=settings.seed,
+        shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
+    )
+    return prompt_source(generation, clock, show)
+
+
+def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
+    """Completions of prompts by the engine, rewarded by the task's functions."""
+    assert parts.generator is not None and isinstance(job.task, Task)
+    rewards = functools.partial(reward_rows, job.task)
+    return rollout(
+        parts.generator.engine, examples, sampling, seed, rewards, decode, parts.generator.mesh, job.task.weights
+    )
+
+
+def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
+    """What each reward function gives for each completion."""
+    return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]
+
+
+def text_rows(job: Job, examples: Sequence[Any], device: torch.device) -> Batch:
+    """Given texts as rows, one an example."""
+    batch = to_batch(examples, job.pad, job.lead == "reward_model", device)
+    margin = batch.get("margin")
+    return batch if margin is None else batch._replace(margin=margin.to(job.master))

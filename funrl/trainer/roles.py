@@ -1,0 +1,94 @@
+"""Roles: what each model does in a run. Scoring and learning are two loops over them.
+
+| role | its model gives | field of the batch | learns |
+|---|---|---|---|
+| policy | log-probability, entropy, collision probability | old_logp, old_entropy, sum_pi_squared | yes |
+| critic | values | value | yes |
+| implicit_reward | log-probability | implicit_logp | yes |
+| reference | log-probability | ref_logp | no |
+| teacher | log-probability, its likeliest tokens | teacher_logp, teacher_topk, teacher_topk_logp | no |
+| reward_model | a value at the end of a completion | part of score | only by `reward_model` runs |
+
+A role of another name may be added by hand: it is a `Role` in the dict like these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from funrl import trees
+from funrl.algos.core import Algorithm, Loss, reads
+from funrl.batch import FIELDS
+from funrl.models.placed import Placed
+from funrl.optim import Transformation
+
+# Of each role: field of the batch -> what its model calls it.
+WRITES: Mapping[str, Mapping[str, str]] = {
+    "policy": {"old_logp": "logp", "old_entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
+    "critic": {"value": "values"},
+    "implicit_reward": {"implicit_logp": "logp"},
+    "reference": {"ref_logp": "logp"},
+    "teacher": {"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
+    "reward_model": {},  # it reads completions in the source, before there are scores
+}
+FROZEN = ("reference", "teacher", "reward_model")  # where the algorithm gives them no loss
+VALUES = ("critic", "reward_model")  # a value head instead of an unembedding
+LOSS_METRICS = {"policy": "actor/pg_loss", "critic": "critic/vf_loss"}  # of the others: ROLE/loss
+TOPK = 64
+
+
+class Role(NamedTuple):
+    """What a model does in a run.
+
+    Attributes:
+      placed: the model on its devices.
+      writes: field of the batch -> what the model calls it ("logp", "entropy", "sum_pi_squared", "topk", "topk_logp",
+        "values"); computed once for every batch, before the advantages. Empty: it scores nothing.
+      loss: what it minimises; None: it is frozen.
+      optimizer: how.
+      mask: field of the batch that says which tokens it learns from.
+      first_step: the first step in which it learns.
+      temperature: its log-probabilities are those of logits divided by this.
+      topk: how many of its likeliest tokens it writes.
+      metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
+      watch_entropy: whether its mean entropy is among the metrics of an update.
+    """
+
+    placed: Placed
+    writes: Mapping[str, str] = {}
+    loss: Loss | None = None
+    optimizer: Transformation | None = None
+    mask: str = "mask"
+    first_step: int = 1
+    temperature: float = 1.0
+    topk: int = TOPK
+    metric: str = "actor/pg_loss"
+    watch_entropy: bool = False
+
+
+class RoleState(NamedTuple):
+    """What changes of a role that learns: this rank's shards of its weights, and its optimizer's state."""
+
+    params: trees.Tree
+    opt_state: trees.Tree
+
+
+def fields_read(algorithm: Algorithm) -> frozenset[str]:
+    """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
+    found = reads(algorithm).required
+    return found | {"teacher_topk"} if "topk_logp" in found else found
+
+
+def role_names(algorithm: Algorithm) -> tuple[str, ...]:
+    """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
+    writers = {FIELDS[field].writer for field in fields_read(algorithm)} & set(WRITES)
+    return tuple(
+        name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses)
+    )
+
+
+def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
+    """The fields that a role writes for an algorithm, with what its model calls them."""
+    read = fields_read(algorithm) | reads(algorithm).optional
+    return {field: of for field, of in WRITES.get(name, {}).items() if field in read}

@@ -1,0 +1,194 @@
+"""What a run learns from: prompts with rewards, or given texts; of the embedded task or of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.data.prompts import Prompt, check_prompts, load_prompts
+from funrl.data.supervised import TextFile, check_lengths, load_examples, text_example, to_batch
+from funrl.data.tokenizer import encode_prompt
+from funrl.models import Config, Model
+from funrl.rewards.load import check_fields, load_rewards
+from funrl.tasks import arithmetic
+from funrl.trainer.checks import check_rewards, weights_of_rewards
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.rollout import Example
+from funrl.trainer.settings import NEW_TOKENS, Settings
+
+TEXTS = 4096  # made of the embedded task
+
+Demonstrations = Callable[[int, int], list[tuple[str, str]]]
+
+
+class Given(NamedTuple):
+    """What a caller in Python gives as it is, instead of a flag that names it.
+
+    Attributes:
+      model: instead of --model; its weights begin at random.
+      tokenizer: of that model; None: the embedded task's.
+      records: instead of --prompts or --data: dicts such as their lines.
+      rewards: instead of --reward.
+    """
+
+    model: Model | None = None
+    tokenizer: Any = None
+    records: Sequence[Mapping[str, Any]] | None = None
+    rewards: tuple[Callable[..., float], ...] | None = None
+
+
+class Task(NamedTuple):
+    """Prompts to complete.
+
+    Attributes:
+      name: of the task, for the report.
+      prompts: to train on.
+      heldout: to evaluate on.
+      rewards: functions(prompt, completion, **fields) -> float.
+      weights: of each of them in a completion's score; one more where a reward model scores completions too.
+      demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
+      max_new_tokens: what a completion needs.
+    """
+
+    name: str
+    prompts: Sequence[Example]
+    heldout: Sequence[Example]
+    rewards: tuple[Callable[..., float], ...]
+    weights: tuple[float, ...]
+    demonstrations: Demonstrations | None
+    max_new_tokens: int
+
+
+class Texts(NamedTuple):
+    """Texts to learn from.
+
+    Attributes:
+      name: of the data, for the report.
+      examples: to train on.
+      heldout: to evaluate on.
+      kind: "demonstrations" or "preferences".
+      demonstrations: as in `Task`.
+    """
+
+    name: str
+    examples: Sequence[Any]
+    heldout: Sequence[Any]
+    kind: str
+    demonstrations: Demonstrations | None
+
+
+def prompts_of(settings: Settings, tokenizer: Any, given: Given) -> Task:
+    """The task that is given or that the flags name: prompts and rewards, or the embedded one.
+
+    Raises:
+      SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
+    """
+    if given.records is None and given.rewards is None:
+        check_rewards(settings)
+    rewarded = any(x is not None for x in (settings.reward, settings.reward_model, given.rewards))
+    prompted = settings.prompts is not None or given.records is not None
+    if not (rewarded and prompted):
+        if rewarded or prompted:
+            raise SettingsError("prompts and a reward are given together, or the embedded task has both")
+        return embedded_prompts(settings, tokenizer)
+    named = () if settings.reward is None else load_rewards(settings.reward)
+    rewards = named if given.rewards is None else given.rewards
+    try:
+        prompts = load_prompts(str(settings.prompts)) if given.records is None else check_prompts(given.records)
+        examples = [to_example(p, tokenizer) for p in prompts]
+    except ValueError as error:
+        raise SettingsError(f"--prompts: {error}") from error
+    for reward in rewards:
+        check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
+    train, heldout = split(examples, settings.eval_prompts)
+    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
+    name = "prompts" if settings.prompts is None else Path(settings.prompts).stem
+    return Task(name, train, heldout, rewards, weights, None, NEW_TOKENS)
+
+
+def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
+    """The embedded task as prompts."""
+    train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
+    heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
+    return Task(
+        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings, 1), arithmetic.demonstrations,
+        arithmetic.MAX_NEW_TOKENS,
+    )  # fmt: skip
+
+
+def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, given: Given) -> Texts:
+    """The texts that are given or that the flags name, or those made of the embedded task.
+
+    Args:
+      kind: "demonstrations" or "preferences".
+      config: of the model, which has a longest sequence.
+
+    Raises:
+      SettingsError, DataError: the first thing that cannot work.
+    """
+    if settings.data is None and given.records is None:
+        texts = embedded_texts(settings, kind, tokenizer)
+    else:
+        if given.records is None:
+            examples = load_examples(str(settings.data), kind, tokenizer)
+        else:
+            examples = [text_example(record, kind, tokenizer) for record in given.records]
+        train, heldout = split(examples, settings.eval_prompts)
+        name = "records" if settings.data is None else Path(settings.data).stem
+        texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
+    check_lengths(texts.examples, config.max_positions, tokenizer)
+    if texts.heldout is not texts.examples:
+        check_lengths(texts.heldout, config.max_positions, tokenizer)
+    return texts
+
+
+def fields_of_texts(texts: Texts) -> frozenset[str]:
+    """The fields of the rows that texts make."""
+    fields = set(to_batch(texts.examples[:1], 0).names()) - {"margin"}
+    file = texts.examples
+    whole = file.has_margin if isinstance(file, TextFile) else all(one.margin is not None for one in file)
+    return frozenset(fields | {"margin"} if whole else fields)
+
+
+def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
+    """The embedded task as demonstrations without errors, or as pairs of a right and a wrong answer."""
+    count = settings.eval_prompts
+    if kind == "preferences":
+        names = ("prompt", "chosen", "rejected")
+        train = arithmetic.preferences(settings.seed, TEXTS, split="train")
+        heldout = arithmetic.preferences(0, count, split="heldout")
+    else:
+        names = ("prompt", "completion")
+        train = arithmetic.demonstrations(settings.seed, TEXTS, error=0.0)
+        heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
+
+    def made(rows: Sequence[Sequence[Any]]) -> list[Any]:
+        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer) for row in rows]
+
+    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations)
+
+
+def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Examples to train on, and at most a tenth of them to evaluate on."""
+    held = min(heldout, len(examples) // 10)
+    # With fewer than ten there is none to spare: evaluation uses those to train on.
+    return (examples[:-held], examples[-held:]) if held else (examples, examples)
+
+
+def to_example(prompt: Prompt, tokenizer: Any) -> Example:
+    """A prompt as token ids; chat messages go through the tokenizer's chat template."""
+    tokens, text = encode_prompt(tokenizer, prompt.prompt)
+    if not tokens:
+        raise SettingsError(f"prompt {prompt.prompt!r} has no tokens")
+    return Example(tokens, text, prompt.fields)
+
+
+def check_prompt_lengths(task: Task, new_tokens: int, config: Config) -> None:
+    """Raises SettingsError where the longest prompt and its completion are longer than a model's positions."""
+    longest = max((*task.prompts, *task.heldout), key=lambda e: len(e.tokens))
+    if len(longest.tokens) + new_tokens > config.max_positions:
+        raise SettingsError(
+            f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
+            f"has {config.max_positions} positions; shorten one of them (prompt begins {longest.text[:60]!r})"
+        )

@@ -1,0 +1,103 @@
+"""Flags that do not go together, and files that are not there."""
+
+import re
+
+import pytest
+
+from funrl.trainer.checks import check_files, check_settings, weights_of_rewards
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import Settings
+
+TOGETHER = [  # settings that cannot work, and the message's beginning or its way out
+    ({"fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp; give --fsdp too"),
+    ({"hardware": "h200"}, "--hardware=h200 does nothing without --dry_run; give --dry_run too"),
+    ({"text_tokens": 9}, "--text_tokens=9 does nothing without --dry_run"),
+    ({"resume": True}, "--resume does nothing without --run_dir; give --run_dir too"),
+    ({"temperature": 0.5, "top_k": 4}, "use either a temperature, or top_k and top_p at temperature 1"),
+    ({"temperature": 0.5, "top_p": 0.9}, "--temperature=0.5 with --top_k=0 --top_p=0.9"),
+    ({"lr_schedule": "cosine", "steps": 2, "lr_warmup_steps": 4}, "the run makes 4 updates"),
+    ({"lr_schedule": "linear", "steps": 3, "critic_warmup_steps": 2, "lr_warmup_steps": 2}, "the run makes 2 updates"),
+    ({"steps": 4, "critic_warmup_steps": 4}, "use fewer than --steps=4"),
+    ({"minibatches": 9, "batch_prompts": 4, "samples_per_prompt": 2}, "--minibatches=9: a batch has only 8 rows"),
+    ({"remat": "selective", "compile": "on"}, "use one"),
+    ({"mesh": "dp2", "generate_mesh": "dp3"}, "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
+    ({"mesh": "dp4,ep2", "batch_prompts": 7}, "--batch_prompts=7: there are 8 data ranks"),
+    ({"mesh": "tp8", "generate_mesh": "dp8", "batch_prompts": 7}, "there are 8 data ranks"),
+    ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has one device over dp,ep"),
+    ({"fsdp": True, "mesh": "dp2", "fsdp_axes": "ep"}, "the mesh dp2 has one device over ep"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), TOGETHER, ids=str)
+def test_flags_that_do_not_go_together_are_refused(values, says):
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        check_settings(Settings(**values))
+
+
+GOOD = [
+    {}, {"fsdp": True, "fsdp_axes": "dp", "mesh": "dp2,tp2"}, {"dry_run": True, "hardware": "cpu"},
+    {"resume": True, "run_dir": "r"}, {"top_k": 4, "top_p": 0.9}, {"temperature": 0.5},
+    {"lr_schedule": "cosine", "steps": 2, "lr_warmup_steps": 3}, {"lr_warmup_steps": 999}, {"mesh": "dp128"},
+    {"minibatches": 8, "batch_prompts": 4, "samples_per_prompt": 2}, {"mesh": "dp4", "generate_mesh": "tp4"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", GOOD, ids=str)
+def test_flags_that_go_together_pass(values):
+    check_settings(Settings(**values), "rl")
+
+
+SOURCES = [  # kind, settings, what is said; "" for those that can work
+    ("rl", {"model": "m"}, "--model=m needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
+    ("rl", {"reward": "r.py:f"}, "--reward=r.py:f needs --prompts=FILE.jsonl"),
+    ("rl", {"prompts": "p"}, "--prompts=p needs --reward=FILE.py:function or --reward_model=DIR"),
+    ("rl", {"model": "m", "prompts": "p", "reward_model": "d"}, ""),
+    ("rl", {"model": "m", "dry_run": True}, ""),
+    ("supervised", {"model": "m"}, "--model=m needs --data=FILE.jsonl"),
+    ("supervised", {"model": "m", "data": "d"}, ""),
+    (None, {"model": "m"}, ""),
+    ("rl", {"reward_weights": "0"}, "every score would be 0"),
+    ("rl", {"reward_weights": "1,1"}, "give one number for each of the rewards (1)"),
+    ("rl", {"prompts": "p", "reward": "r.py:f,r.py:g", "reward_weights": "1,-1"}, ""),
+    ("rl", {"prompts": "p", "reward": "r.py:f", "reward_model": "d", "reward_weights": "1"}, "rewards (2)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "says"), SOURCES, ids=str)
+def test_a_run_needs_something_to_learn_from(kind, values, says):
+    if not says:
+        return check_settings(Settings(**values), kind)
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        check_settings(Settings(**values), kind)
+
+
+@pytest.mark.parametrize(("text", "weights"), [(None, (1.0, 1.0)), ("2,-0.5", (2.0, -0.5)), ("0, 1", (0.0, 1.0))])
+def test_weights_of_rewards(text, weights):
+    assert weights_of_rewards(Settings(reward_weights=text), 2) == weights
+
+
+@pytest.mark.parametrize("text", ["1", "1,2,3", "1,x", "1,nan", "1,1e39", "0,-0"])
+def test_weights_that_are_not_one_finite_number_each_are_refused(text):
+    with pytest.raises(SettingsError, match=f"--reward_weights={text}: "):
+        weights_of_rewards(Settings(reward_weights=text), 2)
+
+
+def test_files_must_be_there(tmp_path):
+    (tmp_path / "there.jsonl").write_text("{}\n")
+    for values, says in (
+        (
+            {"prompts": f"{tmp_path}/not.jsonl"},
+            f"--prompts: {tmp_path}/not.jsonl: no such file; prompts are JSON lines",
+        ),
+        ({"data": str(tmp_path)}, f"--data: {tmp_path}: this is a directory; data are JSON lines"),
+        ({"model": f"{tmp_path}/not"}, f"--model: {tmp_path}/not is not a directory"),
+        ({"teacher": "./not"}, "--teacher: ./not is not a directory"),
+        ({"reward_model": f"{tmp_path}/there.jsonl"}, "is not a directory"),
+        ({"reward": f"{tmp_path}/not.py:f"}, "not.py: no such file"),
+        ({"reward": "f"}, "--reward=f: write FILE.py:function"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            check_files(Settings(**values))
+    check_files(Settings(prompts=f"{tmp_path}/there.jsonl", model=str(tmp_path), reward="math:sin,math:cos"))
+    check_files(Settings(model="Qwen/Qwen3-0.6B"))  # a name of the hub, which whoever loads it looks up
+    check_files(Settings(model=f"{tmp_path}/not", prompts="not", dry_run=True))  # which reads neither

@@ -1,0 +1,22 @@
+"""The clock and the memory of the loop."""
+
+import pytest
+
+from funrl.mesh.mesh import single
+from funrl.trainer import clock as clocks
+
+
+def test_a_clock_adds_recurring_phases_and_is_emptied_even_where_a_phase_fails():
+    clock = clocks.Clock()
+    for _ in range(2):
+        with clock.phase("a"):
+            pass
+    with pytest.raises(KeyError), clock.phase("b"):
+        raise KeyError
+    first = clock.take()
+    assert set(first) == {"a", "b"} and all(s >= 0 for s in first.values())
+    assert clock.take() == {}
+
+
+def test_peak_memory_is_that_of_a_process_that_holds_torch():
+    assert 0.05 < clocks.peak_memory_gb(single()) < 1000
