@@ -62,7 +62,7 @@ def _reads_of_function(piece: Any) -> Reads:
 
 
 def run_function(piece: Any, batch: Batch) -> Any:
-    """Runs a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
+    """Run a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
     shape = as_dict(batch)["mask"].shape
     x_BT = -0.5 - 0.1 * torch.arange(shape.numel(), dtype=torch.float64).reshape(shape) % 0.7
     if isinstance(piece, Loss):
@@ -75,7 +75,7 @@ def run_function(piece: Any, batch: Batch) -> Any:
 
 
 def run_advantage(advantage: Advantage) -> Run:
-    """Runs an advantage piece on the example, as many times as it takes to see what it goes by."""
+    """Run an advantage piece on the example, as many times as it takes to see what it goes by."""
     return _run_advantage(advantage)
 
 
