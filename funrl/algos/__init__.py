@@ -1,0 +1,70 @@
+"""Algorithms and what they are made of. Everything public is here by its name, and loaded when it is first asked for:
+
+    from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, grpo, reduce
+"""
+
+import importlib
+from typing import Any
+
+from funrl.algos.recipes import NAMES, recipe
+
+_PIECES = {
+    "core": "Advantage Algorithm Divergence Filter Loss Metrics RankError Reads Reduction Signal Term add"
+    " apply_advantage begin chain check_rank described name_of reads reduce run_term scale stateless sum_losses value_of"
+    " weighted",
+    "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of",
+    "masks": "clean in_order sequence_sums to_own_tokens total where_masked",
+    "checking": "check check_order",
+    "reading": "CountError run_advantage run_function",
+    "compose": "corrected filtered kl_controller with_regularizers",
+    "advantages.baselines": "batch_scale best_of_group check_eps greedy_baseline group_center group_scale"
+    " informative_rescale leave_one_out length_weighted_center win_rate",
+    "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of",
+    "advantages.resampling": "resample_rows resampling_weights",
+    "advantages.returns": "Estimate accumulate gae generalised_advantages length_adaptive next_sampled reward_to_go whiten",
+    "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
+    "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
+    " running_normalise stop_properly to_last_token to_tokens token_rewards",
+    "advantages.teacher_rewards": "teacher_advantage",
+    "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
+    "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
+    " select_covariance_between select_highest_covariance share_of top_tokens",
+    "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
+    "corrections.rejection": "mask_truncated reject_divergence reject_ratio",
+    "filters.by_group": "complete_groups mean_between unequal_scores",
+    "filters.by_row": "every not_truncated",
+    "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
+    "losses.implicit_reward": "implicit_reward_loss",
+    "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
+    "losses.likelihood": "dynamic_likelihood imitated_tokens negative_log_likelihood restrict",
+    "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs hinge_pairs"
+    " ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
+    "losses.pairs": "best_and_worst chosen online_pairs pair_metrics pair_sums pairs_present side_by_side to_pair_tokens",
+    "losses.preference": "alpha_reward aot beyond_shorter chosen_likelihood kto_loss log_likelihood odds_ratio"
+    " of_completions on_policy_weight preference reference_log_ratio reference_point",
+    "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence run_ratio sequence_ratio sum_of_sequence"
+    " times_ratio token_ratio",
+    "losses.reductions": "constant_mean sequence_mean sequence_sum_mean token_mean token_sum",
+    "losses.reward_models": "last_tokens pairwise_reward step_reward",
+    "losses.selected": "entropy_above off_selected on_selected on_tokens probability_below",
+    "losses.sequence_terms": "gamma_weighted geometric_mean mask_off_policy self_play_regression",
+    "losses.teacher": "divergence_to_teacher forward_kl_topk kl_to_teacher",
+    "losses.token_terms": "clipped_importance direct_reward divergence_mask policy_gradient soft_gate surrogate",
+    "losses.value_loss": "clipped_value_loss",
+}
+WHERE = {name: module for module, names in _PIECES.items() for name in names.split()}
+WHERE |= {name: f"recipes.{name}" for name in NAMES}
+
+__all__ = ["NAMES", "WHERE", "recipe", *WHERE]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *WHERE})

@@ -28,8 +28,8 @@ from funrl.batch import Batch, Reads, select
 __all__ = [
     "Advantage", "Algorithm", "Divergence", "Filter", "Loss", "Max", "Mean", "Metric", "Metrics", "PieceError",
     "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "apply_advantage", "begin", "chain",
-    "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_term", "scale", "stateless", "sum_losses",
-    "token_mean_of", "value_of", "weighted",
+    "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_term", "scale", "stateless",
+    "sum_losses", "token_mean_of", "value_of", "weighted",
 ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def linear_divergence(
       beta: 0 is the forward KL(p || q), 1 the reverse KL(q || p), 0.5 the Jensen-Shannon divergence.
       mesh: the vocabulary is split over "tensor".
       temperature: of both, above 0.
-      chunk: tokens at a time; about five tensors [chunk, V / tensor ranks] in float32 are alive together.
+      chunk: tokens at a time; about six tensors [chunk, V / tensor ranks] in float32 are alive together.
 
     Returns: [T] in nats, in float32 or wider. The student's hidden and unembedding have a gradient, complete for
       hidden on every tensor rank; the teacher has none.

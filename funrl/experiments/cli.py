@@ -24,7 +24,7 @@ USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what a command line names and returns the exit status.
+    """Run what a command line names; return the exit status.
 
     Args:
       argv: the program's name and its arguments; the default is the process's.
@@ -67,13 +67,13 @@ def listing() -> str:
     experiments = [(name, first_line(f"funrl.experiments.{name}:")) for name in experiment_names()]
     rest = [name for name in recipe_names() if name not in experiment_names()]
     recipes = [(name, first_line(f"{RECIPES}.{name}:{name}")) for name in rest]
-    parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments)]
-    return "\n".join([*parts, "", "Other recipes, with their own defaults:", *_lines(recipes)])
+    column = max(len(name) for name, _ in experiments + recipes) + 2
+    parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
+    return "\n".join([*parts, "", "Other recipes, with their own defaults:", *_lines(recipes, column)])
 
 
-def _lines(entries: Sequence[tuple[str, str]]) -> list[str]:
+def _lines(entries: Sequence[tuple[str, str]], column: int) -> list[str]:
     width = max(72, min(shutil.get_terminal_size((100, 24)).columns, 120))
-    column = max((len(name) for name, _ in entries), default=0) + 2
     lines = [f"  {name:<{column}}{text}" for name, text in entries]
     return [line if len(line) <= width else line[: width - 3].rstrip() + "..." for line in lines]
 

@@ -67,7 +67,7 @@ class Command(NamedTuple):
       settings: the flags of `Settings`, those that were not given included.
       source: "module:function" or "FILE.py:function" of the recipe.
       arguments: (name, value) of the recipe's arguments that are flags.
-      kind: of the run, one of `settings.KINDS`.
+      kind: of the run, one of `declaration.KINDS`.
     """
 
     experiment: str
@@ -87,7 +87,7 @@ def kind_of(algorithm: Any) -> str:
 
 
 def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:
-    """Reads and checks a command line.
+    """Read and check a command line.
 
     Args:
       experiment: whose.

@@ -48,7 +48,7 @@ class _Parser(absl.ArgumentParser):
 
 
 def read(flags: Iterable[Flag], argv: Sequence[str]) -> Read:
-    """Reads a command line; flags that are not known are listed, not refused.
+    """Read a command line; flags that are not known are listed, not refused.
 
     Args:
       flags: all that are known.
@@ -79,7 +79,7 @@ def name_of(text: str) -> str:
 
 
 def refuse_unknown(unknown: Sequence[str], names: Collection[str]) -> None:
-    """Refuses the first of `Read.unknown` that is not one of `names`.
+    """Refuse the first of `Read.unknown` that is not one of `names`.
 
     Raises:
       SettingsError: it names the one that is nearest.
@@ -99,7 +99,7 @@ def refuse_unknown(unknown: Sequence[str], names: Collection[str]) -> None:
 
 
 def refuse_idle(given: Collection[str], kind: str, source: str) -> None:
-    """Refuses a flag that the command line gives and that has no meaning in this kind of run. Raises: SettingsError."""
+    """Refuse a flag that the command line gives and that has no meaning in this kind of run. Raises: SettingsError."""
     for name, flag in settings_flags().items():
         if name in given and kind not in flag.kinds:
             raise SettingsError(

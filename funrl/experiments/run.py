@@ -1,4 +1,4 @@
-"""What all experiments share: flags in, ranks started, the result said.
+"""The part that all experiments share: flags in, ranks started, the result printed.
 
 An experiment is a recipe (a function that returns an `Algorithm`) and defaults that suit its task. The arguments of the
 recipe, with their defaults and the lines of its docstring, are flags beside those of `Settings`. An argument that has
@@ -34,7 +34,7 @@ PLAIN = (RunDirectoryError, ModelError, FloatingPointError)  # their messages sa
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
-    """Runs an experiment from the command line and returns the exit status.
+    """Run an experiment from the command line; return the exit status.
 
     Args:
       name: of the experiment, such as "ppo".
@@ -71,7 +71,7 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
 
 
 def print_whole(text: str) -> None:
-    """Prints a text, for whoever reads it: a reader that has gone, such as `head`, is no error."""
+    """Print a text for whoever reads it: a reader that has gone, such as `head`, is no error."""
     try:
         print(text, flush=True)
     except OSError:
@@ -79,7 +79,7 @@ def print_whole(text: str) -> None:
 
 
 def _run(command: Command, run_dir: str | None, first: bool) -> int:
-    """Trains on every rank and prints the result; returns the exit status."""
+    """Train on every rank and print the result; return the exit status."""
     from funrl.mesh.launch import WorkerError, launch
 
     job, status, outcome, problem = _job(command), 0, None, ""
@@ -117,7 +117,7 @@ def _rank(command: Command, run_dir: str | None, mesh: Mesh) -> Outcome:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Ends a run that a job scheduler terminates, or whose terminal is gone, as it ends one that the user interrupts.
+    """End a run that a job scheduler terminates, or whose terminal is gone, like one that the user interrupts.
     Under torchrun, which waits for its ranks, they end at once."""
 
     def interrupt(*_: Any) -> None:
@@ -143,7 +143,7 @@ def _ended(status: int, problem: str, first: bool) -> int:
 
 
 def _report(run_dir: str) -> str:
-    """Writes the report of whatever was written; returns what there is to open."""
+    """Write the report of whatever was written; return what there is to open."""
     try:
         return f"open {write_report(run_dir)}"
     except ReportError as error:  # it stopped before its first step, or the disk is full

@@ -21,7 +21,7 @@ def advantages(chain: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, 
     Returns: the rows to train on, with what the chain makes; the chain's state; metrics.
     """
     here = on_cpu(batch)
-    made, state, metrics = core.advantages(chain, state, here)
+    made, state, metrics = core.apply_advantage(chain, state, here)
     told = describe(here, made) | {name: float(metric.value) for name, metric in metrics.items()}
     return trees.map(lambda x: x.to(batch.tokens.device), made), state, told
 

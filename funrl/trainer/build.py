@@ -83,7 +83,7 @@ def _role(job: Job, name: str, placed: Placed) -> Role:
     first_step = settings.critic_warmup_steps + 1 if name == "policy" else 1
     updates = (settings.steps - first_step + 1) * job.settings.epochs * job.settings.minibatches
     return Role(
-        placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed.stored, placed.mesh),
+        placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed),
         mask="sampled" if name == "implicit_reward" else "mask",
         first_step=first_step,
         metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",

@@ -14,11 +14,11 @@ LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 
 
 def check_settings(settings: Settings, kind: str | None = None) -> None:
-    """Checks every flag by itself, then all together.
+    """Check every flag by itself, then all together.
 
     Args:
       settings: the flags.
-      kind: of the run, one of `settings.KINDS`; None: not known yet, so what depends on it is not checked.
+      kind: of the run, one of `declaration.KINDS`; None: not known yet, so what depends on it is not checked.
 
     Raises:
       SettingsError: the first thing that cannot work, named, with its value and the way out.
@@ -32,7 +32,7 @@ def check_settings(settings: Settings, kind: str | None = None) -> None:
 
 
 def check_together(settings: Settings) -> None:
-    """Checks what depends on several flags and holds for every kind of run.
+    """Check what depends on several flags and holds for every kind of run.
 
     Raises:
       SettingsError: as `check_settings`.
@@ -52,7 +52,7 @@ def check_together(settings: Settings) -> None:
 
 
 def check_rewards(settings: Settings) -> None:
-    """Whether the flags of reinforcement learning name prompts and rewards. Raises: SettingsError."""
+    """Check that the flags of reinforcement learning name prompts and rewards. Raises: SettingsError."""
     if settings.prompts is None:
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
@@ -65,13 +65,13 @@ def check_rewards(settings: Settings) -> None:
 
 
 def check_data(settings: Settings) -> None:
-    """Whether the flags of a supervised run name texts. Raises: SettingsError."""
+    """Check that the flags of a supervised run name texts. Raises: SettingsError."""
     if settings.model is not None and settings.data is None:
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
 
 
 def check_files(settings: Settings) -> None:
-    """Whether the files and directories that flags name are there; they are not read.
+    """Check that the files and directories that flags name are there; they are not read.
 
     A model that looks like a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B, is left to who loads it.
 

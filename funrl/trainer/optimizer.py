@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from funrl import trees
-from funrl.mesh.mesh import Mesh
+from funrl.models import Placed
 from funrl.optim import (
     Transformation,
     chain,
@@ -18,14 +17,14 @@ from funrl.optim import (
 from funrl.trainer.settings import Settings
 
 
-def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.Tree, mesh: Mesh) -> Transformation:
+def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) -> Transformation:
     """AdamW or Muon below a bound on the gradient's norm, in place. Its `update` is given that norm.
 
     Args:
       settings: which, schedule, decay, bound.
       lr: peak learning rate.
       updates: optimizer steps of the whole run, over which the rate decays.
-      layouts: of the parameters on `mesh`.
+      placed: the model that learns.
     """
     warmup = settings.lr_warmup_steps
     schedules = {
@@ -35,7 +34,8 @@ def make_optimizer(settings: Settings, lr: float, updates: int, layouts: trees.T
     }
     schedule, decay = schedules[settings.lr_schedule](), settings.weight_decay
     if settings.optimizer == "muon":
-        step = muon(schedule, weight_decay=decay, layouts=layouts, mesh=mesh)
+        axes, layouts = placed.model.axes, placed.stored
+        step = muon(schedule, weight_decay=decay, axes=axes, layouts=layouts, mesh=placed.mesh)
     else:
         step = fused_adamw(schedule, weight_decay=decay, mask=matrices)
     return chain(clip_by_global_norm(settings.max_grad_norm, in_place=True), step)

@@ -74,14 +74,19 @@ class RoleState(NamedTuple):
     opt_state: trees.Tree
 
 
+def fields_read(algorithm: Algorithm) -> frozenset[str]:
+    """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
+    found = reads(algorithm).required
+    return found | {"teacher_topk"} if "topk_logp" in found else found
+
+
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
-    needed = reads(algorithm).required
-    writers = {FIELDS[field].writer for field in needed} & set(WRITES)
-    return tuple(name for name in (*WRITES, *algorithm.losses) if name in writers or name in algorithm.losses)
+    writers = {FIELDS[field].writer for field in fields_read(algorithm)} & set(WRITES)
+    return tuple(name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses))
 
 
 def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
     """The fields that a role writes for an algorithm, with what its model calls them."""
-    found = reads(algorithm)
-    return {field: of for field, of in WRITES.get(name, {}).items() if field in found.required | found.optional}
+    read = fields_read(algorithm) | reads(algorithm).optional
+    return {field: of for field, of in WRITES.get(name, {}).items() if field in read}

@@ -211,7 +211,7 @@ def settings_flags() -> Mapping[str, Flag]:
 
 
 def check_values(settings: Settings) -> None:
-    """Checks the value of each flag by itself.
+    """Check the value of each flag by itself.
 
     Raises:
       SettingsError: the first that cannot work.

@@ -137,8 +137,9 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
         train, heldout = split(examples, settings.eval_prompts)
         name = "records" if settings.data is None else Path(settings.data).stem
         texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
-    held = [] if texts.heldout is texts.examples else texts.heldout
-    check_lengths([*texts.examples, *held], config.max_positions, tokenizer)
+    check_lengths(texts.examples, config.max_positions, tokenizer)
+    if texts.heldout is not texts.examples:
+        check_lengths(texts.heldout, config.max_positions, tokenizer)
     return texts
 
 

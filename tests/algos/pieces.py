@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from funrl import trees
-from funrl.algos.core import TOKEN_FIELDS
-from funrl.batch import Batch
+from funrl.algos import Loss, Mean, Reduction, clean, where_masked
+from funrl.batch import FIELDS, Batch, as_dict, token_fields
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,9 @@ class Row:
         loss: (logp, b) -> list of (numerator, denominator)
         reduction: (loss, b) -> (numerator, denominator)
         filter: (b) -> [B] bool
-        check: make() itself asserts; for helpers that fit none of the above
       make: () -> the piece.
       reference: see kind.
-      tokens: an advantage piece that is given token rewards [B, T] in the place of scores [B].
+      tokens: an advantage piece that is given token rewards [B, T] instead of scores [B].
       prepare: (batch) -> batch, what the piece needs beyond the example.
       smooth: the derivative of the reference is the gradient (no stopped gradients inside): it is checked by
         differences.
@@ -46,7 +45,7 @@ class Row:
     name: str
     kind: str
     make: Callable[[], Any]
-    reference: Callable[..., Any] | None = None
+    reference: Callable[..., Any]
     tokens: bool = False
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     smooth: bool = False
@@ -55,11 +54,6 @@ class Row:
     permutes: bool = True
     also: tuple[str, ...] = ()
 
-
-NAMED = (
-    *("ppo", "grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "remax", "reinforce_plus_plus", "opo"),
-    *("gpg", "gdpo", "prime", "vapo", "pf_ppo", "sppo", "dppo", "otb", "distillation"),
-)
 
 #   prompt, completion with a tool's output in it (.), padding; row 4 has no sampled token
 MASKS = (
@@ -88,7 +82,9 @@ def example(dtype=torch.float64, seed=0) -> Batch:
         return -normal(*shape).abs() - 0.05
 
     old = logp(B, T)
-    near = {name: old + normal(B, T, scale=0.3) for name in ("rollout_logp", "ref_logp", "teacher_logp", "reward_logp")}
+    near = {
+        name: old + normal(B, T, scale=0.3) for name in ("rollout_logp", "ref_logp", "teacher_logp", "implicit_logp")
+    }
     return Batch(
         tokens=torch.randint(0, 50, (B, T), generator=draw),
         mask=mask,
@@ -112,6 +108,8 @@ def example(dtype=torch.float64, seed=0) -> Batch:
         label=(torch.rand(B, T, generator=draw) < 0.5).to(dtype),
         margin=normal(B, T).abs(),
         kl_baseline=torch.full((B, T), 0.1, dtype=dtype),
+        imitated=mask & (torch.arange(B) % 2 == 0)[:, None],
+        divergence=normal(B, T).abs(),
         **near,
     )
 
@@ -130,8 +128,8 @@ def token_signal(batch: Batch, seed=2) -> torch.Tensor:
 
 
 def plain(batch: Batch) -> SimpleNamespace:
-    """The batch as nested lists."""
-    return SimpleNamespace(**{k: None if v is None else v.tolist() for k, v in batch._asdict().items()})
+    """The batch as nested lists; what it does not have is None."""
+    return SimpleNamespace(**{k: v.tolist() if (v := batch.get(k)) is not None else None for k in FIELDS})
 
 
 def sampled(b: SimpleNamespace, i: int) -> list[int]:
@@ -155,8 +153,8 @@ def grid(b: SimpleNamespace, fill: float = 0.0) -> list[list[float]]:
 
 
 def _per_token(batch: Batch):
-    names = [*TOKEN_FIELDS, "teacher_top_logp", "student_top_logp"]
-    return {name: x for name in names if (x := getattr(batch, name)) is not None}
+    names = frozenset(token_fields()) - {"tokens", "mask", "positions", "segments"}
+    return {name: x for name, x in as_dict(batch).items() if name in names}
 
 
 def poisoned(batch: Batch) -> Batch:
@@ -171,7 +169,7 @@ def poisoned(batch: Batch) -> Batch:
 def widened(batch: Batch, columns: int) -> Batch:
     """More padding on the right."""
     fields = {"mask": batch.mask, "tokens": batch.tokens, **_per_token(batch)}
-    fields |= {k: x for k in ("segments", "positions") if (x := getattr(batch, k)) is not None}
+    fields |= {k: x for k in ("segments", "positions") if (x := batch.get(k)) is not None}
     pads = {k: (0, columns) if x.dim() == 2 else (0, 0, 0, columns) for k, x in fields.items()}
     return batch._replace(**{k: torch.nn.functional.pad(x, pads[k]) for k, x in fields.items()})
 
@@ -195,7 +193,24 @@ def packed(batch: Batch, logp: torch.Tensor) -> tuple[Batch, torch.Tensor]:
         for number, i in enumerate(members_):
             numbers[i] = number + 1
     fields = {k: lay(x) for k, x in _per_token(batch).items()}
-    return Batch(lay(batch.tokens), lay(batch.mask), segments=lay(numbers), **fields), lay(logp)
+    return Batch(tokens=lay(batch.tokens), mask=lay(batch.mask), segments=lay(numbers), **fields), lay(logp)
+
+
+def fractions(loss: Loss, x: torch.Tensor, batch: Batch) -> tuple[tuple[Mean, ...], dict[str, Any]]:
+    """The parts of a loss as numerators over denominators, and its metrics."""
+    nums, metrics = loss.numerators(x, batch)
+    return tuple(Mean(num, den) for num, den in zip(nums, loss.denominators(batch), strict=True)), metrics
+
+
+def reduced(reduction: Reduction, loss: torch.Tensor, mask: torch.Tensor, segments: torch.Tensor | None = None) -> Mean:
+    """The one part of a reduction."""
+    (num,), (den,) = reduction.numerators(loss, mask, segments), reduction.denominators(mask, segments)
+    return Mean(num, den)
+
+
+def on_term(term: Any, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A term as `reduce` runs it: what lies outside the mask is 0, and the batch is constant."""
+    return term(where_masked(x, batch.mask), clean(batch))
 
 
 def sum_leaves(state) -> float:

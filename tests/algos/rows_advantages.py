@@ -2,12 +2,10 @@
 
 from math import exp, log, sqrt
 
-import pytest
-import torch
 from pieces import Row, grid, members, sampled, sequences
 from rows_shaping import masked, overlong
 
-from funrl.algos import advantages, baselines, core, resampling, shaping, token_baselines
+from funrl import algos
 
 
 def mean(xs):
@@ -103,7 +101,7 @@ def to_go(gamma):
     return reference
 
 
-def gae(gamma, lam, critic_lam=None):
+def gae(gamma, lam, critic_lambda=None):
     """The sum of discounted temporal differences, written out: A[t] = sum_n (gamma lam)^n delta[t + n]."""
 
     def reference(x, b):
@@ -163,7 +161,7 @@ def process(beta, coefficient):
         out = masked(x, b)
 
         def q(i):
-            return [beta * (b.reward_logp[i][t] - b.ref_logp[i][t]) for t in sampled(b, i)]
+            return [beta * (b.implicit_logp[i][t] - b.ref_logp[i][t]) for t in sampled(b, i)]
 
         for i in sequences(b):
             others = [mean(q(j)) if q(j) else 0.0 for j in members(b, i) if j != i]
@@ -185,13 +183,6 @@ def penalised(penalty, reference):
     return both
 
 
-def check_weights():
-    assert baselines.parse_weights("1, -0.5,2e-1") == (1.0, -0.5, 0.2)
-    for text in ("1,x", "", "1,,2", "1,nan"):
-        with pytest.raises(ValueError, match="give numbers with commas between"):
-            baselines.parse_weights(text)
-
-
 def implicit_loss(beta):
     def reference(logp, b):
         total = 0.0
@@ -210,149 +201,117 @@ def labelled(x, b):
     return {"x": list(x), "label": label}
 
 
-def check_resampling():
-    """Frequencies against the weights; the same draw from the same state, another from the next."""
-    from pieces import example
-
-    from funrl.algos.core import Signal
-
-    batch = example()._replace(score=torch.tensor([0.0, 1.0, -2.0, 1.0, 0.5, -0.5, 2.0], dtype=torch.float64))
-    expected = {
-        "pow": [0.0, 1.0, 4.0, 1.0, 0.25, 0.25, 4.0],
-        "max_min": [0, 0, 1, 0, 0, 0, 1],
-        "max_random": [0.1] * 6 + [0.4],
-    }
-    for kind, weights in expected.items():
-        piece = resampling.resample_rows(kind, power=2.0, seed=3)
-        state, counts, drawn = piece.init(), [0] * 7, []
-        for _ in range(600):
-            signal, after = piece.update(Signal(batch.score, batch.mask), state, batch)
-            again, _ = piece.update(Signal(batch.score, batch.mask), state, batch)
-            assert torch.equal(signal.rows, again.rows)
-            assert signal.rows.shape == (7,)
-            drawn.append(tuple(signal.rows.tolist()))
-            for i in signal.rows.tolist():
-                counts[i] += 1
-            state = after
-        assert len(set(drawn)) > 5
-        for count, weight in zip(counts, weights, strict=True):
-            assert abs(count / 4200 - weight / sum(weights)) < 0.03, kind
-            assert weight > 0 or count == 0
-
-
 ROWS = [
     Row(
-        "advantages.group_center",
+        "group_center",
         "advantage",
-        advantages.group_center,
+        algos.group_center,
         by_group(lambda own, group, k: own - mean(group)),
     ),
-    Row("advantages.group_scale", "advantage", advantages.group_scale, scaled(1e-6)),
-    Row("advantages.group_scale eps", "advantage", lambda: advantages.group_scale(0.1), scaled(0.1)),
+    Row("group_scale", "advantage", algos.group_scale, scaled(1e-6)),
+    Row("group_scale eps", "advantage", lambda: algos.group_scale(0.1), scaled(0.1)),
     Row(
-        "advantages.batch_scale",
+        "batch_scale",
         "advantage",
-        advantages.batch_scale,
+        algos.batch_scale,
         lambda x, b: {"x": [v / (deviation(x) + 1e-6) for v in x]},
     ),
     Row(
-        "advantages.batch_scale raw, then centred",
+        "batch_scale raw, then centred",
         "advantage",
-        lambda: core.chain(advantages.batch_scale(1e-4), advantages.group_center()),
+        lambda: algos.chain(algos.batch_scale(1e-4), algos.group_center()),
         lambda x, b: {"x": [v / (deviation(x) + 1e-4) for v in by_group(lambda o, g, k: o - mean(g))(x, b)["x"]]},
     ),
-    Row("advantages.gae", "advantage", advantages.gae, gae(1.0, 1.0), tokens=True),
-    Row("advantages.gae discounted", "advantage", lambda: advantages.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),
+    Row("gae", "advantage", algos.gae, gae(1.0, 1.0), tokens=True),
+    Row("gae discounted", "advantage", lambda: algos.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),
     Row(
-        "advantages.gae decoupled",
+        "gae decoupled",
         "advantage",
-        lambda: advantages.gae(0.95, advantages.length_adaptive(0.2), critic_lam=1.0),
+        lambda: algos.gae(0.95, algos.length_adaptive(0.2), critic_lambda=1.0),
         gae(0.95, lambda n: max(0.0, 1 - 1 / (0.2 * n)), 1.0),
         tokens=True,
-        also=("advantages.length_adaptive",),
+        also=("length_adaptive",),
     ),
-    Row("advantages.reward_to_go", "advantage", advantages.reward_to_go, to_go(1.0), tokens=True),
-    Row("advantages.reward_to_go 0.9", "advantage", lambda: advantages.reward_to_go(0.9), to_go(0.9), tokens=True),
-    Row("advantages.whiten", "advantage", advantages.whiten, whitened(1e-8), tokens=True),
-    Row("baselines.leave_one_out", "advantage", baselines.leave_one_out, by_group(leave_one_out)),
-    Row("baselines.win_rate", "advantage", baselines.win_rate, by_group(win_rate)),
-    Row("baselines.best_of_group", "advantage", baselines.best_of_group, by_group(lead(1e-6))),
-    Row("baselines.best_of_group raw", "advantage", lambda: baselines.best_of_group(None), by_group(lead(None))),
+    Row("reward_to_go", "advantage", algos.reward_to_go, to_go(1.0), tokens=True),
+    Row("reward_to_go 0.9", "advantage", lambda: algos.reward_to_go(0.9), to_go(0.9), tokens=True),
+    Row("whiten", "advantage", algos.whiten, whitened(1e-8), tokens=True),
+    Row("leave_one_out", "advantage", algos.leave_one_out, by_group(leave_one_out)),
+    Row("win_rate", "advantage", algos.win_rate, by_group(win_rate)),
+    Row("best_of_group", "advantage", algos.best_of_group, by_group(lead(1e-6))),
+    Row("best_of_group raw", "advantage", lambda: algos.best_of_group(None), by_group(lead(None))),
     Row(
-        "baselines.greedy_baseline",
+        "greedy_baseline",
         "advantage",
-        baselines.greedy_baseline,
+        algos.greedy_baseline,
         lambda x, b: {"x": [v - g for v, g in zip(x, b.greedy_score, strict=True)]},
     ),
-    Row("baselines.length_weighted_center", "advantage", baselines.length_weighted_center, length_weighted),
-    Row("baselines.informative_rescale", "advantage", baselines.informative_rescale, informative),
+    Row("length_weighted_center", "advantage", algos.length_weighted_center, length_weighted),
+    Row("informative_rescale", "advantage", algos.informative_rescale, informative),
     Row(
-        "baselines.informative_rescale zeros",
+        "informative_rescale zeros",
         "advantage",
-        lambda: core.chain(advantages.group_center(), baselines.informative_rescale()),
+        lambda: algos.chain(algos.group_center(), algos.informative_rescale()),
         lambda x, b: informative(by_group(lambda own, group, k: own - mean(group))(x, b)["x"], b),
     ),
-    Row("baselines.decoupled_groups", "advantage", baselines.decoupled_groups, decoupled([1.0, 1.0, 1.0], 1e-6)),
+    Row("decoupled_groups", "advantage", algos.decoupled_groups, decoupled([1.0, 1.0, 1.0], 1e-6)),
     Row(
-        "baselines.decoupled_groups weights",
+        "decoupled_groups weights",
         "advantage",
-        lambda: baselines.decoupled_groups([0.5, 0.0, 2.0], 0.01),
+        lambda: algos.decoupled_groups([0.5, 0.0, 2.0], 0.01),
         decoupled([0.5, 0.0, 2.0], 0.01),
     ),
     Row(
-        "baselines.decoupled_groups after a penalty",
+        "decoupled_groups after a penalty",
         "advantage",
-        lambda: core.chain(shaping.overlong_penalty(11, 8, 0.5), baselines.decoupled_groups()),
+        lambda: algos.chain(algos.overlong_penalty(11, 8, 0.5), algos.decoupled_groups()),
         penalised(overlong(11, 8, 0.5), decoupled([1.0, 1.0, 1.0], 1e-6)),
     ),
-    Row("baselines.parse_weights", "check", check_weights),
     Row(
-        "baselines.weighted_scores",
+        "weighted_scores",
         "advantage",
-        lambda: baselines.weighted_scores([0.5, -1.0, 2.0]),
+        lambda: algos.weighted_scores([0.5, -1.0, 2.0]),
         lambda x, b: {"x": [0.5 * s[0] - s[1] + 2.0 * s[2] for s in b.scores]},
     ),
     Row(
-        "baselines.weighted_scores equal",
+        "weighted_scores equal",
         "advantage",
-        baselines.weighted_scores,
+        algos.weighted_scores,
         lambda x, b: {"x": [sum(s) for s in b.scores]},
     ),
     Row(
-        "token_baselines.optimal_token_baseline",
+        "optimal_token_baseline",
         "advantage",
-        token_baselines.optimal_token_baseline,
+        algos.optimal_token_baseline,
         optimal(False, False),
         tokens=True,
     ),
     Row(
-        "token_baselines.optimal_token_baseline turns",
+        "optimal_token_baseline turns",
         "advantage",
-        lambda: token_baselines.optimal_token_baseline(turns=True, raw_tail=True),
+        lambda: algos.optimal_token_baseline(turns=True, raw_tail=True),
         optimal(True, True),
         tokens=True,
     ),
     Row(
-        "token_baselines.optimal_token_baseline weighted",
+        "optimal_token_baseline weighted",
         "advantage",
-        lambda: token_baselines.optimal_token_baseline(raw_tail=True),
+        lambda: algos.optimal_token_baseline(raw_tail=True),
         optimal(False, True, rho=True),
         tokens=True,
     ),
     Row(
-        "token_baselines.implicit_rewards",
+        "implicit_rewards",
         "advantage",
-        lambda: token_baselines.implicit_rewards(0.1, 2.0),
+        lambda: algos.implicit_rewards(0.1, 2.0),
         process(0.1, 2.0),
         tokens=True,
     ),
-    Row("token_baselines.label_outcomes", "advantage", token_baselines.label_outcomes, labelled),
+    Row("label_outcomes", "advantage", algos.label_outcomes, labelled),
     Row(
-        "token_baselines.implicit_reward_loss",
+        "implicit_reward_loss",
         "loss",
-        lambda: token_baselines.implicit_reward_loss(0.3),
+        lambda: algos.implicit_reward_loss(0.3),
         implicit_loss(0.3),
         smooth=True,
     ),
-    Row("resampling.resample_rows", "check", check_resampling),
 ]

@@ -2,11 +2,9 @@
 
 from math import exp
 
-import torch
 from pieces import Row, grid, members, sampled, sequences
 
-from funrl.algos import compose, core, corrections, filters, reductions, value
-from funrl.algos.core import needs
+from funrl import algos
 
 
 def gap(b, i, t):
@@ -111,13 +109,11 @@ def tokens_of(formula):
     return reference
 
 
-@needs("advantage")
 def pull(logp, batch):
     """-A logp."""
     return -batch.advantage.detach() * logp, {"pull": logp.detach()}
 
 
-@needs("ref_logp")
 def leash(logp, batch):
     """(logp - ref)^2."""
     return (logp - batch.ref_logp.detach()).square(), {"leash": logp.detach()}
@@ -141,86 +137,43 @@ def both(logp, b):
     return [token_mean(one, b), per_sequence(mean)(other, b)]
 
 
-def check_composition():
-    """`corrected` puts its pieces first; `filtered` joins its filters with the algorithm's own."""
-    from pieces import example
-
-    from funrl.algos import advantages, shaping
-
-    batch = example()
-    own = core.Algorithm(
-        advantage=core.chain(advantages.group_center(), shaping.to_tokens()),
-        policy_loss=core.reduce(pull, reductions.token_mean()),
-        keep=filters.unequal_scores(),
-    )
-    changed = compose.corrected(own, shaping.clip_reward(-0.1, 0.1), corrections.importance_weights())
-    start = core.Signal(batch.score, batch.mask)
-    signal, _ = changed.advantage.update(start, changed.advantage.init(), batch)
-    clipped, _ = own.advantage.update(start._replace(x=batch.score.clamp(-0.1, 0.1)), own.advantage.init(), batch)
-    assert signal.x.equal(clipped.x)
-    assert signal.weight is not None
-    assert core.needs_of(changed) == core.needs_of(own) | {"rollout_logp", "old_logp"}
-    fewer = compose.filtered(own, filters.not_truncated())
-    assert fewer.keep is not None
-    assert own.keep is not None
-    left = own.keep(batch) & ~batch.truncated
-    assert fewer.keep(batch).tolist() == (left & (torch.arange(7) != 5)).tolist()  # row 5 is left alone in its group
-
-
-def check_order_of_filters():
-    """Whatever their order, filters of groups see what filters of rows have left; nothing may be left."""
-    from pieces import example
-
-    batch = example()._replace(score=example().score.new_tensor([1, 0, 1, 5, 0, 0, 5]))  # group 7 is rows 0, 2 and 4
-    batch = batch._replace(truncated=batch.truncated.new_tensor([0, 0, 0, 0, 1, 0, 0]))
-    unequal, whole = filters.unequal_scores(), filters.not_truncated()
-    assert unequal(batch).tolist() == [True, False, True, False, True, False, False]
-    for both in (filters.every(unequal, whole), filters.every(whole, unequal)):
-        assert both(batch).tolist() == [False] * 7
-        assert both(batch._replace(truncated=batch.truncated | True)).tolist() == [False] * 7
-        open_ = batch._replace(truncated=batch.truncated & False)
-        assert both(open_).tolist() == unequal(open_).tolist()
-    sized = filters.every(filters.complete_groups(2), whole)
-    assert sized(batch).tolist() == [True, True, True, False, False, True, False]
-
-
 ROWS = [
     Row(
-        "corrections.importance_weights",
+        "importance_weights",
         "advantage",
-        corrections.importance_weights,
+        algos.importance_weights,
         weights("token", 0.0, 2.0),
         tokens=True,
     ),
     *(
         Row(
-            f"corrections.importance_weights {over}",
+            f"importance_weights {over}",
             "advantage",
-            lambda over=over: corrections.importance_weights(over, 0.8, 1.1),
+            lambda over=over: algos.importance_weights(over, 0.8, 1.1),
             weights(over, 0.8, 1.1),
             tokens=True,
         )
         for over in ("token", "sequence", "geometric")
     ),
     Row(
-        "corrections.importance_weights weighted",
+        "importance_weights weighted",
         "advantage",
-        lambda: corrections.importance_weights("token", 0.0, 1.1),
+        lambda: algos.importance_weights("token", 0.0, 1.1),
         weights("token", 0.0, 1.1, old=True),
         tokens=True,
     ),
     Row(
-        "corrections.normalise_weights",
+        "normalise_weights",
         "advantage",
-        lambda: core.chain(corrections.importance_weights("token", 0.0, 1.2), corrections.normalise_weights()),
+        lambda: algos.chain(algos.importance_weights("token", 0.0, 1.2), algos.normalise_weights()),
         mean_one,
         tokens=True,
     ),
     *(
         Row(
-            f"corrections.reject_ratio {over}",
+            f"reject_ratio {over}",
             "advantage",
-            lambda over=over: corrections.reject_ratio(over, 0.9, 1.3),
+            lambda over=over: algos.reject_ratio(over, 0.9, 1.3),
             inside(over, 0.9, 1.3),
             tokens=True,
         )
@@ -228,9 +181,9 @@ ROWS = [
     ),
     *(
         Row(
-            f"corrections.reject_divergence {kind} {over}",
+            f"reject_divergence {kind} {over}",
             "advantage",
-            lambda kind=kind, over=over, high=high: corrections.reject_divergence(kind, over, high),
+            lambda kind=kind, over=over, high=high: algos.reject_divergence(kind, over, high),
             divergence(kind, over, high),
             tokens=True,
         )
@@ -238,97 +191,93 @@ ROWS = [
         for over, high in (("token", 0.02), ("sum", 0.1), ("mean", 0.04), ("max", 0.1))
     ),
     Row(
-        "corrections.mask_truncated",
+        "mask_truncated",
         "advantage",
-        corrections.mask_truncated,
+        algos.mask_truncated,
         keeping(lambda b, i, t: not b.truncated[i]),
         tokens=True,
     ),
     Row(
-        "filters.unequal_scores",
+        "unequal_scores",
         "filter",
-        filters.unequal_scores,
+        algos.unequal_scores,
         rows_of(lambda b, i: len(set(group_scores(b, i))) > 1),
         prepare=lambda batch: batch._replace(score=batch.score.round()),
     ),
     Row(
-        "filters.mean_between",
+        "mean_between",
         "filter",
-        lambda: filters.mean_between(0.0, 0.6),
+        lambda: algos.mean_between(0.0, 0.6),
         rows_of(lambda b, i: 0.0 < mean(group_scores(b, i)) < 0.6),
     ),
-    Row("filters.not_truncated", "filter", filters.not_truncated, rows_of(lambda b, i: not b.truncated[i])),
+    Row("not_truncated", "filter", algos.not_truncated, rows_of(lambda b, i: not b.truncated[i])),
     Row(
-        "filters.complete_groups",
+        "complete_groups",
         "filter",
-        lambda: filters.complete_groups(2),
+        lambda: algos.complete_groups(2),
         rows_of(lambda b, i: len(members(b, i)) == 2),
     ),
     Row(
-        "filters.every",
+        "every",
         "filter",
-        lambda: filters.every(filters.not_truncated(), filters.complete_groups(3)),
+        lambda: algos.every(algos.not_truncated(), algos.complete_groups(3)),
         rows_of(lambda b, i: not b.truncated[i] and sum(not b.truncated[j] for j in members(b, i)) == 3),
     ),
-    Row("filters.every rows first", "check", check_order_of_filters),
-    Row("reductions.token_mean", "reduction", reductions.token_mean, token_mean),
-    Row("reductions.token_sum", "reduction", reductions.token_sum, lambda loss, b: (token_mean(loss, b)[0], 0.0)),
-    Row("reductions.sequence_mean", "reduction", reductions.sequence_mean, per_sequence(mean)),
-    Row("reductions.sequence_sum_mean", "reduction", reductions.sequence_sum_mean, per_sequence(sum)),
+    Row("token_mean", "reduction", algos.token_mean, token_mean),
+    Row("token_sum", "reduction", algos.token_sum, lambda loss, b: (token_mean(loss, b)[0], 0.0)),
+    Row("sequence_mean", "reduction", algos.sequence_mean, per_sequence(mean)),
+    Row("sequence_sum_mean", "reduction", algos.sequence_sum_mean, per_sequence(sum)),
     Row(
-        "reductions.constant_mean",
+        "constant_mean",
         "reduction",
-        lambda: reductions.constant_mean(12),
+        lambda: algos.constant_mean(12),
         per_sequence(lambda row: sum(row) / 12),
     ),
-    Row("value.clipped_value_loss", "term", value.clipped_value_loss, value_loss(0.5), smooth=True),
+    Row("clipped_value_loss", "term", algos.clipped_value_loss, value_loss(0.5), smooth=True),
+    Row("clipped_value_loss plain", "term", lambda: algos.clipped_value_loss(None), value_loss(None), smooth=True),
     Row(
-        "value.clipped_value_loss plain", "term", lambda: value.clipped_value_loss(None), value_loss(None), smooth=True
-    ),
-    Row(
-        "core.add",
+        "add",
         "term",
-        lambda: core.add(pull, leash),
+        lambda: algos.add(pull, leash),
         tokens_of(lambda p, b, i, t: pull_of(p, b, i, t) + leash_of(p, b, i, t)),
         smooth=True,
     ),
-    Row("core.scale", "term", lambda: core.scale(-3, leash), tokens_of(lambda *a: -3 * leash_of(*a)), smooth=True),
+    Row("scale", "term", lambda: algos.scale(-3, leash), tokens_of(lambda *a: -3 * leash_of(*a)), smooth=True),
     Row(
-        "core.weighted",
+        "weighted",
         "term",
-        lambda: core.weighted(pull),
+        lambda: algos.weighted(pull),
         tokens_of(lambda p, b, i, t: b.weight[i][t] * pull_of(p, b, i, t)),
         smooth=True,
     ),
     Row(
-        "core.reduce",
+        "reduce",
         "loss",
-        lambda: core.reduce(leash, reductions.sequence_mean()),
+        lambda: algos.reduce(leash, algos.sequence_mean()),
         lambda p, b: [per_sequence(mean)(tokens_of(leash_of)(p, b), b)],
         smooth=True,
     ),
     Row(
-        "core.together",
+        "sum_losses",
         "loss",
-        lambda: core.together(
-            core.reduce(pull, reductions.token_mean()), core.reduce(leash, reductions.sequence_mean())
-        ),
+        lambda: algos.sum_losses(algos.reduce(pull, algos.token_mean()), algos.reduce(leash, algos.sequence_mean())),
         both,
         smooth=True,
     ),
-    Row("compose.policy", "term", lambda: compose.policy(pull, 0.3, 0.2), tokens_of(policy_of), smooth=True),
-    Row("compose.corrected", "check", check_composition, also=("compose.filtered",)),
     Row(
-        "core.chain",
+        "with_regularizers", "term", lambda: algos.with_regularizers(pull, 0.3, 0.2), tokens_of(policy_of), smooth=True
+    ),
+    Row(
+        "chain",
         "advantage",
-        lambda: core.chain(corrections.mask_truncated(), corrections.reject_ratio("token", 0.9, 1.3)),
+        lambda: algos.chain(algos.mask_truncated(), algos.reject_ratio("token", 0.9, 1.3)),
         keeping(lambda b, i, t: not b.truncated[i] and 0.9 <= ratio("token", b, i, t) <= 1.3),
         tokens=True,
     ),
     Row(
-        "core.stateless",
+        "stateless",
         "advantage",
-        lambda: core.stateless(lambda x, batch: x * batch.greedy_score, "greedy_score"),
+        lambda: algos.stateless(lambda x, batch: x * batch.greedy_score, "greedy_score"),
         lambda x, b: {"x": [v * g for v, g in zip(x, b.greedy_score, strict=True)]},
     ),
 ]

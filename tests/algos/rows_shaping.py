@@ -2,10 +2,9 @@
 
 from math import exp, sqrt
 
-import torch
 from pieces import Row, grid, sampled, sequences
 
-from funrl.algos import core, shaping
+from funrl import algos
 
 
 def spread(x, b):
@@ -62,57 +61,37 @@ def normalised(x, b):
     return {"x": [(v - centre) / sqrt(sum((u - centre) ** 2 for u in x) / len(x) + 1e-8) for v in x]}
 
 
-def check_adaptive():
-    """beta is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon; by hand, and at the clip."""
-    control = shaping.adaptive_kl(0.1, target=2.0, horizon=100)
-    beta = control.init()
-    assert beta.item() == 0.1
-    close = control.update(beta, torch.tensor(2.2, dtype=torch.float64), 10).item()
-    assert abs(close - 0.1 * (1 + 0.1 * 10 / 100)) < 1e-15
-    assert (
-        abs(control.update(beta, torch.tensor(99.0, dtype=torch.float64), 10).item() - 0.1 * (1 + 0.2 * 10 / 100))
-        < 1e-15
-    )
-    assert (
-        abs(control.update(beta, torch.tensor(0.0, dtype=torch.float64), 10).item() - 0.1 * (1 - 0.2 * 10 / 100))
-        < 1e-15
-    )
-    fixed = shaping.fixed_kl(0.3)
-    assert fixed.update(fixed.init(), torch.tensor(99.0, dtype=torch.float64), 10).item() == 0.3
-
-
 ROWS = [
-    Row("shaping.to_tokens", "advantage", shaping.to_tokens, spread),
-    Row("shaping.to_last_token", "advantage", shaping.to_last_token, at_last),
+    Row("to_tokens", "advantage", algos.to_tokens, spread),
+    Row("to_last_token", "advantage", algos.to_last_token, at_last),
     Row(
-        "shaping.to_last_token outcome",
+        "to_last_token outcome",
         "advantage",
-        shaping.to_last_token,
+        algos.to_last_token,
         at_last,
         prepare=lambda batch: batch._replace(token_reward=None),
     ),
-    Row("shaping.token_rewards", "advantage", lambda: shaping.token_rewards(shaping.fixed_kl(0.2)), last_less_kl(0.2)),
+    Row("token_rewards", "advantage", lambda: algos.token_rewards(algos.fixed_kl(0.2)), last_less_kl(0.2)),
     Row(
-        "shaping.kl_in_reward",
+        "kl_in_reward",
         "advantage",
-        lambda: core.chain(shaping.to_last_token(), shaping.kl_in_reward(shaping.adaptive_kl(0.3, 0.1))),
+        lambda: algos.chain(algos.to_last_token(), algos.kl_in_reward(algos.adaptive_kl(0.3, 0.1))),
         last_less_kl(0.3),
     ),
     Row(
-        "shaping.kl_in_reward rows",
+        "kl_in_reward rows",
         "advantage",
-        lambda: shaping.kl_in_reward(shaping.fixed_kl(0.3), "k3"),
+        lambda: algos.kl_in_reward(algos.fixed_kl(0.3), "k3"),
         lambda x, b: {"x": [v - 0.3 * sum(k3(b, i, t) for t in sampled(b, i)) for i, v in enumerate(x)]},
     ),
-    Row("shaping.adaptive_kl", "check", check_adaptive, also=("shaping.fixed_kl",)),
     Row(
-        "shaping.clip_reward",
+        "clip_reward",
         "advantage",
-        lambda: shaping.clip_reward(-0.2, 0.5),
+        lambda: algos.clip_reward(-0.2, 0.5),
         lambda x, b: {"x": [min(max(v, -0.2), 0.5) for v in x]},
     ),
-    Row("shaping.overlong_penalty", "advantage", lambda: shaping.overlong_penalty(11, 8, 0.5), overlong(11, 8, 0.5)),
-    Row("shaping.stop_properly", "advantage", lambda: shaping.stop_properly(0.3), truncated(lambda v: 0.3 * v)),
-    Row("shaping.stop_properly set", "advantage", lambda: shaping.stop_properly(-1.0), truncated(lambda v: -1.0)),
-    Row("shaping.running_normalise", "advantage", shaping.running_normalise, normalised),
+    Row("overlong_penalty", "advantage", lambda: algos.overlong_penalty(11, 8, 0.5), overlong(11, 8, 0.5)),
+    Row("stop_properly", "advantage", lambda: algos.stop_properly(0.3), truncated(lambda v: 0.3 * v)),
+    Row("stop_properly set", "advantage", lambda: algos.stop_properly(-1.0), truncated(lambda v: -1.0)),
+    Row("running_normalise", "advantage", algos.running_normalise, normalised),
 ]

@@ -14,7 +14,7 @@ import pieces
 import torch
 from sequences import make_sequences, masked, on_batch
 
-from funrl.algos import kl, supervised, terms, terms_covariance, terms_sequence, terms_teacher, terms_token
+from funrl import algos
 from funrl.batch import Batch
 
 Losses = list[list[float]]
@@ -83,7 +83,7 @@ def with_top_tokens(batch: Batch) -> Batch:
     draw = torch.Generator().manual_seed(9)
     teacher, student = (torch.rand(*batch.mask.shape, 4, generator=draw, dtype=torch.float64) + 0.1 for _ in range(2))
     tops = [(x / x.sum(-1, keepdim=True)).log()[..., :3].to(batch.old_logp) for x in (teacher, student)]
-    return batch._replace(teacher_top_logp=tops[0], student_top_logp=tops[1])
+    return batch._replace(teacher_topk_logp=tops[0], topk_logp=tops[1])
 
 
 def by_token(formula: Callable[..., float], *fields: str) -> Callable[[list[dict]], Losses]:
@@ -252,128 +252,124 @@ def cispo(low, high):
 
 TERMS = [
     TermRow(
-        "terms.clipped_surrogate",
-        terms.clipped_surrogate,
+        "clipped_surrogate",
+        algos.clipped_surrogate,
         ppo_tokens(0.2, 0.2),
-        also=("terms.kept", "terms.constant", "terms.log_ratio", "terms.either"),
+        also=("kept", "constant", "log_ratio", "either"),
     ),
     TermRow(
-        "terms.clipped_surrogate dual",
-        lambda: terms.clipped_surrogate(0.1, 0.3, dual=1.5),
+        "clipped_surrogate dual",
+        lambda: algos.clipped_surrogate(0.1, 0.3, dual=1.5),
         ppo_tokens(0.1, 0.3, dual=1.5),
         ppo_metrics(0.1, 0.3, 1.5),
     ),
+    TermRow("clipped_surrogate delta", lambda: algos.clipped_surrogate(delta=1.4), ppo_tokens(0.2, 0.2, delta=1.4)),
+    TermRow("token_ratio", lambda: algos.clipped_surrogate(ratio=algos.token_ratio()), ppo_tokens(0.2, 0.2)),
     TermRow(
-        "terms.clipped_surrogate delta", lambda: terms.clipped_surrogate(delta=1.4), ppo_tokens(0.2, 0.2, delta=1.4)
-    ),
-    TermRow("terms.token_ratio", lambda: terms.clipped_surrogate(ratio=terms.token_ratio()), ppo_tokens(0.2, 0.2)),
-    TermRow(
-        "terms.sequence_ratio",
-        lambda: terms.clipped_surrogate(0.05, 0.1, ratio=terms.sequence_ratio()),
+        "sequence_ratio",
+        lambda: algos.clipped_surrogate(0.05, 0.1, ratio=algos.sequence_ratio()),
         ppo_sequences(0.05, 0.1),
-        also=("terms.sequence_sum", "terms.sequence_mean"),
+        also=("sum_of_sequence", "mean_of_sequence"),
     ),
     TermRow(
-        "terms.sequence_ratio per_token",
-        lambda: terms.clipped_surrogate(0.05, 0.1, ratio=terms.sequence_ratio(per_token=True)),
+        "sequence_ratio per_token",
+        lambda: algos.clipped_surrogate(0.05, 0.1, ratio=algos.sequence_ratio(per_token=True)),
         gspo_token(0.05, 0.1),
     ),
     TermRow(
-        "terms.entropy_bonus",
-        lambda: terms.entropy_bonus(0.3),
+        "entropy_bonus",
+        lambda: algos.entropy_bonus(0.3),
         by_token(lambda h: -0.3 * h, "entropy"),
         through="entropy",
     ),
-    *(TermRow(f"kl.kl_to_reference {k}", lambda k=k: kl.kl_to_reference(k), kl_reference(k)) for k in KL),
-    *(TermRow(f"kl.kl_to_reference {k}+", lambda k=k: kl.kl_to_reference(k + "+"), kl_reference(k + "+")) for k in KL),
+    *(TermRow(f"kl_to_reference {k}", lambda k=k: algos.kl_to_reference(k), kl_reference(k)) for k in KL),
+    *(TermRow(f"kl_to_reference {k}+", lambda k=k: algos.kl_to_reference(k + "+"), kl_reference(k + "+")) for k in KL),
     TermRow(
-        "kl.kl_to_reference bias_corrected",
-        lambda: kl.kl_to_reference("k3", bias_corrected=True),
+        "kl_to_reference bias_corrected",
+        lambda: algos.kl_to_reference("k3", bias_corrected=True),
         by_token(lambda new, q, old: exp(new - old) * KL["k3"](new, q), "logp", "ref_logp", "old_logp"),
     ),
-    TermRow("kl.kl_to_old", kl.kl_to_old, kl_reference("abs", "old_logp"), also=("kl.kl_to", "kl.kl_estimate")),
-    TermRow("terms_teacher.kl_to_teacher", terms_teacher.kl_to_teacher, kl_reference("k3", "teacher_logp")),
+    TermRow("kl_to_old", algos.kl_to_old, kl_reference("abs", "old_logp"), also=("kl_to", "kl_estimate")),
+    TermRow("kl_to_teacher", algos.kl_to_teacher, kl_reference("k3", "teacher_logp")),
     TermRow(
-        "terms_teacher.forward_kl_top",
-        terms_teacher.forward_kl_top,
-        by_token(forward_kl, "teacher_top_logp", "student_top_logp"),
-        through="student_top_logp",
+        "forward_kl_topk",
+        algos.forward_kl_topk,
+        by_token(forward_kl, "teacher_topk_logp", "topk_logp"),
+        through="topk_logp",
         prepare=with_top_tokens,
     ),
     TermRow(
-        "terms_token.policy_gradient",
-        terms_token.policy_gradient,
+        "policy_gradient",
+        algos.policy_gradient,
         by_token(lambda new, a: -a * new, "logp", "advantage"),
     ),
-    TermRow("terms_token.surrogate", terms_token.surrogate, by_token(lambda new, old, a: -a * exp(new - old), *A_OLD)),
-    TermRow("terms_token.clipped_importance", terms_token.clipped_importance, cispo(1.0, 0.2)),
-    TermRow("terms_token.clipped_importance low", lambda: terms_token.clipped_importance(0.1, 0.4), cispo(0.1, 0.4)),
-    TermRow("terms_token.soft_gate", lambda: terms_token.soft_gate(1.0, 2.0), sapo(1.0, 2.0)),
+    TermRow("surrogate", algos.surrogate, by_token(lambda new, old, a: -a * exp(new - old), *A_OLD)),
+    TermRow("clipped_importance", algos.clipped_importance, cispo(1.0, 0.2)),
+    TermRow("clipped_importance low", lambda: algos.clipped_importance(0.1, 0.4), cispo(0.1, 0.4)),
+    TermRow("soft_gate", lambda: algos.soft_gate(1.0, 2.0), sapo(1.0, 2.0)),
     TermRow(
-        "terms_token.divergence_mask tv",
-        lambda: terms_token.divergence_mask("tv", 0.1, 0.15, 1.2),
+        "divergence_mask tv",
+        lambda: algos.divergence_mask("tv", 0.1, 0.15, 1.2),
         dppo("tv", 0.1, 0.15, 1.2),
     ),
     TermRow(
-        "terms_token.divergence_mask kl",
-        lambda: terms_token.divergence_mask("kl", 0.02, 0.03),
+        "divergence_mask kl",
+        lambda: algos.divergence_mask("kl", 0.02, 0.03),
         dppo("kl", 0.02, 0.03, 20.0),
         prepare=less_likely,
     ),
     *(
         TermRow(
-            f"terms_token.divergence_mask {kind} default",
-            lambda kind=kind: terms_token.divergence_mask(kind, sampled_by="old_logp"),
+            f"divergence_mask {kind} default",
+            lambda kind=kind: algos.divergence_mask(kind, sampled_by="old_logp"),
             dppo(kind, bound, bound, 20.0, "old_logp"),
             prepare=less_likely,
         )
         for kind, bound in (("tv", 0.15), ("kl", 0.05))
     ),
     TermRow(
-        "terms_token.direct_reward",
-        lambda: terms_token.direct_reward(0.3),
+        "direct_reward",
+        lambda: algos.direct_reward(0.3),
         by_token(lambda new, old, a: -(new * a - 0.15 * (new - old) ** 2), *A_OLD),
     ),
-    TermRow("terms_sequence.geometric_mean", lambda: terms_sequence.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
-    TermRow("terms_sequence.gamma_weighted", terms_sequence.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0))),
+    TermRow("geometric_mean", lambda: algos.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
+    TermRow("gamma_weighted", algos.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0))),
     TermRow(
-        "terms_sequence.gamma_weighted old",
-        lambda: terms_sequence.gamma_weighted((1.0, 2.0), (2.0, 1.0), "old_logp"),
+        "gamma_weighted old",
+        lambda: algos.gamma_weighted((1.0, 2.0), (2.0, 1.0), "old_logp"),
         vespo((1.0, 2.0), (2.0, 1.0), "old_logp"),
     ),
-    TermRow("terms_sequence.self_play_regression", lambda: terms_sequence.self_play_regression(0.7), sppo(0.7)),
+    TermRow("self_play_regression", lambda: algos.self_play_regression(0.7), sppo(0.7)),
     TermRow(
-        "terms_sequence.mask_off_policy",
-        lambda: terms_sequence.mask_off_policy(terms_token.policy_gradient(), 0.05),
+        "mask_off_policy",
+        lambda: algos.mask_off_policy(algos.policy_gradient(), 0.05),
         off_policy(0.05, "old_logp"),
     ),
     TermRow(
-        "terms_sequence.mask_off_policy rollout",
-        lambda: terms_sequence.mask_off_policy(terms_token.policy_gradient(), 0.0, "rollout_logp"),
+        "mask_off_policy rollout",
+        lambda: algos.mask_off_policy(algos.policy_gradient(), 0.0, "rollout_logp"),
         off_policy(0.0, "rollout_logp"),
     ),
     TermRow(
-        "terms_covariance.on_selected",
-        lambda: terms_covariance.on_selected(terms_token.policy_gradient()),
+        "on_selected",
+        lambda: algos.on_selected(algos.policy_gradient()),
         by_token(lambda new, a, chosen: -a * new if chosen else 0.0, *SELECTED),
     ),
     TermRow(
-        "terms_covariance.off_selected",
-        lambda: terms_covariance.off_selected(terms_token.policy_gradient()),
+        "off_selected",
+        lambda: algos.off_selected(algos.policy_gradient()),
         by_token(lambda new, a, chosen: 0.0 if chosen else -a * new, *SELECTED),
     ),
     TermRow(
-        "terms_covariance.adaptive_entropy_bonus",
-        terms_covariance.adaptive_entropy_bonus,
+        "adaptive_entropy_bonus",
+        algos.adaptive_entropy_bonus,
         by_token(lambda h, c: -c * h, "entropy", "entropy_coefficient"),
         through="entropy",
     ),
+    TermRow("negative_log_likelihood", algos.negative_log_likelihood, by_token(lambda new: -new, "logp")),
     TermRow(
-        "supervised.negative_log_likelihood", supervised.negative_log_likelihood, by_token(lambda new: -new, "logp")
-    ),
-    TermRow(
-        "supervised.dynamic_likelihood",
-        supervised.dynamic_likelihood,
+        "dynamic_likelihood",
+        algos.dynamic_likelihood,
         by_token(lambda new, h: -exp(h) * new, "logp", "held"),
     ),
 ]

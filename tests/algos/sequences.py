@@ -57,8 +57,8 @@ def _sequence(draw: random.Random, number: int, length: int) -> Sequence:
         "margin": [0.1 + number // 2] * length,
         "kl_baseline": [0.2] * length,
         "score": [1.0 - 0.4 * number] * length,
-        "teacher_top_logp": [_top(draw) for _ in range(length)],
-        "student_top_logp": [_top(draw) for _ in range(length)],
+        "teacher_topk_logp": [_top(draw) for _ in range(length)],
+        "topk_logp": [_top(draw) for _ in range(length)],
     }
 
 

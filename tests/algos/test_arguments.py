@@ -4,57 +4,68 @@ import pytest
 import torch
 from pieces import example
 
-from funrl.algos import (
-    advantages,
-    baselines,
-    corrections,
-    kl,
-    resampling,
-    shaping,
-    terms,
-    terms_covariance,
-    token_baselines,
-    value,
-)
-from funrl.algos.compose import corrected
-from funrl.algos.core import Signal, chain, needs, needs_of, reduce
-from funrl.algos.distillation import distillation
-from funrl.algos.gdpo import gdpo
-from funrl.algos.grpo import grpo
-from funrl.algos.opo import opo
-from funrl.algos.reductions import token_mean
-from funrl.algos.terms_token import policy_gradient
-from funrl.algos.vapo import vapo
-from funrl.batch import select
+from funrl import algos
+from funrl.algos import Signal, chain, corrected, grpo, reads
+from funrl.algos.losses.kl import KINDS
+from funrl.batch import as_dict, select
 
 REFUSED = {
-    "low is -1": lambda: terms.clipped_surrogate(-1, 0.2),
-    r"gae\(gamma=1.5\): give a factor": lambda: advantages.gae(1.5),
-    r"gae\(lam=-0.1\): give a factor": lambda: advantages.gae(1.0, -0.1),
-    "the clip must be at least 0": lambda: value.clipped_value_loss(-0.5),
-    "target=-3, horizon=10000": lambda: shaping.adaptive_kl(0.1, -3),
-    "over is 'tokens'": lambda: corrections.importance_weights("tokens"),
-    "bounds of the ratio are 2.0 and 1.0": lambda: corrections.reject_ratio("token", 2.0, 1.0),
-    "bounds of the ratio are -1": lambda: corrections.importance_weights("token", -1, 1.0),
-    "kind is k2 or k3": lambda: corrections.reject_divergence("k1"),
-    "over is token, sum, mean or max": lambda: corrections.reject_divergence("k3", "sequence"),
-    "low is above high": lambda: shaping.clip_reward(1.0, 0.0),
-    "buffer 0 must be above 0": lambda: shaping.overlong_penalty(10, 0),
-    "at most the limit 10": lambda: shaping.overlong_penalty(10, 11),
-    "give a factor from 0 to 1": lambda: shaping.stop_properly(1.5),
-    "there are pow, max_min and max_random": lambda: resampling.resample_rows("power"),
-    "are no fields of Batch": lambda: needs("scored"),
-    "would both add the gradient": lambda: kl.kl_to_reference("k3+", bias_corrected=True),
-    "its gradient has a mean of 0": lambda: distillation(direct=True, kind="k1"),
-    "give numbers with commas between": lambda: gdpo("1;2"),
-    "piece 1 of the chain goes by signal.weight, which piece 2 makes": lambda: chain(
-        corrections.normalise_weights(), corrections.importance_weights()
-    ),
-    "piece 2 of the chain goes by signal.weight, which piece 3 makes": lambda: chain(
-        shaping.to_last_token(),
-        chain(advantages.reward_to_go(), token_baselines.optimal_token_baseline()),
-        corrections.importance_weights(),
-    ),
+    "clip_low is -1": lambda: algos.clipped_surrogate(-1, 0.2),
+    r"gae\(gamma=1.5\): give a factor": lambda: algos.gae(1.5),
+    r"gae\(gae_lambda=-0.1\): give a factor": lambda: algos.gae(1.0, -0.1),
+    "the clip must be at least 0": lambda: algos.clipped_value_loss(-0.5),
+    "kl_target=-3, horizon=10000": lambda: algos.adaptive_kl(0.1, -3),
+    "over is 'tokens'": lambda: algos.importance_weights("tokens"),
+    "bounds of the ratio are 2.0 and 1.0": lambda: algos.reject_ratio("token", 2.0, 1.0),
+    "bounds of the ratio are -1": lambda: algos.importance_weights("token", -1, 1.0),
+    "kind is k2 or k3": lambda: algos.reject_divergence("k1"),
+    "over is token, sum, mean or max": lambda: algos.reject_divergence("k3", "sequence"),
+    "low is above high": lambda: algos.clip_reward(1.0, 0.0),
+    "buffer 0 must be above 0": lambda: algos.overlong_penalty(10, 0),
+    "at most the limit 10": lambda: algos.overlong_penalty(10, 11),
+    "give a factor from 0 to 1": lambda: algos.stop_properly(1.5),
+    "there are pow, max_min and max_random": lambda: algos.resample_rows("power"),
+    "would both add the gradient": lambda: algos.kl_to_reference("k3+", bias_corrected=True),
+    "its gradient has a mean of 0": lambda: algos.distillation(direct=True, kind="k1"),
+    "give numbers with commas between": lambda: algos.gdpo("1;2"),
+    "give numbers with commas between, such as 1,0.5": lambda: algos.parse_weights("1,x"),
+    "give numbers with commas": lambda: algos.parse_weights(""),
+    "reward_weights=1,,2": lambda: algos.parse_weights("1,,2"),
+    "reward_weights=1,nan": lambda: algos.parse_weights("1,nan"),
+    "dual_clip is 1.0": lambda: algos.clipped_surrogate(dual_clip=1.0),
+    "delta is 1.4": lambda: algos.clipped_surrogate(clip_high=0.5, delta=1.4),
+    "k4": lambda: algos.kl_to_reference("k4"),
+    "full": lambda: algos.kl_estimate("full"),
+    "beta is 0.0: it must": lambda: algos.direct_reward(0.0),
+    "kind is 'js'": lambda: algos.divergence_mask("js"),
+    "share is 0.0": lambda: algos.keep_highest_entropy(0.0),
+    "beta is 0: it must": lambda: algos.sigmoid_pairs(0),
+    "smoothing is 0.5": lambda: algos.robust_pairs(smoothing=0.5),
+    "smoothing is 0.0": lambda: algos.exo_pairs(smoothing=0.0),
+    "beta is -1.0": lambda: algos.kto_loss(-1.0),
+    r"clipped_importance\(clip_low=None, clip_high=-2\)": lambda: algos.clipped_importance(clip_high=-2),
+    r"clipped_importance\(clip_low=2, ": lambda: algos.clipped_importance(clip_low=2),
+    r"soft_gate\(positive=0, ": lambda: algos.soft_gate(positive=0),
+    r"soft_gate\(positive=1.0, negative=-1\)": lambda: algos.soft_gate(negative=-1),
+    r"geometric_mean\(clip_low=-1": lambda: algos.geometric_mean(clip_low=-1),
+    r"divergence_mask\(low=-1": lambda: algos.divergence_mask(low=-1),
+    "cap=-1": lambda: algos.divergence_mask(cap=-1),
+    r"constant_mean\(0\)": lambda: algos.constant_mean(0),
+    r"group_scale\(eps=-1\)": lambda: algos.group_scale(-1),
+    r"batch_scale\(eps=-1\)": lambda: algos.batch_scale(-1),
+    r"best_of_group\(eps=-1\)": lambda: algos.best_of_group(-1),
+    r"decoupled_groups\(eps=-1\)": lambda: algos.decoupled_groups(eps=-1),
+    r"reject_divergence\(high=-1\)": lambda: algos.reject_divergence(high=-1),
+    "divergence is 'kl'; there are": lambda: algos.dpo(divergence="kl"),
+    "divergence_alpha is 1": lambda: algos.dpo(divergence="alpha", divergence_alpha=1),
+    "length_alpha is 2": lambda: algos.dpo(length_alpha=2),
+    r"dpo\(margin=1\): loss 'hinge' has none": lambda: algos.dpo("hinge", margin=1),
+    "must be one of sigmoid": lambda: algos.dpo("sigmoyd"),
+    "aot.* compares sums": lambda: algos.dpo("aot", per_token=True),
+    "kl_target=0.1 and kl_coef=0": lambda: algos.ppo(kl_coef=0, kl_target=0.1),
+    r"Divergence\(beta=2, ": lambda: algos.gkd(beta=2),
+    "rest=True, kind=None": lambda: algos.distillation(rest=True),
+    "there is no recipe 'grppo'": lambda: algos.recipe("grppo"),
 }
 
 
@@ -66,37 +77,54 @@ def test_bad_arguments_are_refused_at_once(message):
 
 def test_weights_must_match_the_reward_functions():
     batch = example()
-    for piece in (baselines.decoupled_groups([1.0, 2.0]), baselines.weighted_scores([1.0] * 4)):
+    for piece in (algos.decoupled_groups([1.0, 2.0]), algos.weighted_scores([1.0] * 4)):
         with pytest.raises(ValueError, match=r"weights for 3 reward functions: batch.scores is \[7, 3\]"):
             piece.update(Signal(batch.score, batch.mask), piece.init(), batch)
 
 
-def test_a_batch_without_groups_is_told_so():
-    batch = example()._replace(group=None)
-    with pytest.raises(ValueError, match="group is None"):
-        advantages.group_center().update(Signal(batch.score, batch.mask), (), batch)
+def test_numbers_with_commas_between_are_weights():
+    assert algos.parse_weights("1, -0.5,2e-1") == (1.0, -0.5, 0.2)
+
+
+def test_adaptive_coefficients():
+    """beta is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon; by hand, and at the clip."""
+    control = algos.adaptive_kl(0.1, kl_target=2.0, horizon=100)
+    beta = control.init()
+    assert beta.item() == 0.1
+    close = control.update(beta, torch.tensor(2.2, dtype=torch.float64), 10).item()
+    assert abs(close - 0.1 * (1 + 0.1 * 10 / 100)) < 1e-15
+    assert (
+        abs(control.update(beta, torch.tensor(99.0, dtype=torch.float64), 10).item() - 0.1 * (1 + 0.2 * 10 / 100))
+        < 1e-15
+    )
+    assert (
+        abs(control.update(beta, torch.tensor(0.0, dtype=torch.float64), 10).item() - 0.1 * (1 - 0.2 * 10 / 100))
+        < 1e-15
+    )
+    fixed = algos.fixed_kl(0.3)
+    assert fixed.update(fixed.init(), torch.tensor(99.0, dtype=torch.float64), 10).item() == 0.3
 
 
 ON_TOKENS = {
-    "gae": advantages.gae,
-    "reward_to_go": advantages.reward_to_go,
-    "whiten": advantages.whiten,
-    "optimal_token_baseline": token_baselines.optimal_token_baseline,
-    "implicit_rewards": token_baselines.implicit_rewards,
-    "select_highest_covariance": terms_covariance.select_highest_covariance,
-    "select_covariance_between": terms_covariance.select_covariance_between,
+    "gae": algos.gae,
+    "reward_to_go": algos.reward_to_go,
+    "whiten": algos.whiten,
+    "optimal_token_baseline": algos.optimal_token_baseline,
+    "implicit_rewards": algos.implicit_rewards,
+    "select_highest_covariance": algos.select_highest_covariance,
+    "select_covariance_between": algos.select_covariance_between,
 }
 ON_ROWS = {
-    "to_tokens": shaping.to_tokens,
-    "to_last_token": shaping.to_last_token,
-    "overlong_penalty": lambda: shaping.overlong_penalty(8, 4),
-    "stop_properly": lambda: shaping.stop_properly(0.5),
-    "group_center": advantages.group_center,
-    "group_scale": advantages.group_scale,
-    "batch_scale": advantages.batch_scale,
-    "leave_one_out": baselines.leave_one_out,
-    "length_weighted_center": baselines.length_weighted_center,
-    "decoupled_groups": baselines.decoupled_groups,
+    "to_tokens": algos.to_tokens,
+    "to_last_token": algos.to_last_token,
+    "overlong_penalty": lambda: algos.overlong_penalty(8, 4),
+    "stop_properly": lambda: algos.stop_properly(0.5),
+    "group_center": algos.group_center,
+    "group_scale": algos.group_scale,
+    "batch_scale": algos.batch_scale,
+    "leave_one_out": algos.leave_one_out,
+    "length_weighted_center": algos.length_weighted_center,
+    "decoupled_groups": algos.decoupled_groups,
 }
 
 
@@ -104,29 +132,28 @@ ON_ROWS = {
 def test_outcomes_and_token_rewards_are_told_apart_even_where_rows_are_as_many_as_tokens(name):
     whole = example()
     for width in (13, 7):
-        per_token = {k: x[:, :width] for k, x in whole._asdict().items() if x is not None and x.shape[1:] == (13,)}
+        per_token = {k: x[:, :width] for k, x in as_dict(whole).items() if x.shape[1:] == (13,)}
         batch = whole._replace(**per_token)
         score, mask = batch.score, batch.mask
         wrong, piece = (score, ON_TOKENS[name]()) if name in ON_TOKENS else (mask * 1.0, ON_ROWS[name]())
         ways_out = (r"outcomes \[7\]: put to_tokens\(\)", rf"rewards \[7, {width}\]: put it before")
         with pytest.raises(ValueError, match=ways_out[name in ON_ROWS]):
             piece.update(Signal(wrong, mask), piece.init(), batch)
-        loss = reduce(policy_gradient(), token_mean())
+        loss = algos.reduce(algos.policy_gradient(), algos.token_mean())
         with pytest.raises(ValueError, match=r"batch.advantage is \[7\] and not \[B, T\]; to_tokens\(\)"):
             loss(batch.old_logp, batch._replace(advantage=score))
 
 
-def test_weights_that_no_piece_makes_are_reported_before_the_run():
-    assert "weight" in needs_of(corrected(grpo(), corrections.normalise_weights()))
-    assert "weight" not in needs_of(
-        corrected(grpo(), corrections.importance_weights(), corrections.normalise_weights())
-    )
+def test_weights_that_no_piece_makes_are_found():
+    assert "weight" in reads(corrected(grpo(), algos.normalise_weights())).required
+    both = corrected(grpo(), algos.importance_weights(), algos.normalise_weights())
+    assert "weight" not in reads(both).required
 
 
 def rejecting(make, *pieces):
     """Advantages of an algorithm with and without a rejection of tokens before its chain."""
     batch, outs = example(), []
-    for first in ((), (corrections.reject_ratio("token", 0.9, 1.3),)):
+    for first in ((), (algos.reject_ratio("token", 0.9, 1.3),)):
         algorithm = corrected(make(), *first, *pieces)
         signal, _ = algorithm.advantage.update(Signal(batch.score, batch.mask), algorithm.advantage.init(), batch)
         outs.append(signal)
@@ -138,8 +165,8 @@ def rejecting(make, *pieces):
 @pytest.mark.parametrize(
     ("make", "pieces"),
     [
-        (lambda: grpo(), (shaping.overlong_penalty(11, 8, 0.5),)),
-        (lambda: opo(), ()),
+        (lambda: grpo(), (algos.overlong_penalty(11, 8, 0.5),)),
+        (lambda: algos.opo(), ()),
     ],
     ids=["overlong penalty", "length-weighted baseline"],
 )
@@ -156,23 +183,21 @@ def test_the_length_of_an_adaptive_lambda_is_that_of_what_was_sampled():
         return torch.ones_like(lengths)
 
     batch = example()
-    piece = chain(corrections.mask_truncated(), shaping.to_last_token(), advantages.gae(1.0, lam))
+    piece = chain(algos.mask_truncated(), algos.to_last_token(), algos.gae(1.0, lam))
     piece.update(Signal(batch.score, batch.mask), piece.init(), batch)
     assert seen == [batch.mask.sum(1).tolist()]
-    rejecting(vapo)  # and a whole algorithm takes it
+    rejecting(algos.vapo)  # and a whole algorithm takes it
 
 
 def test_everything_rejected_leaves_numbers():
     """No token is left: every advantage is 0, and a loss has a value of 0 and gradients of 0."""
     batch = example()._replace(truncated=torch.ones(7, dtype=torch.bool))
-    for make in (grpo, opo, vapo, gdpo):
-        algorithm = corrected(make(), corrections.mask_truncated())
-        signal, _ = algorithm.advantage.update(Signal(batch.score, batch.mask), algorithm.advantage.init(), batch)
-        assert not signal.mask.any() and (signal.x == 0).all()
+    for make in (grpo, algos.opo, algos.vapo, algos.gdpo):
+        algorithm = corrected(make(), algos.mask_truncated())
+        made, _, _ = algos.apply_advantage(algorithm.advantage, algorithm.advantage.init(), batch)
+        assert not made.mask.any() and (made.advantage == 0).all() and torch.equal(made.sampled, batch.mask)
         logp = batch.old_logp.clone().requires_grad_()
-        made = batch._replace(mask=signal.mask, advantage=signal.x, returns=signal.returns, weight=signal.weight)
-        fractions, metrics = algorithm.policy_loss(logp, made)
-        value = sum(f.value for f in fractions)
+        value, metrics = algorithm.losses["policy"](logp, made)
         assert value == 0 and all(m.value == 0 for m in metrics.values())
         assert (torch.autograd.grad(value, logp)[0] == 0).all()
 
@@ -180,7 +205,7 @@ def test_everything_rejected_leaves_numbers():
 def test_pieces_before_gdpo_reach_its_advantages():
     batch = example()
     none, penalty = (
-        corrected(gdpo("1,1,0.5"), *pieces).advantage for pieces in ((), (shaping.overlong_penalty(11, 8, 2.0),))
+        corrected(algos.gdpo("1,1,0.5"), *pieces).advantage for pieces in ((), (algos.overlong_penalty(11, 8, 2.0),))
     )
     without, with_penalty = (p.update(Signal(batch.score, batch.mask), p.init(), batch)[0].x for p in (none, penalty))
     lower = (with_penalty - without).sum(1)
@@ -198,8 +223,8 @@ def test_a_corrected_kl_is_unbiased_with_k1_and_k3():
     row = {"old_logp": old.log_softmax(0)[None], "ref_logp": ref.log_softmax(0)[None]}
     batch = select(example(), slice(0, 1))._replace(mask=torch.ones(1, 6, dtype=torch.bool), **row)
     biased = set()
-    for kind in kl.KINDS:
-        loss, _ = kl.kl_to_reference(kind, bias_corrected=True)(logp[None], batch)
+    for kind in KINDS:
+        loss, _ = algos.kl_to_reference(kind, bias_corrected=True)(logp[None], batch)
         mean = (row["old_logp"].exp() * loss).sum()
         (got,) = torch.autograd.grad(mean, leaf, retain_graph=True)
         right = torch.allclose(mean, exact, rtol=1e-12) and torch.allclose(got, slope, rtol=1e-10)
@@ -207,14 +232,8 @@ def test_a_corrected_kl_is_unbiased_with_k1_and_k3():
     assert biased == {"k2", "abs"}
 
 
-def test_normalise_weights_needs_weights():
-    batch = example()
-    with pytest.raises(ValueError, match="comes after importance_weights"):
-        corrections.normalise_weights().update(Signal(batch.score, batch.mask), (), batch)
-
-
 def test_running_statistics_of_parts_are_those_of_the_whole():
-    piece = shaping.running_normalise()
+    piece = algos.running_normalise()
     scores = torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0], dtype=torch.float64)
     state = piece.init()
     for part in (scores[:2], scores[2:3], scores[3:]):
@@ -230,10 +249,10 @@ def test_running_statistics_of_parts_are_those_of_the_whole():
 def test_rejected_tokens_take_their_weights_and_advantages_with_them():
     batch = example()
     piece = chain(
-        shaping.to_tokens(),
-        corrections.importance_weights("token", 0.0, 5.0),
-        corrections.reject_ratio("token", 0.9, 1.3),
-        corrections.normalise_weights(),
+        algos.to_tokens(),
+        algos.importance_weights("token", 0.0, 5.0),
+        algos.reject_ratio("token", 0.9, 1.3),
+        algos.normalise_weights(),
     )
     signal, _ = piece.update(Signal(batch.score, batch.mask), piece.init(), batch)
     ratio = (batch.old_logp - batch.rollout_logp).exp()
@@ -243,12 +262,12 @@ def test_rejected_tokens_take_their_weights_and_advantages_with_them():
     assert (signal.weight[~kept] == 0).all() and (signal.x[~kept] == 0).all()
     torch.testing.assert_close(signal.weight[kept], ratio[kept] / ratio[kept].mean())
     lost = signal.metrics["rollout_corr/rejected"]
-    assert lost.num == (batch.mask & ~kept).sum() and lost.den == batch.mask.sum()
+    assert lost == ((batch.mask & ~kept).sum(), batch.mask.sum())
 
 
 def test_pieces_behind_a_rejection_compare_only_what_is_left():
     batch = example()
-    piece = chain(shaping.to_tokens(), corrections.mask_truncated(), advantages.whiten())
+    piece = chain(algos.to_tokens(), algos.mask_truncated(), algos.whiten())
     signal, _ = piece.update(Signal(batch.score, batch.mask), piece.init(), batch)
     left = signal.x[signal.mask]
     assert len(left) == (batch.mask & ~batch.truncated[:, None]).sum()
@@ -257,7 +276,7 @@ def test_pieces_behind_a_rejection_compare_only_what_is_left():
 
 
 def test_resampled_rows_go_to_states_that_can_be_saved():
-    piece = resampling.resample_rows(seed=1)
+    piece = algos.resample_rows(seed=1)
     batch, state = example(), piece.init()
     draws = []
     for _ in range(4):

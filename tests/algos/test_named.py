@@ -13,11 +13,6 @@ import pathlib
 import pieces
 import pytest
 import torch
-from pieces import NAMED, example, packed, plain, poisoned, policy_logp
-
-from funrl.algos.compose import corrected
-from funrl.algos.core import Algorithm, Signal, needs_of
-from funrl.algos.corrections import importance_weights
 from funrl.algos.distillation import distillation
 from funrl.algos.dppo import dppo
 from funrl.algos.grpo import grpo
@@ -26,6 +21,11 @@ from funrl.algos.ppo import ppo
 from funrl.algos.reinforce_plus_plus import reinforce_plus_plus_baseline
 from funrl.algos.rloo import rloo
 from funrl.algos.shaping import adaptive_kl, fixed_kl
+from pieces import NAMED, example, packed, plain, poisoned, policy_logp
+
+from funrl.algos.compose import corrected
+from funrl.algos.core import Algorithm, Signal, needs_of
+from funrl.algos.corrections import importance_weights
 from funrl.batch import Batch, select
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")

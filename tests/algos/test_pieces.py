@@ -4,17 +4,18 @@ Terms and preference losses go through further properties in test_terms.py; test
 piece is left out.
 """
 
+import functools
 import math
 
 import pieces
 import pytest
 import torch
-from pieces import example, packed, plain, poisoned, policy_logp, token_signal, widened
+from pieces import example, fractions, on_term, packed, plain, poisoned, policy_logp, reduced, token_signal, widened
 from tables import ROWS
 
-from funrl.algos import reductions
-from funrl.algos.core import Fraction, Signal, reduce
-from funrl.batch import select
+from funrl import algos
+from funrl.algos import Max, Mean, Signal, Sum, reads, reduce
+from funrl.batch import Batch, MissingField, as_dict, fields_by, select
 
 CONSTANTS = ("advantage", "weight", "old_logp", "ref_logp", "rollout_logp", "teacher_logp", "value", "returns", "label")
 
@@ -48,7 +49,7 @@ def as_loss(row):
     """The losses that a piece makes: itself, or a term under each kind of reduction."""
     if row.kind == "loss":
         return [row.make()]
-    return [reduce(row.make(), form) for form in (reductions.token_mean(), reductions.sequence_mean())]
+    return [reduce(row.make(), form) for form in (algos.token_mean(), algos.sequence_mean())]
 
 
 def gradient_by(leaf, total):
@@ -57,6 +58,12 @@ def gradient_by(leaf, total):
         return torch.zeros_like(leaf)
     (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
     return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def flat(out):
+    """The numbers of a loss's parts and metrics."""
+    parts, metrics = out
+    return [*(x for part in parts for x in part), *(x for name in sorted(metrics) for x in metrics[name])]
 
 
 def assert_close(got, want, tolerance=1e-11):
@@ -85,15 +92,14 @@ def test_advantage_equals_its_reference(row):
 def test_term_equals_its_reference(row):
     batch = row.prepare(example())
     logp = policy_logp(batch)
-    loss, metrics = row.make()(logp, batch)
+    loss, metrics = on_term(row.make(), logp, batch)
     want = torch.tensor(row.reference(logp.tolist(), plain(batch)), dtype=torch.float64)
     assert_close(loss[batch.mask], want[batch.mask])
     for value in metrics.values():
-        if isinstance(value, Fraction):  # a mean over something else than tokens
+        if isinstance(value, (Mean, Max, Sum)):  # over something else than tokens
             assert math.isfinite(value.value.item())
             continue
         assert value.shape == batch.mask.shape
-        assert not value.requires_grad
         assert torch.isfinite(value[batch.mask].double()).all()
 
 
@@ -101,20 +107,21 @@ def test_term_equals_its_reference(row):
 def test_loss_equals_its_reference(row):
     batch = row.prepare(example())
     logp = policy_logp(batch)
-    fractions, metrics = row.make()(logp, batch)
+    parts, metrics = fractions(row.make(), logp, batch)
     want = row.reference(logp.tolist(), plain(batch))
-    assert len(fractions) == len(want)
-    for got, (num, den) in zip(fractions, want, strict=True):
+    assert len(parts) == len(want)
+    for got, (num, den) in zip(parts, want, strict=True):
         assert_close(got.num, torch.tensor(num, dtype=torch.float64))
         assert_close(got.den, torch.tensor(den, dtype=torch.float64))
-    assert all(isinstance(m, Fraction) for m in metrics.values())
+    assert all(isinstance(m, (Mean, Max, Sum)) for m in metrics.values())
+    assert_close(row.make()(logp, batch)[0], sum(part.value for part in parts))
 
 
 @of("reduction")
 def test_reduction_equals_its_reference(row):
     batch = example()
     loss = token_signal(batch)
-    got = row.make()(loss, batch.mask)
+    got = reduced(row.make(), loss, batch.mask)
     num, den = row.reference(loss.tolist(), plain(batch))
     assert_close(got.num, torch.tensor(num, dtype=torch.float64))
     assert_close(got.den, torch.tensor(den, dtype=torch.float64))
@@ -124,11 +131,6 @@ def test_reduction_equals_its_reference(row):
 def test_filter_equals_its_reference(row):
     batch = row.prepare(example())
     assert row.make()(batch).tolist() == row.reference(plain(batch))
-
-
-@of("check")
-def test_check(row):
-    row.make()
 
 
 @of("term", "loss")
@@ -146,8 +148,10 @@ def test_gradient_equals_differences_of_the_reference(row):
         return sum(out[i][t] for i in range(len(out)) for t in pieces.sampled(b, i))
 
     leaf = logp.clone().requires_grad_()
-    out = row.make()(leaf, batch)[0]
-    ours = sum(f.num for f in out) if row.kind == "loss" else out[batch.mask].sum()
+    if row.kind == "loss":
+        ours = sum(f.num for f in fractions(row.make(), leaf, batch)[0])
+    else:
+        ours = on_term(row.make(), leaf, batch)[0][batch.mask].sum()
     (gradient,) = torch.autograd.grad(ours, leaf)
     step = 1e-6
     for i, t in batch.mask.nonzero().tolist()[::3]:
@@ -174,9 +178,10 @@ def test_loss_in_float32(row):
         pairs = []
         for dtype in (torch.float64, torch.float32):
             batch = row.prepare(example(dtype))
-            fractions, _ = loss(policy_logp(batch), batch)
-            assert all(f.num.dtype == dtype for f in fractions)
-            pairs.append([f.value.double() for f in fractions])
+            parts, _ = fractions(loss, policy_logp(batch), batch)
+            assert all(f.num.dtype == dtype and f.den.dtype == torch.float64 for f in parts)
+            assert all(f.value.dtype == dtype for f in parts)
+            pairs.append([f.value.double() for f in parts])
         for exact, single in zip(*pairs, strict=True):
             assert_close(single, exact, 2e-4)
 
@@ -212,9 +217,9 @@ def test_loss_does_not_see_what_is_outside_the_mask(row):
             logp, given = torch.where(batch.mask, logp, torch.nan), poisoned(batch)
         logp = logp.requires_grad_()
         for loss in as_loss(row):
-            fractions, metrics = loss(logp, given)
-            gradient = gradient_by(logp, sum(f.num for f in fractions))
-            results.append([*(f.num for f in fractions), *(m.num for m in metrics.values()), gradient])
+            parts, metrics = fractions(loss, logp, given)
+            gradient = gradient_by(logp, sum(f.num for f in parts))
+            results.append([*(f.num for f in parts), *(m.value for m in metrics.values()), gradient])
     half = len(results) // 2
     for clean, dirty in zip(results[:half], results[half:], strict=True):
         for a, b in zip(clean, dirty, strict=True):
@@ -257,27 +262,25 @@ def test_padding_and_packing_do_not_matter_to_losses(row):
     batch = row.prepare(example())
     logp = policy_logp(batch)
     for loss in as_loss(row):
-        fractions, metrics = loss(logp, batch)
+        whole = fractions(loss, logp, batch)
         others = [(widened(batch, 3), torch.nn.functional.pad(logp, (0, 3)))]
         if row.packed:
             others.append(packed(batch, logp))
         for batch_, logp_ in others:
-            fractions_, metrics_ = loss(logp_, batch_)
-            for a, b in zip([*fractions, *metrics.values()], [*fractions_, *metrics_.values()], strict=True):
-                assert_close(b.num, a.num)
-                assert_close(b.den, a.den)
+            for a, b in zip(flat(whole), flat(fractions(loss, logp_, batch_)), strict=True):
+                assert_close(b, a)
 
 
 @of("reduction")
 def test_padding_and_packing_do_not_matter_to_reductions(row):
     batch = example()
     loss = token_signal(batch)
-    whole = row.make()(loss, batch.mask)
+    whole = reduced(row.make(), loss, batch.mask)
     short, short_loss = packed(batch, loss)
     for other in (
-        row.make()(torch.nn.functional.pad(loss, (0, 3)), torch.nn.functional.pad(batch.mask, (0, 3))),
-        row.make()(short_loss, short.mask, short.segments),
-        row.make()(torch.where(batch.mask, loss, torch.nan), batch.mask),
+        reduced(row.make(), torch.nn.functional.pad(loss, (0, 3)), torch.nn.functional.pad(batch.mask, (0, 3))),
+        reduced(row.make(), short_loss, short.mask, short.segments),
+        reduced(row.make(), torch.where(batch.mask, loss, torch.nan), batch.mask),
     ):
         assert_close(other.num, whole.num)
         assert_close(other.den, whole.den)
@@ -292,31 +295,32 @@ def test_parts_add_up_to_the_whole(row):
     if not row.additive:
         pytest.skip("takes statistics over the batch")
     if row.kind == "reduction":
-        losses = [lambda x, b: ((row.make()(x, b.mask),), {})]
+        losses = [lambda x, b: ((reduced(row.make(), x, b.mask),), {})]
     else:
-        losses = as_loss(row)
+        losses = [functools.partial(fractions, loss) for loss in as_loss(row)]
     for loss in losses:
         leaf = logp.clone().requires_grad_()
-        fractions, metrics = loss(leaf, batch)
-        whole = [*fractions, *metrics.values()]
-        gradient = gradient_by(leaf, sum(f.num for f in fractions))
+        out = loss(leaf, batch)
+        gradient = gradient_by(leaf, sum(f.num for f in out[0]))
         for parts in splits:
             leaf = logp.clone().requires_grad_()
             outs = [loss(leaf[part], select(batch, part)) for part in parts]
-            sums = [sum(column[1:], column[0]) for column in zip(*[[*f, *m.values()] for f, m in outs], strict=True)]
-            for got, want in zip(sums, whole, strict=True):
-                assert_close(got.num, want.num)
-                assert_close(got.den, want.den)
-            total = sum(f.num for fractions, _ in outs for f in fractions)
+            merged = outs[0]
+            for more in outs[1:]:
+                sums = tuple(a + b for a, b in zip(merged[0], more[0], strict=True))
+                merged = (sums, {k: algos.merge(merged[1][k], more[1][k]) for k in merged[1]})
+            for got, want in zip(flat(merged), flat(out), strict=True):
+                assert_close(got, want)
+            total = sum(f.num for parts, _ in outs for f in parts)
             assert_close(gradient_by(leaf, total), gradient)
 
 
 @of("term", "loss")
-def test_denominators_depend_on_the_mask_alone(row):
+def test_denominators_need_nothing_of_the_step(row):
     batch = row.prepare(example())
     for loss in as_loss(row):
-        one, other = (loss(policy_logp(batch, seed), batch)[0] for seed in (1, 5))
-        assert [f.den.item() for f in one] == [f.den.item() for f in other]
+        held = batch._replace(**dict.fromkeys(fields_by("step")))
+        assert loss.denominators(held) == loss.denominators(batch)
 
 
 @of("term", "loss")
@@ -324,8 +328,8 @@ def test_no_gradient_reaches_what_the_batch_holds_constant(row):
     batch = row.prepare(example())
     held = {k: getattr(batch, k).clone().requires_grad_() for k in CONSTANTS}
     logp = policy_logp(batch).requires_grad_()
-    fractions, _ = as_loss(row)[0](logp, batch._replace(**held))
-    total = sum(f.num for f in fractions)
+    parts, _ = fractions(as_loss(row)[0], logp, batch._replace(**held))
+    total = sum(f.num for f in parts)
     if total.requires_grad:
         grads = torch.autograd.grad(total, list(held.values()), allow_unused=True)
         assert {k: g for k, g in zip(held, grads, strict=True) if g is not None and g.abs().max() > 0} == {}
@@ -352,8 +356,8 @@ def test_compiles_whole_with_equal_values_and_gradients(row):
     loss = as_loss(row)[-1]
 
     def step(logp):
-        fractions, metrics = loss(logp, batch)
-        return sum(f.value for f in fractions), {k: m.value for k, m in metrics.items()}
+        value, metrics = loss(logp, batch)
+        return value, {k: m.value for k, m in metrics.items()}
 
     torch._dynamo.reset()
     results = []
@@ -365,24 +369,32 @@ def test_compiles_whole_with_equal_values_and_gradients(row):
         assert_close(b, a)
 
 
-# ---- needs
+# ---- reads
+
+
+def used(row, piece, batch, logp):
+    """What a piece gives on a batch, in a form that can be compared."""
+    if row.kind == "advantage":
+        signal = signal_of(row, batch)
+        return fields_of(piece.update(signal, piece.init(), batch)[0])
+    if row.kind == "filter":
+        return {"kept": piece(batch)}
+    if row.kind == "loss":
+        return {str(k): x for k, x in enumerate(flat(fractions(piece, logp, batch)))}
+    return {"loss": torch.where(batch.mask, on_term(piece, logp, batch)[0], 0.0)}
 
 
 @of("advantage", "term", "loss", "filter")
-def test_a_piece_reads_no_field_that_it_does_not_name(row):
-    batch = row.prepare(example())
-    piece = row.make()
-    optional = {"mask", "tokens", "weight", "token_reward", "segments", "positions", "length"}
-    held = {k: v if k in piece.needs | optional else None for k, v in batch._asdict().items()}
-    bare = type(batch)(**held)
-    if row.kind == "advantage":
-        signal = signal_of(row, batch)
-        assert_close(piece.update(signal, piece.init(), bare)[0].x, run(row, batch)[0].x)
-    elif row.kind == "filter":
-        assert torch.equal(piece(bare), piece(batch))
-    else:
-        logp = policy_logp(batch)
-        got, want = piece(logp, bare)[0], piece(logp, batch)[0]
-        on = batch.mask if row.kind == "term" else slice(None)
-        for a, b in zip(got if row.kind == "loss" else (got,), want if row.kind == "loss" else (want,), strict=True):
-            assert_close(a[on] if row.kind == "term" else a.num, b[on] if row.kind == "term" else b.num)
+def test_what_a_piece_reads_is_found_by_running_it(row):
+    """The fields that are found are enough, and none of the required ones can be missing."""
+    batch, piece = row.prepare(example()), row.make()
+    logp, found = policy_logp(batch), reads(piece)
+    carried = {"mask", "score"} | ({"weight"} if "weighted" in row.name else set())
+    bare = Batch(**{k: v for k, v in as_dict(batch).items() if k in found.required | found.optional | carried})
+    want, got = used(row, piece, batch, logp), used(row, piece, bare, logp)
+    assert set(got) == set(want)
+    for name, value in want.items():
+        assert_close(got[name], value)
+    for field in found.required - {"mask", "score"}:
+        with pytest.raises(MissingField, match=rf"batch.{field} is missing; it is written by"):
+            used(row, piece, batch._replace(**{field: None}), logp)

@@ -13,10 +13,10 @@ import pytest
 import rows_preference
 import rows_terms
 import torch
+from funrl.algos.reductions import sequence_mean, token_mean
 from sequences import PACKED, PADDED, lay_out, make_sequences, masked, unpack
 
 from funrl.algos.core import Fraction, needs_of, reduce
-from funrl.algos.reductions import sequence_mean, token_mean
 from funrl.batch import select
 
 ROWS = [*rows_terms.TERMS, *rows_preference.TERMS]
@@ -51,7 +51,7 @@ def derivative(row, sequences, weights):
     numbers, step = [], 1e-6
     for i in range(len(sequences)):
         for t in range(len(sequences[i][row.through])):
-            for k in range(len(sequences[i][row.through][t])) if row.through == "student_top_logp" else (None,):
+            for k in range(len(sequences[i][row.through][t])) if row.through == "topk_logp" else (None,):
                 values = []
                 for sign in (1, -1):
                     moved = copy.deepcopy(sequences)

@@ -1,0 +1,109 @@
+"""How pairs are laid out, chosen and counted."""
+
+import pieces
+import pytest
+import torch
+from rows_preference import log_ratio, pairs_of_example
+from sequences import apart
+
+from funrl import algos
+from funrl.batch import select
+
+
+def test_layout():
+    """Pairs of rows side by side hold the same sequences as the rows, in the order of the pairs."""
+    batch = pieces.example()
+    chosen, rejected = torch.tensor([5, 0]), torch.tensor([2, 6])
+    both = algos.side_by_side(batch, chosen, rejected)
+    rows, _ = apart(batch.old_logp.tolist(), pieces.plain(batch))
+    number = {row: k for k, row in enumerate(pieces.sequences(pieces.plain(batch)))}
+    got, _ = apart(both.old_logp.tolist(), pieces.plain(both))
+    for k, row in enumerate((5, 2, 0, 6)):
+        want = rows[number[row]]
+        for name in ("logp", "advantage", "ref_logp", "label", "entropy"):
+            assert got[k][name] == want[name]
+    assert both.segments.tolist()[0] == [1] * 8 + [0] * 5 + [2] * 12 + [0]
+    assert both.positions.tolist()[1] == [*range(13), *range(13)]
+    assert both.length.tolist() == [13 + 12, 13 + 8]
+    assert both.score.tolist() == batch.score[chosen].tolist()
+    assert algos.chosen(both).tolist()[0] == [True] * 8 + [False] * 18
+    alternate = batch._replace(segments=None)
+    assert algos.chosen(alternate).flatten().tolist() == [True, False] * 3 + [True]
+    with pytest.raises(ValueError, match="7 rows"):
+        algos.pair_sums(batch.old_logp, batch)
+
+
+def test_places():
+    """What stands for a pair reaches the tokens of its two sequences and no others; empty places are not counted."""
+    both = pairs_of_example(pieces.example())
+    present = algos.pairs_present(both)
+    assert present.sum() == 3
+    placed = algos.to_pair_tokens(torch.arange(float(present.numel())), both)
+    per_row = present.numel() // 3
+    for row in range(3):
+        assert placed[row][both.mask[row]].unique().tolist() == [float(row * per_row)]
+        assert (placed[row][~both.mask[row]] == 0).all()
+    dpo = algos.preference(algos.sigmoid_pairs(0.1), algos.reference_log_ratio())
+    logp = both.ref_logp + torch.where(algos.chosen(both), 0.1, -0.1)
+    _, metrics = dpo(logp, both)
+    assert metrics["preference/accuracy"] == (3, 3)
+    _, same = dpo(both.ref_logp, both)
+    assert same["preference/accuracy"] == (1.5, 3)  # ties
+    moved = both.ref_logp + torch.where(algos.chosen(both), torch.tensor([[0.1], [0.0], [-0.1]]), 0.0)
+    _, each = dpo(moved, both)
+    assert each["preference/accuracy"] == (1.5, 3)  # one won, one tied, one lost
+    lengths = both.mask.sum().item()
+    assert metrics["preference/margin"].value.item() == pytest.approx(0.1 * 0.1 * lengths / 3)  # times beta
+
+
+def test_ranking():
+    """The best and the worst of each group; ties take the first row, equal groups are left out."""
+    score = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 3.0, 7.0])
+    group = torch.tensor([4, 9, 4, 4, 9, 9, 2, 2, 1])
+    chosen, rejected = algos.best_and_worst(score, group)
+    assert chosen.tolist() == [3, 1]
+    assert rejected.tolist() == [2, 5]
+    batch = pieces.example()
+    both = algos.online_pairs(batch)
+    high, low = (f([0, 2, 4], key=batch.score.__getitem__) for f in (max, min))  # one of the two groups of several
+    assert both.score.tolist()[1] == batch.score[high].item()
+    assert both.mask[1].tolist() == batch.mask[high].tolist() + batch.mask[low].tolist()
+
+
+def test_reference_point():
+    """The mean over sequences of the summed log-ratio, cut at 0, whatever the layout."""
+    batch = pieces.example()
+    seqs, _ = apart(pieces.policy_logp(batch).tolist(), pieces.plain(batch))
+    want = sum(log_ratio(s) for s in seqs) / len(seqs)
+    for sign in (1, -1):
+        shift = torch.zeros_like(batch.ref_logp) + sign
+        z = algos.reference_point(pieces.policy_logp(batch) + shift, batch)
+        tokens = sum(len(s["logp"]) for s in seqs)
+        assert z.shape == batch.mask.shape
+        assert z[0, 0].item() == pytest.approx(max(0.0, want + sign * tokens / len(seqs)))
+
+
+def test_last_tokens():
+    both = pairs_of_example(pieces.example())
+    last = algos.last_tokens(both.mask, both.segments)
+    _, places = apart(both.old_logp.tolist(), pieces.plain(both))
+    assert sorted((i, t) for i, t in last.nonzero().tolist()) == sorted(at[-1] for at in places)
+
+
+def test_tokens_beyond_the_shorter_completion_of_a_pair():
+    batch = pieces.example()
+    both = algos.side_by_side(batch, torch.tensor([0]), torch.tensor([2]))  # 4 and 11 sampled tokens
+    beyond = algos.beyond_shorter(both)
+    assert beyond.sum() == 7 and beyond[0, 13:][batch.mask[2]].tolist() == [False] * 4 + [True] * 7
+    interleaved = select(batch, torch.tensor([2, 0]))
+    assert algos.beyond_shorter(interleaved)[0].sum() == 7 and not algos.beyond_shorter(interleaved)[1].any()
+
+
+def test_dpo_begins_at_log_2():
+    both = pairs_of_example(pieces.example())
+    for recipe in (algos.dpo(), algos.dpo(divergence="js"), algos.dpo(length_alpha=0.3), algos.dpo(smoothing=0.1)):
+        value, metrics = recipe.losses["policy"](both.ref_logp, both)
+        assert value.item() == pytest.approx(0.6931471805599453, abs=1e-12)
+        assert metrics["preference/margin"].value == 0 and metrics["preference/accuracy"].value == 0.5
+    rpo, metrics = algos.dpo(likelihood_coef=1.0).losses["policy"](both.ref_logp, both)
+    assert rpo.item() == pytest.approx(0.6931471805599453 + metrics["actor/nll"].value.item(), abs=1e-12)
