@@ -23,10 +23,9 @@ ORDER = (
     "trees", "batch", "seeds", "loading", "mesh", "compiled_kernels", "models", "optim", "algos", "rollout", "rewards",
     "data", "tasks", "trainer", "cost", "track", "experiments",
 )  # fmt: skip
-# Packages that may import less than their place allows: no device is known to an algorithm, and no model to the mesh.
+# Packages that may import less than their place allows: an algorithm knows no device.
 NARROW = {
     "algos": ("trees", "batch", "seeds", "compiled_kernels.scan", "algos"),
-    "mesh": ("trees", "mesh"),
 }
 # Only these may import torch.distributed. The dry run makes its fake process group in cost/estimate.py.
 DISTRIBUTED = ("mesh", "cost/estimate.py")

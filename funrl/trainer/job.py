@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.algos.check import check
+from funrl.algos.checking import check
 from funrl.algos.core import Algorithm
 from funrl.batch import FIELDS
 from funrl.data.tokenizer import load_tokenizer
