@@ -24,12 +24,12 @@ from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 from funrl.tasks import arithmetic
 from funrl.trainer.advantages import advantages
-from funrl.trainer.learn import update
+from funrl.trainer.learn import learn, update
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.rollout import Example, rollout, to_batch
 from funrl.trainer.score import score
 
-STEPS, WARMUP, PROMPTS, SAMPLES = 20, 150, 32, 8
+DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
 
 
 def optimizer(lr):
@@ -38,7 +38,7 @@ def optimizer(lr):
 
 def demonstrations(tokenizer, seed, count=128):
     """Rows of prompt and answer; the mask is true on the answers."""
-    pairs = [[tokenizer.encode(text) for text in pair] for pair in arithmetic.demonstrations(seed, count)]
+    pairs = [[tokenizer.encode(text) for text in pair] for pair in arithmetic.demonstrations(seed, count, DIGITS)]
     tokens = torch.as_tensor(pad_rows([[*p, *a, tokenizer.eos_token_id] for p, a in pairs], 0, 8))
     begin, end = (torch.tensor([[len(p) + n * (len(a) + 1)] for p, a in pairs]) for n in (0, 1))
     at_T = torch.arange(tokens.shape[1])
@@ -62,22 +62,23 @@ def main():
     print(f"warm start: loss {metrics['train/loss']:.2f}")
 
     algorithm = grpo(kl_coef=0.01)
-    policy = Role(placed, loss=algorithm.losses["policy"], optimizer=optimizer(2e-3))
-    reference, frozen = Role(placed, writes={"ref_logp": "logp"}), trees.clone(state.params)
-    state = RoleState(state.params, policy.optimizer.init(state.params))
+    policy = Role(placed, {"old_logp": "logp"}, algorithm.losses["policy"], optimizer(1e-3))
+    reference, frozen = Role(placed, {"ref_logp": "logp"}), trees.clone(state.params)
+    states = {"policy": RoleState(state.params, policy.optimizer.init(state.params))}
     engine = native_engine(placed.model)
     sampling = Sampling(max_new_tokens=arithmetic.MAX_NEW_TOKENS, stop=(tokenizer.eos_token_id,), samples=SAMPLES)
-    examples = [Example(tokenizer.encode(p.prompt), p.prompt, p.fields) for p in arithmetic.training_prompts(0)]
+    examples = [Example(tokenizer.encode(p.prompt), p.prompt, p.fields) for p in arithmetic.training_prompts(0, digits=DIGITS)]
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     chain_state, means = algorithm.advantage.init(), []
     for step in range(STEPS):
-        engine.load(trees.named(state.params))
+        engine.load(trees.named(states["policy"].params))
         drawn = prompt_batch(examples, PROMPTS, seed=0, consumed=step * PROMPTS)
         done = rollout(engine, drawn, sampling, step, rewards, decode, single())
         rows = to_batch(drawn, done, sampling, pad=0, first_group=0)
-        rows = score({"reference": reference}, {"reference": frozen}, rows)
+        roles = {"policy": policy, "reference": reference}
+        rows = score(roles, {"policy": states["policy"].params, "reference": frozen}, rows)
         rows, chain_state, told = advantages(algorithm.advantage, chain_state, rows)
-        state, metrics = update(policy, state, rows, token_budget=16384)
+        states, metrics = learn({"policy": policy}, states, rows, step + 1, minibatches=2)
         means.append(told["reward/mean"])
         print(f"step {step + 1}: reward {means[-1]:.3f}, loss {metrics['actor/pg_loss']:.4f}")
     print(f"mean reward {sum(means[:5]) / 5:.3f} -> {sum(means[-5:]) / 5:.3f} in {time.perf_counter() - start:.0f} s")

@@ -1,6 +1,6 @@
 """Algorithms and what they are made of. Everything public is here by its name, and loaded when it is first asked for:
 
-    from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, grpo, reduce
+from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, grpo, reduce
 """
 
 import importlib
@@ -10,8 +10,8 @@ from funrl.algos.recipes import NAMES, recipe
 
 _PIECES = {
     "core": "Advantage Algorithm Divergence Filter Loss Metrics RankError Reads Reduction Signal Term add"
-    " apply_advantage begin chain check_rank described name_of reads reduce run_term scale stateless sum_losses value_of"
-    " weighted",
+    " apply_advantage begin chain check_called check_rank described name_of reads reduce run_piece run_term scale"
+    " stateless sum_losses value_of weighted",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of",
     "masks": "clean in_order sequence_sums to_own_tokens total where_masked",
     "checking": "check check_order",
@@ -21,7 +21,8 @@ _PIECES = {
     " informative_rescale leave_one_out length_weighted_center win_rate",
     "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of",
     "advantages.resampling": "resample_rows resampling_weights",
-    "advantages.returns": "Estimate accumulate gae generalised_advantages length_adaptive next_sampled reward_to_go whiten",
+    "advantages.returns": "Estimate accumulate gae generalised_advantages length_adaptive next_sampled reward_to_go"
+    " whiten",
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",
@@ -37,12 +38,13 @@ _PIECES = {
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
     "losses.likelihood": "dynamic_likelihood imitated_tokens negative_log_likelihood restrict",
-    "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs hinge_pairs"
-    " ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
-    "losses.pairs": "best_and_worst chosen online_pairs pair_metrics pair_sums pairs_present side_by_side to_pair_tokens",
+    "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs"
+    " hinge_pairs ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
+    "losses.pairs": "best_and_worst chosen online_pairs pair_metrics pair_sums pairs_present side_by_side"
+    " to_pair_tokens",
     "losses.preference": "alpha_reward aot beyond_shorter chosen_likelihood kto_loss log_likelihood odds_ratio"
     " of_completions on_policy_weight preference reference_log_ratio reference_point",
-    "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence run_ratio sequence_ratio sum_of_sequence"
+    "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence or_token_ratio sequence_ratio sum_of_sequence"
     " times_ratio token_ratio",
     "losses.reductions": "constant_mean sequence_mean sequence_sum_mean token_mean token_sum",
     "losses.reward_models": "last_tokens pairwise_reward step_reward",

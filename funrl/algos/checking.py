@@ -19,6 +19,7 @@ from funrl.algos.core import (
     begin,
     described,
     name_of,
+    run_piece,
 )
 from funrl.algos.reading import on_example, run_advantage
 from funrl.batch import FIELDS, Batch, MissingField, as_dict, example, fields_by
@@ -80,11 +81,11 @@ def check_order(advantage: Advantage) -> None:
             seeking.extend((name_of(piece), field) for field in absent if _goes_by(piece, state, signal, batch, field))
             given = {field: as_dict(example((field,)))[field] for field in absent}
             try:
-                signal = piece.update(signal, state, batch)[0]
+                signal = run_piece(piece, signal, state, batch)[0]
             except MissingField:
-                signal = piece.update(signal._replace(**given), state, batch)[0]
+                signal = run_piece(piece, signal._replace(**given), state, batch)[0]
 
-    on_example(advantage, run, batch)
+    on_example("the advantage chain", run, batch)
 
 
 def _flat(piece: Advantage, state: Any) -> tuple[list[Advantage], list[Any]]:
@@ -103,7 +104,7 @@ def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: 
     """Whether a piece's result, the field itself aside, is another where the signal has the field."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:
-        outs = [piece.update(s, state, batch)[0]._replace(**{field: None}, metrics={}) for s in (signal, given)]
+        outs = [run_piece(piece, s, state, batch)[0]._replace(**{field: None}, metrics={}) for s in (signal, given)]
     except MissingField as error:
         return error.field == field
     one, other = (trees.leaves(tuple(out)) for out in outs)
@@ -112,7 +113,9 @@ def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: 
 
 def _advantage_on(advantage: Advantage, batch: Batch) -> Batch:
     try:
-        return on_example(advantage, lambda rows: apply_advantage(advantage, advantage.init(), rows)[0], batch)[0]
+        return on_example(
+            "the advantage chain", lambda rows: apply_advantage(advantage, advantage.init(), rows)[0], batch
+        )[0]
     except MissingField as error:
         raise PieceError(f"the advantage chain cannot run: {error}") from error
 
@@ -122,7 +125,7 @@ def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
     known = {name: x for name, x in as_dict(batch).items() if FIELDS[name].writer == "source"}
     name = name_of(algorithm.filter)
     try:
-        kept, _ = on_example(algorithm.filter, algorithm.filter, Batch(**known))
+        kept, _ = on_example(f"the filter {name}", algorithm.filter, Batch(**known))
     except MissingField as error:
         raise PieceError(f"the filter {name} cannot run on what the source gives: {error}") from error
     if callable(kept):
@@ -133,13 +136,13 @@ def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
 
 def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch) -> None:
     try:
-        dens, _ = on_example(loss, loss.denominators, rows)
+        dens, _ = on_example(f"the loss of {role!r}", loss.denominators, rows)
     except MissingField as error:
         at_fault = "a denominator reads what only the step writes" if error.field in fields_by("step") else "it lacks"
         raise PieceError(f"the loss of {role!r} has no denominators: {at_fault}; {error}") from error
     x_BT = torch.full(rows.mask.shape, -0.5, dtype=torch.float64, requires_grad=True)
     try:
-        (nums, _), _ = on_example(loss, lambda batch: loss.numerators(x_BT, batch), in_step)
+        (nums, _), _ = on_example(f"the loss of {role!r}", lambda batch: loss.numerators(x_BT, batch), in_step)
     except MissingField as error:
         raise PieceError(f"the loss of {role!r} cannot be computed: {error}") from error
     if len(nums) != len(dens) or any(x.dim() for x in (*nums, *dens)):

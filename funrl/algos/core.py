@@ -28,8 +28,8 @@ from funrl.batch import Batch, Reads, select
 __all__ = [
     "Advantage", "Algorithm", "Divergence", "Filter", "Loss", "Max", "Mean", "Metric", "Metrics", "PieceError",
     "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "apply_advantage", "begin", "chain",
-    "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_term", "scale", "stateless",
-    "sum_losses", "token_mean_of", "value_of", "weighted",
+    "check_called", "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_piece",
+    "run_term", "scale", "stateless", "sum_losses", "token_mean_of", "value_of", "weighted",
 ]  # fmt: skip
 
 
@@ -168,6 +168,8 @@ class Algorithm:
     def __post_init__(self):
         if self.advantage is not None:
             _check_piece(self.advantage, "Algorithm.advantage")
+        if self.filter is not None:
+            check_called(self.filter, "Filter")
         if not isinstance(self.losses, Mapping) or not self.losses:
             raise PieceError(
                 f"Algorithm.losses is {self.losses!r}: it maps roles to losses, such as {{'policy': loss}}"
@@ -256,14 +258,23 @@ def chain(*pieces: Advantage) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         after = []
         for piece, before in zip(pieces, state, strict=True):
-            out = piece.update(signal, before, batch)
-            if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Signal):
-                raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state)")
-            signal = out[0]
-            after.append(out[1])
+            signal, now = run_piece(piece, signal, before, batch)
+            after.append(now)
         return signal, tuple(after)
 
     return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces)
+
+
+def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    """The piece's signal and state, checked to be what a piece gives.
+
+    Raises:
+      PieceError: they are not.
+    """
+    out = piece.update(signal, state, batch)
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Signal):
+        raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state)")
+    return out
 
 
 def begin(batch: Batch) -> Signal:
@@ -283,7 +294,7 @@ def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Bat
     Raises:
       PieceError: the chain never came to tokens.
     """
-    signal, state = advantage.update(begin(batch), state, batch)
+    signal, state = run_piece(advantage, begin(batch), state, batch)
     if signal.x.dim() != 2:
         raise PieceError(f"the advantage chain ends with {list(signal.x.shape)}: put to_tokens() at its end")
     made = {"advantage": signal.x, "mask": signal.mask, "sampled": batch.mask} | signal.extra
@@ -295,8 +306,23 @@ def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Bat
 # ---- terms and losses
 
 
+def check_called(piece: Any, kind: str) -> None:
+    """Whether a piece is one, and not the factory that makes it, which says what it makes by its annotation.
+
+    Args:
+      kind: the annotation, such as "Term".
+    Raises:
+      PieceError: it is a factory, or nothing that can be called.
+    """
+    if not callable(piece) or getattr(piece, "__annotations__", {}).get("return") == kind:
+        hint = f": call it, {name_of(piece)}(...)" if callable(piece) else ""
+        raise PieceError(f"{described(piece)} is not a {kind.lower()}{hint}")
+
+
 def add(*terms: Term) -> Term:
     """The sum of the terms' losses; their metrics together."""
+    for one in terms:
+        check_called(one, "Term")
 
     def term(x_BT: Tensor, batch: Batch):
         total, metrics = run_term(terms[0], x_BT, batch)
@@ -310,6 +336,7 @@ def add(*terms: Term) -> Term:
 
 def scale(factor: float, term: Term) -> Term:
     """`factor` times the term's loss."""
+    check_called(term, "Term")
 
     def scaled(x_BT: Tensor, batch: Batch):
         loss_BT, metrics = run_term(term, x_BT, batch)
@@ -323,6 +350,7 @@ def weighted(term: Term) -> Term:
 
     On a batch without weights the term is unchanged.
     """
+    check_called(term, "Term")
 
     def with_weight(x_BT: Tensor, batch: Batch):
         loss_BT, metrics = run_term(term, x_BT, batch)
@@ -341,6 +369,7 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
     Raises:
       PieceError: the reduction is not one; when the loss is run, the term does not give a loss per token and metrics.
     """
+    check_called(term, "Term")
     if not isinstance(reduction, Reduction):
         hint = f": call it, {name_of(reduction)}()" if callable(reduction) else ""
         raise PieceError(f"reduce was given {described(reduction)} as a reduction{hint}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Advantage, Algorithm, Loss, PieceError, RankError, Signal, described, name_of
+from funrl.algos.core import Advantage, Algorithm, Loss, PieceError, RankError, Signal, described, name_of, run_piece
 from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording
 
 
@@ -58,7 +58,7 @@ def reads_of(piece: Any) -> Reads:
 
 @functools.lru_cache(maxsize=1024)
 def _reads_of_function(piece: Any) -> Reads:
-    return on_example(piece, lambda batch: run_function(piece, batch))[1].reads
+    return on_example(name_of(piece), lambda batch: run_function(piece, batch))[1].reads
 
 
 def run_function(piece: Any, batch: Batch) -> Any:
@@ -74,9 +74,13 @@ def run_function(piece: Any, batch: Batch) -> Any:
     return piece(batch) if len(needed) == 1 else piece(x_BT, batch)
 
 
-@functools.lru_cache(maxsize=1024)
 def run_advantage(advantage: Advantage) -> Run:
     """Runs an advantage piece on the example, as many times as it takes to see what it goes by."""
+    return _run_advantage(advantage)
+
+
+@functools.lru_cache(maxsize=1024)
+def _run_advantage(advantage: Advantage) -> Run:
     given: dict[str, Any] = {}
     while True:
         try:
@@ -102,12 +106,12 @@ def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tup
         mask = as_dict(batch)["mask"]
         moved_B = outcomes + change * torch.arange(1.0, 1 + len(outcomes), dtype=outcomes.dtype).square()
         try:
-            return advantage.update(Signal(moved_B, mask, **given), advantage.init(), batch)[0]
+            return run_piece(advantage, Signal(moved_B, mask, **given), advantage.init(), batch)[0]
         except RankError:
             rewards_BT = torch.where(mask, moved_B[:, None].cumsum(0).expand(mask.shape), 0.0)
-            return advantage.update(Signal(rewards_BT, mask, **given), advantage.init(), batch)[0]
+            return run_piece(advantage, Signal(rewards_BT, mask, **given), advantage.init(), batch)[0]
 
-    return on_example(advantage, update)
+    return on_example(name_of(advantage), update)
 
 
 def _leaves(signal: Signal) -> list[Tensor]:
@@ -115,7 +119,7 @@ def _leaves(signal: Signal) -> list[Tensor]:
     return [x for x in trees.leaves(fields) if isinstance(x, Tensor)]
 
 
-def on_example(piece: Any, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
+def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
     """What `run` gives on the recording example, and what it read; with as many reward functions as it asks for.
 
     Raises:
@@ -132,7 +136,7 @@ def on_example(piece: Any, run: Callable[[Batch], Any], batch: Batch | None = No
             raise
         except Exception as error:
             raise PieceError(
-                f"{name_of(piece)} cannot be run on the example batch that shows what it reads (4 rows of 8 tokens): "
+                f"{what} cannot be run on the example batch that shows what it reads (4 rows of 8 tokens): "
                 f"{type(error).__name__}: {error}"
             ) from error
-    raise PieceError(f"{name_of(piece)} asks for different numbers of reward functions")
+    raise PieceError(f"{what} asks for different numbers of reward functions")

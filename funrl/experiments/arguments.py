@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import funrl
 from funrl.loading import LoadError, load
 from funrl.trainer.declaration import Flag, SettingsError, one_of, value_type
+from funrl.trainer.settings import settings_flags
 
 RECIPES = "funrl.algos.recipes"  # the package with one file per recipe, each with a function of the file's name
 
@@ -38,7 +39,7 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(recipe: Callable[..., Any], source: str) -> Arguments:
-    """The arguments of a recipe.
+    """The arguments of a recipe. One that has the name of a flag of `Settings` is that flag, whatever its annotation.
 
     Args:
       recipe: its annotations give the types, its docstring's Args the help.
@@ -50,6 +51,9 @@ def arguments_of(recipe: Callable[..., Any], source: str) -> Arguments:
     hints, texts = typing.get_type_hints(recipe), argument_texts(inspect.getdoc(recipe) or "")
     flags, unsayable = {}, {}
     for name, parameter in inspect.signature(recipe).parameters.items():
+        if name in settings_flags():
+            flags[name] = settings_flags()[name]
+            continue
         default = parameter.default
         if default is inspect.Parameter.empty:
             raise SettingsError(f"{source}: its argument {name!r} needs a default, which becomes the flag's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What goes from one rank to another at once.
+    """One message from one rank to another.
 
     Attributes:
       peer: the other rank.
@@ -38,13 +37,13 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rank does in one bucket.
+    """One bucket of one rank.
 
     Attributes:
       dtype: of everything in the bucket.
       sends, receives: messages, nearest ranks first.
       gather: of a native all-gather instead: the parts of this rank, each at the same place in every rank's shard.
-      ranks: who takes part in the all-gather, in the order of the mesh.
+      axes, ranks: the all-gather's axes of the source mesh, and who takes part, in the order of the mesh.
       finished: leaves that this rank sends nothing more of.
     """
 
@@ -53,6 +52,7 @@ class Step(NamedTuple):
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     gather: tuple[Part, ...] = ()
+    axes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
 
@@ -74,27 +74,25 @@ def program(
     buckets = _buckets(plan, bucket_bytes)
     last = {item.leaf: i for i, bucket in enumerate(buckets) for item in bucket}
     mine: dict[tuple[int, int, int], tuple[list[Pieces], list[Pieces]]] = {}
-    tags: tuple[dict[int, int], dict[int, int]] = {}, {}
+    channels: tuple[dict[int, Channel], dict[int, Channel]] = {}, {}  # to the peers, and from them
     steps = []
     for i, bucket in enumerate(buckets):
         dtype, route = plan.dtypes[bucket[0].leaf], plan.route(bucket[0].leaf)
         finished = tuple(dict.fromkeys(item.leaf for item in bucket if last[item.leaf] == i))
         if native and route.way == "gather":
             own = held(plan, rank)
-            parts = tuple(Part(leaf, _cut(own[leaf].old, count)[at]) for leaf, at, count in bucket)
-            ranks = next(group for group in route.groups if rank in group)
-            steps.append(Step(dtype, finished, gather=parts, ranks=ranks))
+            parts = tuple(Part(leaf, _cut(own[leaf].old or (), count)[at]) for leaf, at, count in bucket)
+            steps.append(Step(dtype, finished, gather=parts, axes=route.axes, ranks=plan.group(route, rank)))
             continue
-        small, large = ((defaultdict[int, list[Part]](list), defaultdict[int, list[Part]](list)) for _ in range(2))
         for leaf, at, count in bucket:
             key = plan.takes[leaf], count, dtype.itemsize
             if key not in mine:
-                mine[key] = _mine(plan.routes[key[0]], rank, count, direct // dtype.itemsize)
-            for direction, transfers in enumerate(mine[key]):
-                for peer, boxes, alone in transfers:
+                mine[key] = _mine(plan, plan.routes[key[0]], rank, count, direct // dtype.itemsize)
+            for by_peer, pieces in zip(channels, mine[key], strict=True):
+                for peer, boxes, alone in pieces:
                     if at < len(boxes):
-                        (large if alone[at] else small)[direction][peer].append(Part(leaf, boxes[at]))
-        sends, receives = (_messages(*three, rank) for three in zip(small, large, tags, strict=True))
+                        by_peer.setdefault(peer, Channel(peer)).put(Part(leaf, boxes[at]), alone[at])
+        sends, receives = (_messages(by_peer, rank) for by_peer in channels)
         steps.append(Step(dtype, finished, sends, receives))
     return tuple(steps)
 
@@ -113,21 +111,31 @@ def groups(step: Step, rank: int) -> list[tuple[list[int], list[int]]]:
     return [found[number] for number in sorted(found)]
 
 
-def _messages(
-    small: dict[int, list[Part]], large: dict[int, list[Part]], tags: dict[int, int], rank: int
-) -> tuple[Message, ...]:
-    """The parts to or from each peer as messages: small ones together, each large one alone."""
-    messages = []
-    for peer in sorted(small.keys() | large.keys(), key=lambda other: (abs(other - rank), other)):
-        tag = tags.get(peer, 0)
-        if peer in small:
-            messages.append(Message(peer, tag, tuple(small[peer])))
-            tag += 1
-        for part in large.get(peer, ()):
-            messages.append(Message(peer, tag, (part,)))
-            tag += 1
-        tags[peer] = tag
-    return tuple(messages)
+class Channel:
+    """Messages to one peer, or from it: small parts of a bucket go together, each large one alone."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer, self.sent = peer, 0
+        self.together: list[Part] = []
+        self.alone: list[Part] = []
+
+    def put(self, part: Part, alone: bool) -> None:
+        (self.alone if alone else self.together).append(part)
+
+    def take(self) -> list[Message]:
+        """The messages of what has been put in since the last time."""
+        contents = [tuple(self.together)] if self.together else []
+        contents += [(part,) for part in self.alone]
+        messages = [Message(self.peer, self.sent + i, parts) for i, parts in enumerate(contents)]
+        self.sent += len(messages)
+        self.together, self.alone = [], []
+        return messages
+
+
+def _messages(channels: dict[int, Channel], rank: int) -> tuple[Message, ...]:
+    """The next messages of all channels, nearest peers first."""
+    near = sorted(channels.values(), key=lambda channel: (abs(channel.peer - rank), channel.peer))
+    return tuple(message for channel in near for message in channel.take())
 
 
 class Pieces(NamedTuple):
@@ -143,17 +151,18 @@ class Pieces(NamedTuple):
     alone: tuple[bool, ...]
 
 
-def _mine(route: Route, rank: int, count: int, large: int) -> tuple[list[Pieces], list[Pieces]]:
-    """What `rank` sends and what it receives on a route, in `count` parts; `large` elements are a message."""
+def _mine(plan: Plan, route: Route, rank: int, count: int, large: int) -> tuple[list[Pieces], list[Pieces]]:
+    """Pieces that `rank` sends and receives on a route, in `count` parts; `large` elements are a message."""
     outgoing: list[tuple[int, Box]] = []
     incoming: list[tuple[int, Box]] = []
     if route.way == "pieces":
         outgoing = [(target, t.box) for t in route.transfers if t.source == rank for target in t.targets]
         incoming = [(t.source, t.box) for t in route.transfers if rank in t.targets]
     elif route.way == "gather":
-        peers = [peer for group in route.groups if rank in group for peer in group if peer != rank]
-        outgoing = [(peer, route.src.box(rank)) for peer in peers]
-        incoming = [(peer, route.src.box(peer)) for peer in peers]
+        group = plan.group(route, rank)
+        boxes = {peer: route.src.box(plan.src_ranks.index(peer)) for peer in group}
+        outgoing = [(peer, boxes[rank]) for peer in group if peer != rank]
+        incoming = [(peer, boxes[peer]) for peer in group if peer != rank]
 
     def cut(peer: int, box: Box) -> Pieces:
         boxes = _cut(box, count)
@@ -186,7 +195,7 @@ def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
         for leaf in leaves:
             key = plan.takes[leaf], dtype.itemsize
             if key not in costs:
-                costs[key] = _parts(plan.route(leaf), dtype.itemsize, bucket_bytes)
+                costs[key] = _parts(plan.route(leaf), plan.world, dtype.itemsize, bucket_bytes)
             count, cost = costs[key]
             for at in range(count):
                 if room < cost:
@@ -197,23 +206,23 @@ def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
     return buckets
 
 
-def _parts(route: Route, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
-    """In how many parts a leaf must go so that no rank stages more than a bucket, and what a part stages at most."""
+def _parts(route: Route, world: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
+    """Number of parts for a leaf, so that no rank stages more than a bucket; and the most bytes that a part stages."""
     volumes = {t.box: volume(t.box) for t in route.transfers} or {(): 0}
     largest = max(volumes.values()) or volume(route.src.box(0))
     parts = 1
     while True:
-        cost = _staged(route, parts) * itemsize
+        cost = _staged(route, world, parts) * itemsize
         if cost <= bucket_bytes or parts >= largest:
             return parts, cost
         parts = min(largest, max(parts + 1, parts * cost // bucket_bytes))
 
 
-def _staged(route: Route, parts: int) -> int:
+def _staged(route: Route, world: int, parts: int) -> int:
     """The most elements that any rank sends and receives of one part."""
     if route.way == "gather":
-        return (len(route.groups[0]) + 1) * max(volume(b) for b in _cut(route.src.box(0), parts))
-    staged = np.zeros(route.src.world, dtype=np.int64)
+        return (route.gathers + 1) * max(volume(b) for b in _cut(route.src.box(0), parts))
+    staged = np.zeros(world, dtype=np.int64)
     sizes = {box: max(volume(b) for b in _cut(box, parts)) for box in {t.box for t in route.transfers}}
     for source, targets, box in route.transfers:
         staged[source] += sizes[box] * len(targets)

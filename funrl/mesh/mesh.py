@@ -152,6 +152,17 @@ def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
     return list(groups.values())
 
 
+def peers(sizes: dict[str, int], axes: tuple[str, ...], rank: int) -> list[int]:
+    """Ranks of the group over `axes` that `rank` is in, in the order of the mesh."""
+    group, stride = [0], 1
+    at = coordinates(sizes, rank)
+    for axis in reversed(AXES):
+        positions = range(sizes[axis]) if axis in axes else (at[axis],)
+        group = [position * stride + inner for position in positions for inner in group]
+        stride *= sizes[axis]
+    return group
+
+
 def combinations(sizes: dict[str, int]) -> list[tuple[str, ...]]:
     """Every non-empty combination of the axes that are larger than 1."""
     large = [a for a in AXES if sizes[a] > 1]

@@ -52,7 +52,7 @@ def _square(plan: Plan, leaf: int, rank: int, x: float, y: float) -> list[str]:
             f'height="{(bottom - top) * _CELL:.1f}" fill="{fill}" stroke="white" stroke-width="0.8"/>'
         )
 
-    shapes = [part(has.old, "#d4d8de")] if volume(has.old) else []
+    shapes = [part(has.old, "#d4d8de")] if has.old is not None and volume(has.old) else []
     if has.stays is not None:
         shapes.append(part(has.stays, "#5b6573"))
     for step in program(plan, rank, 1 << 60):

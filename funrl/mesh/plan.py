@@ -1,7 +1,8 @@
 """Which bytes go where when a tree changes its layout: pure data, made without a process group, equal on every rank.
 
-A `Route` is the plan of one kind of tensor (all tensors with the same two layouts); a `Plan` says which route every
-leaf of a tree takes. Of the ways a tensor can go, the first that fits is taken:
+The two layouts may be on the same ranks or on different ones, which may have some or none in common; ranks are numbered
+as in the run. A `Route` is the plan of one kind of tensor (all tensors with the same two layouts); a `Plan` says which
+route every leaf of a tree takes. Of the ways a tensor can go, the first that fits is taken:
 
 | way | when | what is sent |
 |---|---|---|
@@ -24,11 +25,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import optree
 import torch
 
 from funrl import trees
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import AXES, MeshError
+from funrl.mesh.mesh import AXES, MeshError, Ranks
 from funrl.mesh.rules import Layout
 
 Box = tuple[tuple[int, int], ...]
@@ -60,12 +62,10 @@ class Route:
     axes: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
 
-    @functools.cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Of a gather: which ranks gather together, each group in the order of the mesh."""
-        if self.way != "gather":
-            return ()
-        return tuple(map(tuple, meshes.members(dict(zip(AXES, self.src.sizes, strict=True)), self.axes)))
+    @property
+    def gathers(self) -> int:
+        """Of a gather: how many ranks gather together."""
+        return math.prod(size for axis, size in zip(AXES, self.src.sizes, strict=True) if axis in self.axes)
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,22 @@ class Plan:
     """The routes of a tree.
 
     Attributes:
+      structure: of the tree.
       names: of the leaves, in the order of `trees.leaves`.
       dtypes: what every leaf arrives as; a leaf that has another dtype is cast as it is packed.
       routes: the distinct routes.
       takes: for every leaf the index of its route.
+      src_ranks, dst_ranks: the ranks that the layouts are on, in the order of their meshes.
       digest: of all of the above; ranks that agree on it agree on the plan.
     """
 
+    structure: optree.PyTreeSpec = field(repr=False)
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     routes: tuple[Route, ...] = field(repr=False)
     takes: tuple[int, ...] = field(repr=False)
+    src_ranks: Ranks
+    dst_ranks: Ranks
     digest: str
 
     def __hash__(self) -> int:
@@ -91,61 +96,83 @@ class Plan:
 
     @property
     def world(self) -> int:
-        return self.routes[0].src.world if self.routes else 1
+        """How many ranks there are up to the last one that takes part."""
+        return 1 + max(self.src_ranks[-1], self.dst_ranks[-1])
 
     def route(self, leaf: int) -> Route:
         return self.routes[self.takes[leaf]]
 
+    def group(self, route: Route, rank: int) -> tuple[int, ...]:
+        """Of a gather: the ranks that gather together with `rank`, in the order of the mesh."""
+        sizes = dict(zip(AXES, route.src.sizes, strict=True))
+        return tuple(self.src_ranks[i] for i in meshes.peers(sizes, route.axes, self.src_ranks.index(rank)))
+
 
 class Held(NamedTuple):
-    """What one rank holds of one leaf.
+    """Parts of one leaf on one rank.
 
     Attributes:
-      old, new: its boxes before and after, and their shapes.
+      old, new: its boxes before and after; None where the rank is in only one of the meshes.
       stays: what is in both, None if nothing is; `taken` and `put` are its slices of the old and the new tensor.
     """
 
-    old: Box
-    new: Box
-    old_shape: tuple[int, ...]
-    new_shape: tuple[int, ...]
-    stays: Box | None
-    taken: tuple[slice, ...]
-    put: tuple[slice, ...]
+    old: Box | None
+    new: Box | None
+    stays: Box | None = None
+    taken: tuple[slice, ...] = ()
+    put: tuple[slice, ...] = ()
 
 
 @functools.lru_cache(maxsize=64)
 def held(plan: Plan, rank: int) -> tuple[Held, ...]:
-    """What `rank` holds of every leaf."""
+    """Parts of every leaf on `rank`."""
     of = []
     for route in plan.routes:
-        old, new = route.src.box(rank), route.dst.box(rank)
+        old, new = box_of(route.src, plan.src_ranks, rank), box_of(route.dst, plan.dst_ranks, rank)
+        if old is None or new is None:
+            of.append(Held(old, new))
+            continue
         both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
         stays = both if all(high > low for low, high in both) else None
-        of.append(Held(old, new, shape(old), shape(new), stays, slices(both, old), slices(both, new)))
+        of.append(Held(old, new, stays, slices(both, old), slices(both, new)))
     return tuple(of[take] for take in plan.takes)
 
 
+def box_of(layout: Layout, ranks: Ranks, rank: int) -> Box | None:
+    """The box that a rank of the run holds in a layout on `ranks`; None if it is not one of them."""
+    return layout.box(ranks.index(rank)) if rank in ranks else None
+
+
 def slices(box: Box, inside: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor that holds the box `inside`."""
+    """Position of a box in a tensor that holds the box `inside`."""
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, inside, strict=True))
 
 
-def shape(box: Box) -> tuple[int, ...]:
-    """The shape of a tensor that holds the box."""
+def shape(box: Box | None) -> tuple[int, ...]:
+    """Shape of a tensor that holds the box."""
+    assert box is not None
     return tuple(high - low for low, high in box)
 
 
-def plan(src: trees.Tree, dst: trees.Tree, dtypes: trees.Tree, ranks_per_node: int = RANKS_PER_NODE) -> Plan:
+def plan(
+    src: trees.Tree,
+    dst: trees.Tree,
+    dtypes: trees.Tree,
+    ranks_per_node: int = RANKS_PER_NODE,
+    src_ranks: Ranks | None = None,
+    dst_ranks: Ranks | None = None,
+) -> Plan:
     """The plan that takes a tree from the layouts `src` to the layouts `dst`; from the cache where it was made before.
 
     Args:
       src, dst: trees of `Layout` of the same structure.
       dtypes: what arrives: one dtype, or a tree of dtypes.
       ranks_per_node: ranks `n k` to `n k + n - 1` are near each other; a piece comes from the own node where it can.
+      src_ranks, dst_ranks: `Mesh.ranks` of the meshes that the layouts are on; None: all ranks of one run.
 
     Raises:
-      MeshError: the trees differ in their names or in a shape, or the meshes differ in their number of devices.
+      MeshError: the trees differ in their names or in a shape, or the layouts are not for as many devices as there are
+        ranks.
     """
     ours, theirs = trees.named(src), dict(trees.named(dst))
     names = tuple(name for name, _ in ours)
@@ -158,48 +185,59 @@ def plan(src: trees.Tree, dst: trees.Tree, dtypes: trees.Tree, ranks_per_node: i
         kinds = tuple(trees.leaves(dtypes))
         if len(kinds) != len(names):
             raise MeshError(f"{len(names)} layouts but {len(kinds)} dtypes")
-    return _plan(names, kinds, tuple((lay, theirs[name]) for name, lay in ours), ranks_per_node)
+    pairs = tuple((layout, theirs[name]) for name, layout in ours)
+    first = pairs[0][0].world if pairs else 1
+    ranks = src_ranks or dst_ranks or range(first), dst_ranks or src_ranks or range(first)
+    return _plan(optree.tree_structure(src), names, kinds, pairs, ranks, ranks_per_node)
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(names: tuple[str, ...], dtypes: tuple[torch.dtype, ...], pairs: tuple[tuple[Layout, Layout], ...], near: int):
+def _plan(
+    structure: optree.PyTreeSpec,
+    names: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    pairs: tuple[tuple[Layout, Layout], ...],
+    ranks: tuple[Ranks, Ranks],
+    near: int,
+) -> Plan:
     for name, (src, dst) in zip(names, pairs, strict=True):
         if src.shape != dst.shape:
             raise MeshError(f"{name}: its shape is {src.shape} in one layout and {dst.shape} in the other")
-        if src.world != dst.world:
+        if (src.world, dst.world) != (len(ranks[0]), len(ranks[1])):
             raise MeshError(
-                f"{name}: the meshes {_text(src)} ({src.world} devices) and {_text(dst)} ({dst.world} devices) "
-                "must be factorisations of the same devices"
+                f"{name}: the meshes {_text(src)} ({src.world} devices) and {_text(dst)} ({dst.world} devices) of its "
+                f"layouts are not over the {len(ranks[0])} ranks of the source and the {len(ranks[1])} of the target"
             )
-        if src.world != pairs[0][0].world:
-            raise MeshError(f"{name}: lies on {src.world} devices, {names[0]} on {pairs[0][0].world}")
     members: dict[tuple[Layout, Layout], list[int]] = {}
     for leaf, pair in enumerate(pairs):
         members.setdefault(pair, []).append(leaf)
     routes: list[Route] = []
     takes = [0] * len(names)
-    load = np.zeros(pairs[0][0].world if pairs else 1)
+    load = np.zeros(1 + max(ranks[0][-1], ranks[1][-1]))
     for (src, dst), its in members.items():
-        variants = _routes(src, dst, [dtypes[leaf].itemsize for leaf in its], load, near)
+        variants = _routes(src, dst, ranks, [dtypes[leaf].itemsize for leaf in its], load, near)
         for turn, leaf in enumerate(its):
             takes[leaf] = len(routes) + turn % len(variants)
         routes.extend(variants)
-    digest = hashlib.sha256(repr((names, dtypes, routes, takes)).encode()).hexdigest()
-    return Plan(names, dtypes, tuple(routes), tuple(takes), digest)
+    digest = hashlib.sha256(repr((structure, names, dtypes, routes, takes, ranks)).encode()).hexdigest()
+    return Plan(structure, names, dtypes, tuple(routes), tuple(takes), *ranks, digest)
 
 
 def _text(layout: Layout) -> str:
     return meshes.text(dict(zip(AXES, layout.sizes, strict=True)))
 
 
-def _routes(src: Layout, dst: Layout, itemsizes: list[int], load: np.ndarray, near: int) -> list[Route]:
+def _routes(
+    src: Layout, dst: Layout, ranks: tuple[Ranks, Ranks], itemsizes: list[int], load: np.ndarray, near: int
+) -> list[Route]:
     """The routes that tensors of one kind take in turn, so that the replicas share the sending. Adds to `load`."""
-    if src.spec == dst.spec and src.sizes == dst.sizes:
+    same = ranks[0] == ranks[1]
+    if same and src.spec == dst.spec and src.sizes == dst.sizes:
         return [Route(src, dst, "alias")]
-    old, new = _boxes(src), _boxes(dst)
+    old, new = _boxes(src, ranks[0]), _boxes(dst, ranks[1])
     if old == new:
         return [Route(src, dst, "alias")]
-    axes = _gather_axes(src, old, new)
+    axes = _gather_axes(src, list(old.values()), list(new.values())) if same else ()
     if axes:
         return [Route(src, dst, "gather", axes)]
     wanted = _wanted(old, new)
@@ -217,8 +255,8 @@ def _routes(src: Layout, dst: Layout, itemsizes: list[int], load: np.ndarray, ne
     return routes
 
 
-def _boxes(layout: Layout) -> list[Box]:
-    return [layout.box(rank) for rank in range(layout.world)]
+def _boxes(layout: Layout, ranks: Ranks) -> dict[int, Box]:
+    return {rank: layout.box(position) for position, rank in enumerate(ranks)}
 
 
 def volume(box: Box) -> int:
@@ -250,10 +288,11 @@ def _inside(inner: Box, outer: Box) -> bool:
     return all(low >= lowest and high <= highest for (low, high), (lowest, highest) in zip(inner, outer, strict=True))
 
 
-def _wanted(old: list[Box], new: list[Box]) -> list[tuple[Box, list[int], list[int]]]:
+def _wanted(old: dict[int, Box], new: dict[int, Box]) -> list[tuple[Box, list[int], list[int]]]:
     """Every piece that somebody lacks, with the ranks that hold it and the ranks that need it."""
     holders, needers = _by_box(old), _by_box(new)
-    have, need = np.array(list(holders)), np.array(list(needers))  # [boxes, dims, 2]
+    dims = len(next(iter(old.values())))
+    have, need = (np.array(list(boxes)).reshape(len(boxes), dims, 2) for boxes in (holders, needers))
     low = np.maximum(need[:, None, :, 0], have[None, :, :, 0])
     high = np.minimum(need[:, None, :, 1], have[None, :, :, 1])
     where = np.argwhere((high > low).all(-1))
@@ -268,9 +307,9 @@ def _wanted(old: list[Box], new: list[Box]) -> list[tuple[Box, list[int], list[i
     return wanted
 
 
-def _by_box(boxes: list[Box]) -> dict[Box, list[int]]:
+def _by_box(boxes: dict[int, Box]) -> dict[Box, list[int]]:
     ranks: dict[Box, list[int]] = {}
-    for rank, box in enumerate(boxes):
+    for rank, box in boxes.items():
         if volume(box):
             ranks.setdefault(box, []).append(rank)
     return ranks
@@ -317,9 +356,9 @@ def _count(plan: Plan, leaves: Sequence[int] | None, receive: bool) -> list[int]
         for source, targets, box in route.transfers:
             for target in targets:
                 total[target if receive else source] += volume(box) * weight
-        for group in route.groups:
-            for rank in group:
-                total[rank] += (len(group) - 1) * volume(route.src.box(rank)) * weight
+        if route.way == "gather":
+            for position, rank in enumerate(plan.src_ranks):
+                total[rank] += (route.gathers - 1) * volume(route.src.box(position)) * weight
     return total
 
 
@@ -331,10 +370,10 @@ def lower_bound_bytes(plan: Plan) -> list[int]:
         weights[pair] = weights.get(pair, 0) + plan.dtypes[leaf].itemsize
     total = [0] * plan.world
     for (src, dst), weight in weights.items():
-        if src == dst:
-            continue
-        for rank in range(plan.world):
-            old, new = src.box(rank), dst.box(rank)
-            both = tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(old, new, strict=True))
-            total[rank] += (volume(new) - volume(both)) * weight
+        for position, rank in enumerate(plan.dst_ranks):
+            old, new = box_of(src, plan.src_ranks, rank), dst.box(position)
+            total[rank] += volume(new) * weight
+            if old is not None:
+                both = tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(old, new, strict=True))
+                total[rank] -= volume(both) * weight
     return total

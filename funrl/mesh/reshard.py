@@ -1,4 +1,4 @@
-"""Takes a tree from one layout to another as a `Plan` says, in buckets: the only effect of resharding.
+"""Take a tree from one layout to another as a `Plan` says, in buckets: the only effect of resharding.
 
 A bucket is packed, sent and unpacked. While it is on its way the parts that stay on the rank are copied and the next
 bucket is packed, so two buckets are staged at a time.
@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -21,7 +22,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import plan as plans
 from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, groups, program
-from funrl.mesh.mesh import AXES, Mesh, MeshError, combinations, members
+from funrl.mesh.mesh import AXES, Mesh, MeshError
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
 
@@ -29,28 +30,40 @@ __all__ = ["BUCKET_BYTES", "Plan", "copied", "export_weights", "plan", "replicat
 BUCKET_BYTES = 64 << 20
 
 
-class Leaf(NamedTuple):
-    """A leaf on its way: `original` is the caller's object, `source` this module's own handle of its memory."""
+@dataclass
+class Leaf:
+    """One leaf on its way.
 
-    original: Tensor
-    source: Tensor
+    Attributes:
+      held: its parts on this rank, before and after.
+      dtype: of the result.
+      original: the caller's tensor; None: this rank has no part of it, or has used it up.
+      source: this module's own handle of the memory of `original`.
+      result: None: not begun, or this rank gets no part.
+      stays: the result is `original` itself.
+    """
+
+    held: Held
+    dtype: torch.dtype
+    original: Tensor | None
+    source: Tensor | None
+    result: Tensor | None = None
+    stays: bool = False
 
 
 class Work(NamedTuple):
-    """What one rank holds in the middle of a reshard.
+    """State of one rank in the middle of a reshard.
 
     Attributes:
-      held: which boxes of every leaf.
-      leaves, results: what there is of every leaf; a leaf that is used up is None, so is a result not yet begun.
-      donated, kept: the leaves are emptied when they are used up, except objects of these ids.
+      leaves: in the order of the plan.
+      donated: originals are emptied when they are used up, except those whose ids are in `results`.
+      results: ids of the originals that stay as results.
     """
 
     plan: Plan
-    held: tuple[Held, ...]
-    leaves: list[Leaf | None]
-    results: list[Any]
+    leaves: list[Leaf]
     donated: bool
-    kept: frozenset[int]
+    results: frozenset[int]
     device: torch.device
 
 
@@ -67,31 +80,37 @@ class Flight(NamedTuple):
 def reshard(
     tree: trees.Tree, plan: Plan, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, donate: bool = False
 ) -> trees.Tree:
-    """The tree of local tensors in the plan's target layouts. Collective: every rank calls it with the same plan.
+    """The tree of local tensors in the plan's target layouts. Every rank of the plan calls it with the same plan.
 
     Where a leaf's box and dtype stay the same the result holds the very same tensor object. Extra memory beside the
-    result is at most `2 * bucket_bytes`, as long as a bucket holds one element from every peer.
+    result is at most `2 * bucket_bytes`, as long as a bucket holds one element from every peer. A rank outside the
+    plan returns at once.
 
     Args:
-      tree: this rank's tensors in the plan's source layouts.
+      tree: this rank's tensors in the plan's source layouts; None on a rank that has none.
+      mesh: that of the source or of the target, or one over the ranks of both.
       bucket_bytes: bytes that one bucket stages, sending and receiving together.
       donate: the caller gives the tensors up; those that are not in the result are emptied as soon as they are sent.
+
+    Returns: the tree; None on a rank that gets no part of it.
 
     Raises:
       MeshError: the mesh or a leaf's local shape is not what the plan was made for.
     """
+    if mesh.process not in plan.src_ranks and mesh.process not in plan.dst_ranks:
+        return None
     work = begin(tree, plan, mesh, donate)
     flying: list[Flight] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
-    for step in program(plan, mesh.rank, bucket_bytes, _gathers_natively(plan, mesh), direct):
+    for step in program(plan, mesh.process, bucket_bytes, _gathers_natively(plan, mesh), direct):
         flying.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(flying) == 2:
             _land(work, flying.pop(0), mesh)
     while flying:
         _land(work, flying.pop(0), mesh)
-    return trees.fill(tree, work.results)
+    return finish(work, mesh)
 
 
 def copied(
@@ -104,18 +123,24 @@ def copied(
       dtype: of the copy; None: as it is.
     """
     dtypes = trees.map(lambda x: x.dtype, tree) if dtype is None else dtype
-    made = reshard(tree, plan(src, dst, dtypes), mesh)
+    made = reshard(tree, _within(mesh, src, dst, dtypes), mesh)
     return trees.map(lambda new, old: new.clone() if new is old else new, made, tree)
 
 
 def unshard(tree: trees.Tree, layouts: trees.Tree, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> trees.Tree:
     """Every leaf whole on every rank. The inverse of `rules.shard`."""
-    return reshard(tree, plan(layouts, replicated(layouts), trees.map(lambda x: x.dtype, tree)), mesh, bucket_bytes)
+    made = _within(mesh, layouts, replicated(layouts), trees.map(lambda x: x.dtype, tree))
+    return reshard(tree, made, mesh, bucket_bytes)
 
 
 def replicated(layouts: trees.Tree) -> trees.Tree:
     """The layouts of the same tensors whole on every rank."""
-    return trees.map(lambda lay: Layout(lay.shape, ((),) * len(lay.shape), lay.sizes), layouts)
+    return trees.map(lambda layout: Layout(layout.shape, ((),) * len(layout.shape), layout.sizes), layouts)
+
+
+def _within(mesh: Mesh, src: trees.Tree, dst: trees.Tree, dtypes: trees.Tree) -> Plan:
+    """The plan between two layouts on the ranks of one mesh."""
+    return plan(src, dst, dtypes, src_ranks=mesh.ranks, dst_ranks=mesh.ranks)
 
 
 def export_weights(
@@ -151,7 +176,7 @@ def export_weights(
         src = {name: layout for (name, _), layout, _ in leaves[:count]}
         dst = {name: layout for (name, _), _, layout in leaves[:count]}
         leaves = leaves[count:]
-        results = reshard(local, plan(src, dst, trees.map(lambda x: x.dtype, local)), mesh, bucket_bytes)
+        results = reshard(local, _within(mesh, src, dst, trees.map(lambda x: x.dtype, local)), mesh, bucket_bytes)
         del local
         for name, layout in dst.items():
             theirs, whole = names[name]
@@ -170,26 +195,35 @@ def _merged(shape: tuple[int, ...], local: tuple[int, ...], merged: tuple[int, .
 
 
 def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
-    """Checks the tree against the plan and does what needs no communication."""
-    if mesh.world != plan.world:
-        raise MeshError(f"the plan is for {plan.world} devices, the mesh {mesh} has {mesh.world}")
-    names, given = _names(optree.tree_structure(tree)), trees.leaves(tree)
-    if names != plan.names:
-        lacks, extra = sorted(set(plan.names) - set(names)), sorted(set(names) - set(plan.names))
-        raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
-    held = plans.held(plan, mesh.rank)
-    for name, x, has in zip(names, given, held, strict=True):
-        if x.shape != has.old_shape:
-            raise MeshError(f"{name}: rank {mesh.rank} has shape {tuple(x.shape)}, its layout says {has.old_shape}")
-    stays = [
-        x if x.dtype == dtype and has.old == has.new else None
-        for x, dtype, has in zip(given, plan.dtypes, held, strict=True)
-    ]
-    leaves: list[Leaf | None] = [Leaf(x, x.detach()) for x in given]
-    kept = frozenset(id(x) for x in stays if x is not None)
-    work = Work(plan, held, leaves, stays, donate, kept, mesh.device)
+    """Check the tree against the plan and do what needs no communication."""
+    both = plan.src_ranks, plan.dst_ranks
+    if mesh.ranks not in both and not all(rank in mesh.ranks for ranks in both for rank in ranks):
+        raise MeshError(f"the plan is from ranks {both[0]} to {both[1]}, the mesh {mesh} is over {mesh.ranks}")
+    held, given = plans.held(plan, mesh.process), [None] * len(plan.names)
+    if mesh.process in plan.src_ranks:
+        names, given = _names(optree.tree_structure(tree)), trees.leaves(tree)
+        if names != plan.names:
+            lacks, extra = sorted(set(plan.names) - set(names)), sorted(set(names) - set(plan.names))
+            raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
+        for name, x, has in zip(names, given, held, strict=True):
+            if x.shape != shape(has.old):
+                raise MeshError(
+                    f"{name}: rank {mesh.process} has shape {tuple(x.shape)}, its layout says {shape(has.old)}"
+                )
+    leaves = []
+    for x, dtype, has in zip(given, plan.dtypes, held, strict=True):
+        stays = x is not None and x.dtype == dtype and has.old == has.new
+        leaves.append(Leaf(has, dtype, x, None if x is None else x.detach(), x if stays else None, stays))
+    work = Work(plan, leaves, donate, frozenset(id(leaf.original) for leaf in leaves if leaf.stays), mesh.device)
     settle(work, (i for i in range(len(leaves)) if plan.route(i).way in ("alias", "local")))
     return work
+
+
+def finish(work: Work, mesh: Mesh) -> trees.Tree:
+    """The tree of the results."""
+    if mesh.process not in work.plan.dst_ranks:
+        return None
+    return optree.tree_unflatten(work.plan.structure, [leaf.result for leaf in work.leaves])
 
 
 @functools.lru_cache(maxsize=64)
@@ -198,25 +232,24 @@ def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
 
 
 def settle(work: Work, finished: Iterable[int]) -> None:
-    """Copies what stays on the rank of leaves that need not be sent any more, and lets their sources go."""
+    """Copy the own parts of leaves of which nothing more is sent, and let their sources go."""
     for i in finished:
-        leaf = work.leaves[i]
-        assert leaf is not None
-        has = work.held[i]
-        if has.stays == has.new and work.results[i] is None:
-            stays = leaf.source[has.taken]
-            work.results[i] = stays.to(work.plan.dtypes[i], copy=True, memory_format=torch.contiguous_format)
-        elif work.results[i] is not leaf.original:
-            result = _result(work, i)
-            if has.stays is not None:
-                result[has.put].copy_(leaf.source[has.taken])
-        work.leaves[i] = None
-        if work.donated and id(leaf.original) not in work.kept:
+        leaf, has = work.leaves[i], work.leaves[i].held
+        if leaf.source is not None and has.stays is not None and not leaf.stays:
+            own = leaf.source[has.taken]
+            if has.stays == has.new:
+                leaf.result = own.to(leaf.dtype, copy=True, memory_format=torch.contiguous_format)
+            else:
+                _result(work, i)[has.put].copy_(own)
+        elif has.new is not None:
+            _result(work, i)
+        if work.donated and leaf.original is not None and id(leaf.original) not in work.results:
             leaf.original.data = leaf.original.new_empty(0)
+        leaf.original = leaf.source = None
 
 
 def pack(work: Work, step: Step, message: Message) -> Tensor:
-    """The message's parts in one tensor: the leaf's own memory where one part lies in one run, else a flat copy."""
+    """The parts of a message in one tensor: the leaf's own memory if its one part is contiguous, else a flat copy."""
     parts = [_source(work, part) for part in message.parts]
     if len(parts) == 1 and parts[0].is_contiguous() and parts[0].dtype == step.dtype:
         return parts[0]
@@ -227,7 +260,7 @@ def pack(work: Work, step: Step, message: Message) -> Tensor:
 
 
 def room(work: Work, step: Step, message: Message) -> Tensor:
-    """Where the message arrives: in the result itself where its one part lies in one run, else in a flat tensor."""
+    """Memory for a message to arrive in: the result's own if its one part is contiguous, else a flat tensor."""
     if len(message.parts) == 1:
         target = _target(work, message.parts[0])
         if target.is_contiguous():
@@ -236,7 +269,7 @@ def room(work: Work, step: Step, message: Message) -> Tensor:
 
 
 def unpack(work: Work, message: Message, arrived: Tensor) -> None:
-    """Puts what has arrived where it belongs, if it is not there already."""
+    """Put arrived parts into the results, unless they are there already."""
     parts = [_target(work, part) for part in message.parts]
     if len(parts) > 1 or parts[0].data_ptr() != arrived.data_ptr():
         for place, part in zip(_places(arrived.view(-1), parts), parts, strict=True):
@@ -245,20 +278,22 @@ def unpack(work: Work, message: Message, arrived: Tensor) -> None:
 
 def _source(work: Work, part: Part) -> Tensor:
     leaf = work.leaves[part.leaf]
-    assert leaf is not None
-    return leaf.source[slices(part.box, work.held[part.leaf].old)]
+    assert leaf.source is not None and leaf.held.old is not None
+    return leaf.source[slices(part.box, leaf.held.old)]
 
 
 def _target(work: Work, part: Part) -> Tensor:
-    return _result(work, part.leaf)[slices(part.box, work.held[part.leaf].new)]
+    new = work.leaves[part.leaf].held.new
+    assert new is not None
+    return _result(work, part.leaf)[slices(part.box, new)]
 
 
-def _result(work: Work, leaf: int) -> Tensor:
+def _result(work: Work, i: int) -> Tensor:
     """The leaf's result, made when the first part of it is there."""
-    if work.results[leaf] is None:
-        new = work.held[leaf].new_shape
-        work.results[leaf] = torch.empty(new, dtype=work.plan.dtypes[leaf], device=work.device)
-    return work.results[leaf]
+    leaf = work.leaves[i]
+    if leaf.result is None:
+        leaf.result = torch.empty(shape(leaf.held.new), dtype=leaf.dtype, device=work.device)
+    return leaf.result
 
 
 def _flat(work: Work, step: Step, message: Message) -> Tensor:
@@ -273,7 +308,7 @@ def _places(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
 
 
 def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
-    """Packs a step's messages and starts to send and receive them. What goes to several ranks is packed once."""
+    """Pack a step's messages and start to send and receive them. A part for several ranks is packed once."""
     if step.gather:
         return _start_gather(work, step, mesh)
     packed: dict[tuple[Part, ...], Tensor] = {}
@@ -285,14 +320,14 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
     sent: list[Any] = []
     if mesh.device.type == "cpu":
         for message, x in zip(step.receives, arriving, strict=True):
-            with _blaming(mesh.rank, message.peer):
+            with _blaming(mesh.process, message.peer):
                 received.append(dist.irecv(x, message.peer, tag=message.tag))
         for message in step.sends:
-            with _blaming(mesh.rank, message.peer):
+            with _blaming(mesh.process, message.peer):
                 sent.append(dist.isend(packed[message.parts], message.peer, tag=message.tag))
     else:
         received, sent = [None] * len(step.receives), [None] * len(step.sends)
-        for receives, sends in groups(step, mesh.rank):
+        for receives, sends in groups(step, mesh.process):
             operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer) for i in receives]
             operations += [dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer) for i in sends]
             together = _Together(dist.batch_isend_irecv(operations))
@@ -314,17 +349,17 @@ class _Together(NamedTuple):
 
 
 def _land(work: Work, flight: Flight, mesh: Mesh) -> None:
-    """Waits for a step's messages, unpacking each as it comes."""
+    """Wait for a step's messages, unpacking each as it comes."""
     if flight.step.gather:
         flight.received[0].wait()
         unpack_gather(work, flight.step, flight.arriving[0])
         return
     for message, handle, arrived in zip(flight.step.receives, flight.received, flight.arriving, strict=True):
-        with _blaming(mesh.rank, message.peer):
+        with _blaming(mesh.process, message.peer):
             handle.wait()
         unpack(work, message, arrived)
     for message, handle in zip(flight.step.sends, flight.sent, strict=True):
-        with _blaming(mesh.rank, message.peer):
+        with _blaming(mesh.process, message.peer):
             handle.wait()
 
 
@@ -337,37 +372,30 @@ def _blaming(rank: int, peer: int) -> Iterator[None]:
 
 
 def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
-    """Whether gathers are the backend's all-gather: if it is faster than messages and all ranks have the groups.
+    """Whether gathers are the backend's all-gather: if it is faster than messages and the mesh has the groups.
 
     Gloo's all-gather takes two to four times as long as its own messages between the same ranks.
     """
     if mesh.device.type == "cpu":
         return False
-    groups = _axes_of_groups(tuple(mesh.sizes[axis] for axis in AXES))
-    return all(ranks in groups for route in plan.routes for ranks in route.groups)
-
-
-@functools.lru_cache(maxsize=16)
-def _axes_of_groups(sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """The ranks of every process group of a mesh, with the axes that it goes over."""
-    named = dict(zip(AXES, sizes, strict=True))
-    return {tuple(ranks): axes for axes in combinations(named) for ranks in members(named, axes)}
+    sizes = tuple(mesh.sizes[axis] for axis in AXES)
+    gathers = [route for route in plan.routes if route.way == "gather"]
+    return mesh.ranks == plan.src_ranks and all(route.src.sizes == sizes for route in gathers)
 
 
 def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
-    """Starts one all-gather of all parts of a step."""
-    own = pack(work, step, Message(mesh.rank, 0, step.gather))
+    """Start one all-gather of all parts of a step."""
+    own = pack(work, step, Message(mesh.process, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
-    axes = _axes_of_groups(tuple(mesh.sizes[axis] for axis in AXES))[step.ranks]
-    handle = mesh.group(axes)._allgather_base(whole.view(-1), own.view(-1))
+    handle = mesh.group(step.axes)._allgather_base(whole.view(-1), own.view(-1))
     return Flight(step, [handle], [whole], [], [own])
 
 
 def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
-    """Puts the rows of an all-gather, one from each rank, side by side in the results."""
+    """Put the rows of an all-gather, one from each rank, side by side in the results."""
     at = 0
     for leaf, box in step.gather:
-        route, old, elements = work.plan.route(leaf), work.held[leaf].old, plans.volume(box)
+        route, old, elements = work.plan.route(leaf), work.leaves[leaf].held.old or (), plans.volume(box)
         sizes = dict(zip(AXES, route.src.sizes, strict=True))
         # The result is a grid of blocks: each of its dims is the axes gathered there, outermost first, and the dim of
         # a block. The rows have the same axes in front, but in the order of the mesh.

@@ -61,22 +61,28 @@ def score(
       RewardError: it raised, or gave something that is no finite number, for a row; the message shows that row, and
         the function's own traceback.
     """
-    return [_one(reward, p, c, f) for p, c, f in zip(prompts, completions, fields, strict=True)]
+    return [score_one(reward, p, c, f) for p, c, f in zip(prompts, completions, fields, strict=True)]
 
 
-def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
-    where = f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
+def score_one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
+    """The reward of one completion; `score` says of what kind, and what is raised."""
     try:
         value = reward(prompt, completion, **fields)
     except (Exception, SystemExit) as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
         trace = "".join(traceback.format_exception(type(error), error, own))
+        where = described(prompt, completion, fields)
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
     if number is None or not abs(number) <= LARGEST:  # nor is nan
-        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38){where}"
-        raise RewardError(message, prompt, completion, value)
+        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38)"
+        raise RewardError(message + described(prompt, completion, fields), prompt, completion, value)
     return number
+
+
+def described(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
+    """Lines that show a row, for the end of an error's first line."""
+    return f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
 
 
 def _number(value: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 from math import exp, log, sqrt
 
+import torch
 from pieces import Row, grid, members, sampled, sequences
 from rows_shaping import masked, overlong
 
@@ -76,17 +77,25 @@ def informative(x, b):
 
 
 def decoupled(weights, eps):
+    """`eps` None: not divided by the deviation. A score that is NaN is not compared and adds nothing."""
+
     def reference(x, b):
         out = [0.0] * len(x)
         for k, weight in enumerate(weights):
             column = [row[k] for row in b.scores]
             for i in range(len(x)):
-                group = [column[j] for j in members(b, i)]
-                if len(group) > 1:
-                    out[i] += weight * (column[i] - mean(group)) / (deviation(group) + eps)
+                group = [column[j] for j in members(b, i) if column[j] == column[j]]
+                if len(group) > 1 and column[i] == column[i]:
+                    out[i] += weight * (column[i] - mean(group)) / (1.0 if eps is None else deviation(group) + eps)
         return {"x": out}
 
     return reference
+
+
+def some_do_not_apply(batch):
+    scores = batch.scores.clone()
+    scores[0, 1] = scores[1, 0] = scores[5, 2] = scores[3] = torch.nan
+    return batch._replace(scores=scores)
 
 
 def to_go(gamma):
@@ -113,7 +122,7 @@ def gae(gamma, lam, critic_lambda=None):
             delta = [x[i][t] + gamma * v[k + 1] - v[k] for k, t in enumerate(places)]
             for k, t in enumerate(places):
                 adv[i][t] = sum((gamma * own) ** n * d for n, d in enumerate(delta[k:]))
-                trust = own if critic_lam is None else critic_lam
+                trust = own if critic_lambda is None else critic_lambda
                 returns[i][t] = sum((gamma * trust) ** n * d for n, d in enumerate(delta[k:])) + v[k]
         return {"x": adv, "returns": returns}
 
@@ -129,14 +138,19 @@ def whitened(eps):
     return reference
 
 
-def optimal(turns, raw_tail, rho=False):
+def optimal(turns, raw_tail, rho=False, keep=lambda b, i, t: True):
+    """`keep` says which tokens a correction has left; positions are those of what was sampled."""
+
     def reference(x, b):
         def slot(i, t):
             return sampled(b, i).index(t) if turns else t - sampled(b, i)[0]
 
+        def left(i):
+            return [t for t in sampled(b, i) if keep(b, i, t)]
+
         def weight(i, t):
             total = 0.0
-            for s in sampled(b, i):
+            for s in left(i):
                 if s <= t:
                     factor = b.weight[i][s] ** 2 if rho else 1.0
                     total += (1 - 2 * exp(b.old_logp[i][s]) + b.sum_pi_squared[i][s]) * factor
@@ -144,8 +158,8 @@ def optimal(turns, raw_tail, rho=False):
 
         out = grid(b)
         for i in sequences(b):
-            for t in sampled(b, i):
-                there = [(j, s) for j in members(b, i) for s in sampled(b, j) if slot(j, s) == slot(i, t)]
+            for t in left(i):
+                there = [(j, s) for j in members(b, i) for s in left(j) if slot(j, s) == slot(i, t)]
                 if len(there) > 1:
                     base = sum(x[j][s] * weight(j, s) for j, s in there) / sum(weight(j, s) for j, s in there)
                     out[i][t] = x[i][t] - base
@@ -222,7 +236,7 @@ ROWS = [
         lambda: algos.chain(algos.batch_scale(1e-4), algos.group_center()),
         lambda x, b: {"x": [v / (deviation(x) + 1e-4) for v in by_group(lambda o, g, k: o - mean(g))(x, b)["x"]]},
     ),
-    Row("gae", "advantage", algos.gae, gae(1.0, 1.0), tokens=True),
+    Row("gae", "advantage", algos.gae, gae(1.0, 1.0), tokens=True, also=("generalised_advantages",)),
     Row("gae discounted", "advantage", lambda: algos.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),
     Row(
         "gae decoupled",
@@ -267,6 +281,28 @@ ROWS = [
         penalised(overlong(11, 8, 0.5), decoupled([1.0, 1.0, 1.0], 1e-6)),
     ),
     Row(
+        "decoupled_groups without the deviation",
+        "advantage",
+        lambda: algos.decoupled_groups([0.5, 0.0, 2.0], deviation=False),
+        decoupled([0.5, 0.0, 2.0], None),
+    ),
+    Row(
+        "decoupled_groups where some do not apply",
+        "advantage",
+        algos.decoupled_groups,
+        decoupled([1.0, 1.0, 1.0], 1e-6),
+        prepare=some_do_not_apply,
+    ),
+    Row(
+        "weighted_scores where some do not apply",
+        "advantage",
+        lambda: algos.weighted_scores([0.5, -1.0, 2.0]),
+        lambda x, b: {
+            "x": [sum(w * s for w, s in zip((0.5, -1.0, 2.0), row, strict=True) if s == s) for row in b.scores]
+        },
+        prepare=some_do_not_apply,
+    ),
+    Row(
         "weighted_scores",
         "advantage",
         lambda: algos.weighted_scores([0.5, -1.0, 2.0]),
@@ -293,6 +329,13 @@ ROWS = [
         tokens=True,
     ),
     Row(
+        "optimal_token_baseline after a rejection",
+        "advantage",
+        lambda: algos.chain(algos.reject_ratio("token", 0.9, 1.3), algos.optimal_token_baseline(raw_tail=True)),
+        optimal(False, True, keep=lambda b, i, t: 0.9 <= exp(b.old_logp[i][t] - b.rollout_logp[i][t]) <= 1.3),
+        tokens=True,
+    ),
+    Row(
         "optimal_token_baseline weighted",
         "advantage",
         lambda: algos.optimal_token_baseline(raw_tail=True),
@@ -306,7 +349,13 @@ ROWS = [
         process(0.1, 2.0),
         tokens=True,
     ),
-    Row("label_outcomes", "advantage", algos.label_outcomes, labelled),
+    Row(
+        "label_outcomes",
+        "advantage",
+        algos.label_outcomes,
+        labelled,
+        prepare=lambda batch: batch._replace(score=batch.score.sigmoid()),
+    ),
     Row(
         "implicit_reward_loss",
         "loss",

@@ -75,7 +75,7 @@ def weighted_likelihood(logp, b):
 
 
 def likelihood_of_positives(logp, b):
-    losses = [-logp[i][t] for i in range(len(b.mask)) if b.score[i] > 0.2 for t in pieces.sampled(b, i)]
+    losses = [-logp[i][t] for i in range(len(b.mask)) for t in pieces.sampled(b, i) if b.imitated[i][t]]
     return [(sum(losses), float(len(losses)))]
 
 
@@ -124,14 +124,28 @@ ROWS = [
         follow_teacher("k3", True),
         tokens=True,
     ),
-    pieces.Row("sft", "loss", algos.sft, weighted_likelihood, smooth=True),
+    pieces.Row(
+        "mark_positives",
+        "advantage",
+        lambda: algos.mark_positives(0.2),
+        lambda x, b: {"imitated": [[on and b.score[i] > 0.2 for on in row] for i, row in enumerate(b.mask)]},
+        tokens=True,
+    ),
+    pieces.Row(
+        "negative_log_likelihood weighted",
+        "loss",
+        lambda: algos.sft().losses["policy"],
+        weighted_likelihood,
+        smooth=True,
+    ),
     pieces.Row(
         "restrict",
         "loss",
-        lambda: algos.restrict(algos.reduce(algos.negative_log_likelihood(), token_mean()), supervised.positives(0.2)),
+        lambda: algos.restrict(
+            algos.reduce(algos.negative_log_likelihood(), algos.token_mean()), algos.imitated_tokens
+        ),
         likelihood_of_positives,
         smooth=True,
-        packed=False,
-        also=("positives",),
+        also=("imitated_tokens",),
     ),
 ]

@@ -46,6 +46,19 @@ def keeping(rule):
     return reference
 
 
+def zeroing(rule, old=False):
+    """Rejected tokens stay in the mask and have a weight of 0."""
+
+    def reference(x, b):
+        weight = grid(b)
+        for i in sequences(b):
+            for t in sampled(b, i):
+                weight[i][t] = (b.weight[i][t] if old else 1.0) if rule(b, i, t) else 0.0
+        return {"mask": b.mask, "weight": weight}
+
+    return reference
+
+
 def inside(over, low, high):
     return keeping(lambda b, i, t: low <= ratio(over, b, i, t) <= high)
 
@@ -191,6 +204,27 @@ ROWS = [
         for over, high in (("token", 0.02), ("sum", 0.1), ("mean", 0.04), ("max", 0.1))
     ),
     Row(
+        "reject_ratio in_denominator",
+        "advantage",
+        lambda: algos.reject_ratio("token", 0.9, 1.3, in_denominator=True),
+        zeroing(lambda b, i, t: 0.9 <= ratio("token", b, i, t) <= 1.3),
+        tokens=True,
+    ),
+    Row(
+        "reject_divergence in_denominator weighted",
+        "advantage",
+        lambda: algos.reject_divergence("k3", "max", 0.1, in_denominator=True),
+        zeroing(lambda b, i, t: max(exp(gap(b, i, s)) - 1 - gap(b, i, s) for s in sampled(b, i)) <= 0.1, old=True),
+        tokens=True,
+    ),
+    Row(
+        "mask_truncated in_denominator",
+        "advantage",
+        lambda: algos.mask_truncated(in_denominator=True),
+        zeroing(lambda b, i, t: not b.truncated[i]),
+        tokens=True,
+    ),
+    Row(
         "mask_truncated",
         "advantage",
         algos.mask_truncated,
@@ -277,7 +311,7 @@ ROWS = [
     Row(
         "stateless",
         "advantage",
-        lambda: algos.stateless(lambda x, batch: x * batch.greedy_score, "greedy_score"),
+        lambda: algos.stateless(lambda x, batch: x * batch.greedy_score),
         lambda x, b: {"x": [v * g for v, g in zip(x, b.greedy_score, strict=True)]},
     ),
 ]

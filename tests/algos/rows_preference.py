@@ -155,24 +155,98 @@ def cross_entropy(seqs: list[dict]) -> Losses:
     ]
 
 
+SLOPES = {  # f'(u) of f-DPO, u the ratio of a completion
+    "reverse_kl": lambda u: log(u) + 1,
+    "forward_kl": lambda u: -1 / u,
+    "js": lambda u: log(2 * u / (1 + u)),
+    "alpha": lambda u: (1 - u**-0.4) / 0.4,
+}
+
+
+def dpo_loss(beta: float) -> Callable[[float, float], float]:
+    return lambda c, r: -log(sigmoid(beta * (c - r)))
+
+
+def desensitised(alpha: float) -> Callable[[list[dict]], Losses]:
+    """LD-DPO: log-ratios beyond the length of the shorter completion of a pair count alpha."""
+
+    def reference(seqs):
+        losses = []
+        for i in range(0, len(seqs), 2):
+            pair = seqs[i : i + 2]
+            public = min(len(s["logp"]) for s in pair)
+            moved = [[p - q for p, q in zip(s["logp"], s["ref_logp"], strict=True)] for s in pair]
+            chosen, rejected = (sum(d[:public]) + alpha * sum(d[public:]) for d in moved)
+            losses += [[dpo_loss(0.3)(chosen, rejected)] * len(s["logp"]) for s in pair]
+        return losses
+
+    return reference
+
+
+def on_policy(seqs: list[dict]) -> Losses:
+    """WPO: DPO's loss times how likely the policy is to write both completions, a constant."""
+    losses = []
+    for i in range(0, len(seqs), 2):
+        pair, weight = seqs[i : i + 2], 1.0
+        for s in pair:
+            relative = [p - log(z) for p, z in zip(s["held"], s["sum_pi_squared"], strict=True)]
+            weight *= exp(sum(relative) / len(relative))
+        loss = min(weight, 1.0) * dpo_loss(0.3)(log_ratio(pair[0]), log_ratio(pair[1]))
+        losses += [[loss] * len(s["logp"]) for s in pair]
+    return losses
+
+
 TERMS = [
     *(
-        TermRow(name, lambda loss=loss: algos.preference(loss, reference_log_ratio()), on_pairs(formula, log_ratio))
+        TermRow(
+            name, lambda loss=loss: algos.preference(loss, algos.reference_log_ratio()), on_pairs(formula, log_ratio)
+        )
         for name, (loss, formula) in PAIR_LOSSES.items()
     ),
     TermRow(
         "ipo_pairs",
-        lambda: algos.preference(algos.ipo_pairs(0.4), reference_log_ratio(per_token=True)),
+        lambda: algos.preference(algos.ipo_pairs(0.4), algos.reference_log_ratio(per_token=True)),
         on_pairs(lambda c, r: (c - r - 1.25) ** 2, mean_log_ratio),
+    ),
+    *(
+        TermRow(
+            f"reference_log_ratio {kind}",
+            lambda kind=kind: algos.preference(
+                algos.sigmoid_pairs(0.3), algos.reference_log_ratio(divergence=kind, divergence_alpha=0.4)
+            ),
+            on_pairs(dpo_loss(0.3), lambda s, slope=slope: slope(exp(log_ratio(s)))),
+        )
+        for kind, slope in SLOPES.items()
+    ),
+    TermRow(
+        "reference_log_ratio length_alpha",
+        lambda: algos.preference(algos.sigmoid_pairs(0.3), algos.reference_log_ratio(length_alpha=0.4)),
+        desensitised(0.4),
+        also=("beyond_shorter", "of_completions"),
+    ),
+    TermRow(
+        "on_policy_weight",
+        lambda: algos.preference(algos.sigmoid_pairs(0.3), algos.reference_log_ratio(), algos.on_policy_weight()),
+        on_policy,
+        stops=True,
+    ),
+    TermRow(
+        "log_likelihood alpha",
+        lambda: algos.preference(algos.sigmoid_pairs(2.0, margin=0.8), algos.log_likelihood(per_token=True, alpha=0.3)),
+        on_pairs(
+            lambda c, r: -log(sigmoid(2.0 * (c - r) - 0.8)),
+            lambda s: (1 - exp(mean_likelihood(s)) ** -0.3) / 0.3,
+        ),
+        also=("alpha_reward",),
     ),
     TermRow(
         "preference log_likelihood per_token",
-        lambda: algos.preference(algos.sigmoid_pairs(2.0, margin=0.8), log_likelihood(per_token=True)),
+        lambda: algos.preference(algos.sigmoid_pairs(2.0, margin=0.8), algos.log_likelihood(per_token=True)),
         on_pairs(lambda c, r: -log(sigmoid(2.0 * (c - r) - 0.8)), mean_likelihood),
     ),
     TermRow(
         "preference log_likelihood",
-        lambda: algos.preference(algos.sigmoid_pairs(0.2), log_likelihood()),
+        lambda: algos.preference(algos.sigmoid_pairs(0.2), algos.log_likelihood()),
         on_pairs(lambda c, r: -log(sigmoid(0.2 * (c - r))), likelihood),
     ),
     TermRow("aot", lambda: algos.aot(0.3, 0.1), ranked(True), splits=False),
@@ -213,29 +287,27 @@ def chosen_nll(seqs: list[dict], weight: float = 1.0) -> tuple[float, float]:
     return sum(tokens), float(len(tokens))
 
 
-def dpo_loss(beta: float) -> Callable[[float, float], float]:
-    return lambda c, r: -log(sigmoid(beta * (c - r)))
-
-
 def simpo_loss(c: float, r: float) -> float:
     return -log(sigmoid(2.0 * (c - r) - 0.8))
 
 
 LOSSES = [
-    LossRow("dpo", lambda: algos.dpo(0.3), lambda seqs: [pair_mean(dpo_loss(0.3), log_ratio)(seqs)]),
+    LossRow(
+        "dpo", lambda: algos.dpo(beta=0.3).losses["policy"], lambda seqs: [pair_mean(dpo_loss(0.3), log_ratio)(seqs)]
+    ),
     LossRow(
         "simpo",
-        lambda: algos.simpo(2.0, 0.8),
+        lambda: algos.simpo(2.0, 0.8).losses["policy"],
         lambda seqs: [pair_mean(simpo_loss, mean_likelihood)(seqs)],
     ),
     LossRow(
         "cpo",
-        lambda: algos.cpo(0.2, 0.5),
+        lambda: algos.cpo(0.2, 0.5).losses["policy"],
         lambda seqs: [pair_mean(dpo_loss(0.2), likelihood)(seqs), chosen_nll(seqs, 0.5)],
     ),
     LossRow(
         "orpo",
-        lambda: algos.orpo(0.2),
+        lambda: algos.orpo(0.2).losses["policy"],
         lambda seqs: [chosen_nll(seqs), pair_mean(odds, mean_likelihood)(seqs)],
     ),
     LossRow(

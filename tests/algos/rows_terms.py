@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pieces
 import torch
-from sequences import make_sequences, masked, on_batch
+from sequences import on_batch
 
 from funrl import algos
 from funrl.batch import Batch
@@ -29,6 +29,7 @@ class TermRow(NamedTuple):
       reference: sequences -> loss of each token.
       metrics: sequences -> {name: number of each token}.
       through: the field that the gradient goes through.
+      stops: whether the formula holds constant a part of what it computes from "logp", which it then takes from "held".
       splits: whether the loss of a part of the rows is a part of the loss.
       prepare: what the example batch of the table of pieces lacks.
       also: further public names that the row covers.
@@ -39,6 +40,7 @@ class TermRow(NamedTuple):
     reference: Callable[[list[dict]], Losses]
     metrics: Callable[[list[dict]], dict[str, Losses]] | None = None
     through: str = "logp"
+    stops: bool = False
     splits: bool = True
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     also: tuple[str, ...] = ()
@@ -53,24 +55,13 @@ def table_rows(rows: list[TermRow], **always: Any) -> list[pieces.Row]:
             row.make,
             on_batch(row.reference),
             prepare=row.prepare,
-            smooth=row.through == "logp" and not _stops_gradients(row),
+            smooth=row.through == "logp" and not row.stops,
             additive=row.splits,
             also=row.also,
             **always,
         )
         for row in rows
     ]
-
-
-def _stops_gradients(row: TermRow) -> bool:
-    sequences = masked(make_sequences())
-    for s in sequences:
-        del s["held"]
-    try:
-        row.reference(sequences)
-    except KeyError:
-        return True
-    return False
 
 
 def less_likely(batch: Batch) -> Batch:
@@ -111,11 +102,11 @@ def sequence_log_ratio(s: dict, now: str = "logp") -> float:
     return total / len(s["old_logp"])
 
 
-def ppo(low, high, dual=None, delta=None):
+def ppo(low, high, dual_clip=None, delta=None):
     def loss(r, a):
         objective = min((r if delta is None else min(r, delta)) * a, clip(r, 1 - low, 1 + high) * a)
-        if dual is not None and a < 0:
-            objective = max(objective, dual * a)
+        if dual_clip is not None and a < 0:
+            objective = max(objective, dual_clip * a)
         return -objective
 
     return loss
@@ -233,6 +224,11 @@ def forward_kl(teacher, student):
     return max(0.0, sum(exp(p) * (p - q) for p, q in zip(teacher, student, strict=True)))
 
 
+def forward_kl_and_rest(teacher, student):
+    p, q = (1 - sum(map(exp, xs)) for xs in (teacher, student))
+    return sum(exp(p) * (p - q) for p, q in zip(teacher, student, strict=True)) + p * log(p / q)
+
+
 A_OLD = ("logp", "old_logp", "advantage")
 A_HELD = ("logp", "held", "old_logp", "advantage")
 SELECTED = ("logp", "advantage", "selected")
@@ -255,12 +251,12 @@ TERMS = [
         "clipped_surrogate",
         algos.clipped_surrogate,
         ppo_tokens(0.2, 0.2),
-        also=("kept", "constant", "log_ratio", "either"),
+        also=("clipped_surrogate_loss", "log_ratio", "bounded_exp"),
     ),
     TermRow(
         "clipped_surrogate dual",
-        lambda: algos.clipped_surrogate(0.1, 0.3, dual=1.5),
-        ppo_tokens(0.1, 0.3, dual=1.5),
+        lambda: algos.clipped_surrogate(0.1, 0.3, dual_clip=1.5),
+        ppo_tokens(0.1, 0.3, dual_clip=1.5),
         ppo_metrics(0.1, 0.3, 1.5),
     ),
     TermRow("clipped_surrogate delta", lambda: algos.clipped_surrogate(delta=1.4), ppo_tokens(0.2, 0.2, delta=1.4)),
@@ -275,6 +271,7 @@ TERMS = [
         "sequence_ratio per_token",
         lambda: algos.clipped_surrogate(0.05, 0.1, ratio=algos.sequence_ratio(per_token=True)),
         gspo_token(0.05, 0.1),
+        stops=True,
     ),
     TermRow(
         "entropy_bonus",
@@ -283,7 +280,10 @@ TERMS = [
         through="entropy",
     ),
     *(TermRow(f"kl_to_reference {k}", lambda k=k: algos.kl_to_reference(k), kl_reference(k)) for k in KL),
-    *(TermRow(f"kl_to_reference {k}+", lambda k=k: algos.kl_to_reference(k + "+"), kl_reference(k + "+")) for k in KL),
+    *(
+        TermRow(f"kl_to_reference {k}+", lambda k=k: algos.kl_to_reference(k + "+"), kl_reference(k + "+"), stops=True)
+        for k in KL
+    ),
     TermRow(
         "kl_to_reference bias_corrected",
         lambda: algos.kl_to_reference("k3", bias_corrected=True),
@@ -299,30 +299,60 @@ TERMS = [
         prepare=with_top_tokens,
     ),
     TermRow(
+        "forward_kl_topk rest",
+        lambda: algos.forward_kl_topk(rest=True),
+        by_token(forward_kl_and_rest, "teacher_topk_logp", "topk_logp"),
+        through="topk_logp",
+        prepare=with_top_tokens,
+    ),
+    TermRow(
+        "divergence_to_teacher", algos.divergence_to_teacher, by_token(lambda d: d, "divergence"), through="divergence"
+    ),
+    TermRow(
+        "times_ratio",
+        lambda: algos.times_ratio(algos.policy_gradient()),
+        by_token(lambda new, old, a: -exp(new - old) * a * new, *A_OLD),
+    ),
+    TermRow(
+        "on_tokens",
+        lambda: algos.on_tokens(algos.policy_gradient(), algos.entropy_above(0.8)),
+        by_token(lambda new, a, h: -a * new if h > 0.8 else 0.0, "logp", "advantage", "entropy"),
+        also=("entropy_above",),
+    ),
+    TermRow(
+        "probability_below",
+        lambda: algos.on_tokens(algos.policy_gradient(), algos.probability_below(0.4)),
+        by_token(lambda new, h, a: -a * new if exp(h) < 0.4 else 0.0, "logp", "held", "advantage"),
+        stops=True,
+    ),
+    TermRow(
         "policy_gradient",
         algos.policy_gradient,
         by_token(lambda new, a: -a * new, "logp", "advantage"),
     ),
     TermRow("surrogate", algos.surrogate, by_token(lambda new, old, a: -a * exp(new - old), *A_OLD)),
-    TermRow("clipped_importance", algos.clipped_importance, cispo(1.0, 0.2)),
-    TermRow("clipped_importance low", lambda: algos.clipped_importance(0.1, 0.4), cispo(0.1, 0.4)),
+    TermRow("clipped_importance", algos.clipped_importance, cispo(1.0, 0.2), stops=True),
+    TermRow("clipped_importance low", lambda: algos.clipped_importance(0.1, 0.4), cispo(0.1, 0.4), stops=True),
     TermRow("soft_gate", lambda: algos.soft_gate(1.0, 2.0), sapo(1.0, 2.0)),
     TermRow(
         "divergence_mask tv",
         lambda: algos.divergence_mask("tv", 0.1, 0.15, 1.2),
         dppo("tv", 0.1, 0.15, 1.2),
+        stops=True,
     ),
     TermRow(
         "divergence_mask kl",
         lambda: algos.divergence_mask("kl", 0.02, 0.03),
         dppo("kl", 0.02, 0.03, 20.0),
         prepare=less_likely,
+        stops=True,
     ),
     *(
         TermRow(
             f"divergence_mask {kind} default",
             lambda kind=kind: algos.divergence_mask(kind, sampled_by="old_logp"),
             dppo(kind, bound, bound, 20.0, "old_logp"),
+            stops=True,
             prepare=less_likely,
         )
         for kind, bound in (("tv", 0.15), ("kl", 0.05))
@@ -333,22 +363,25 @@ TERMS = [
         by_token(lambda new, old, a: -(new * a - 0.15 * (new - old) ** 2), *A_OLD),
     ),
     TermRow("geometric_mean", lambda: algos.geometric_mean(0.2, 0.3), gmpo(0.2, 0.3)),
-    TermRow("gamma_weighted", algos.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0))),
+    TermRow("gamma_weighted", algos.gamma_weighted, vespo((2.0, 3.0), (3.0, 2.0)), stops=True),
     TermRow(
         "gamma_weighted old",
         lambda: algos.gamma_weighted((1.0, 2.0), (2.0, 1.0), "old_logp"),
         vespo((1.0, 2.0), (2.0, 1.0), "old_logp"),
+        stops=True,
     ),
     TermRow("self_play_regression", lambda: algos.self_play_regression(0.7), sppo(0.7)),
     TermRow(
         "mask_off_policy",
         lambda: algos.mask_off_policy(algos.policy_gradient(), 0.05),
         off_policy(0.05, "old_logp"),
+        stops=True,
     ),
     TermRow(
         "mask_off_policy rollout",
         lambda: algos.mask_off_policy(algos.policy_gradient(), 0.0, "rollout_logp"),
         off_policy(0.0, "rollout_logp"),
+        stops=True,
     ),
     TermRow(
         "on_selected",
@@ -371,6 +404,7 @@ TERMS = [
         "dynamic_likelihood",
         algos.dynamic_likelihood,
         by_token(lambda new, h: -exp(h) * new, "logp", "held"),
+        stops=True,
     ),
 ]
 

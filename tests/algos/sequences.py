@@ -1,4 +1,4 @@
-"""Sequences as plain lists: what references of terms are written on, and how they lie in rows of tensors.
+"""Sequences as plain lists: what references of terms are written on, and their layout in rows of tensors.
 
 One set of sequences is laid out as padded rows or packed ones, with anything or NaN outside the mask; and any batch is
 taken apart into its sequences.
@@ -57,6 +57,8 @@ def _sequence(draw: random.Random, number: int, length: int) -> Sequence:
         "margin": [0.1 + number // 2] * length,
         "kl_baseline": [0.2] * length,
         "score": [1.0 - 0.4 * number] * length,
+        "sum_pi_squared": [draw.uniform(0.2, 0.9) for _ in range(length)],
+        "divergence": [draw.uniform(0.1, 2.0) for _ in range(length)],
         "teacher_topk_logp": [_top(draw) for _ in range(length)],
         "topk_logp": [_top(draw) for _ in range(length)],
     }
@@ -109,10 +111,11 @@ def lay_out(
         return torch.tensor(table)
 
     mask = field("mask")
-    known = {name: field(name) for name in fields - {"score", "mask"}}
+    known = {name: field(name) for name in fields - {"score", "mask", "segments"}}
     if "score" in fields:
         known["score"] = torch.tensor([sequences[row[0]]["score"][0] for row in rows], dtype=torch.float64)
-    batch = Batch(torch.zeros_like(mask, dtype=torch.int64), mask, segments=segments() if packed else None, **known)
+    tokens = torch.zeros_like(mask, dtype=torch.int64)
+    batch = Batch(tokens=tokens, mask=mask, segments=segments() if packed else None, **known)
     return field("logp"), batch
 
 

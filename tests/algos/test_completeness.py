@@ -1,61 +1,150 @@
-"""Every public function of funrl.algos has a row in a rows_*.py, or a reason to have none."""
+"""Every public function of funrl.algos has a row in a rows_*.py, or a test of its own, or a reason to have neither."""
 
+import ast
 import importlib
 import inspect
+import pathlib
 import pkgutil
 
-from pieces import NAMED
 from tables import ROWS
 
 import funrl.algos
+from funrl.algos import NAMES, WHERE
 
-NO_PIECES = {  # public functions that need no row: what is wrong with them fails the rows of what they serve
-    "needs": "marks fields; test_a_piece_reads_no_field_that_it_does_not_name holds it to them",
-    "needs_of": "the same",
-    "check_rank": "test_arguments.py",
-    "token_mean_of": "every metric",
-    "where_masked": "every piece",
-    "clean": "test_loss_does_not_see_what_is_outside_the_mask",
-    "sequence_sums": "every reduction over sequences",
-    "to_own_tokens": "every term of sequences",
-    "accumulate": "gae and reward_to_go",
-    "next_sampled": "gae",
+HERE = pathlib.Path(__file__).parent
+TESTED = {  # name: the test that would fail if it were wrong
+    "adaptive_kl": "test_arguments.py::test_adaptive_coefficients",
+    "apply_advantage": "test_named.py::test_golden_numbers",
+    "begin": "test_guards.py::test_a_chain_begins_with_the_scores_or_zeros",
+    "best_and_worst": "test_pairs.py::test_ranking",
+    "check": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "check_beta": "test_arguments.py::test_bad_arguments_are_refused_at_once",
+    "check_bounds": "test_arguments.py::test_bad_arguments_are_refused_at_once",
+    "check_eps": "test_arguments.py::test_bad_arguments_are_refused_at_once",
+    "check_order": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "check_called": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "check_rank": "test_arguments.py::"
+    "test_outcomes_and_token_rewards_are_told_apart_even_where_rows_are_as_many_as_tokens",
+    "chosen": "test_pairs.py::test_layout",
+    "clean": "test_pieces.py::test_loss_does_not_see_what_is_outside_the_mask",
+    "corrected": "test_compose.py::test_corrected_and_filtered",
+    "described": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "divide": "test_guards.py::test_metrics_are_typed",
+    "filtered": "test_compose.py::test_corrected_and_filtered",
+    "fixed_kl": "test_arguments.py::test_adaptive_coefficients",
+    "kl_controller": "test_arguments.py::test_bad_arguments_are_refused_at_once",
+    "last_tokens": "test_pairs.py::test_last_tokens",
+    "loss_factors": "test_arguments.py::test_bad_arguments_are_refused_at_once",
+    "mean_over_tokens": "test_across.py::test_ranks_that_hold_some_rows_get_the_same_bits",
+    "merge": "test_guards.py::test_metrics_are_typed",
+    "name_of": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "noise": "test_selection.py::test_noise",
+    "online_pairs": "test_pairs.py::test_ranking",
+    "pair_metrics": "test_pairs.py::test_places",
+    "pair_sums": "test_pairs.py::test_layout",
+    "pairs_present": "test_pairs.py::test_places",
+    "parse_weights": "test_arguments.py::test_numbers_with_commas_between_are_weights",
+    "reads": "test_pieces.py::test_what_a_piece_reads_is_found_by_running_it",
+    "reference_point": "test_pairs.py::test_reference_point",
+    "resample_rows": "test_selection.py::test_resampling",
+    "resampling_weights": "test_selection.py::test_the_weights_of_resampling_can_be_seen",
+    "run_advantage": "test_guards.py::test_what_a_chain_makes_is_found_by_running_it",
+    "run_function": "test_pieces.py::test_what_a_piece_reads_is_found_by_running_it",
+    "or_token_ratio": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "run_piece": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "run_term": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "share_of": "test_selection.py::test_random_selection",
+    "side_by_side": "test_pairs.py::test_layout",
+    "smoothed": "test_terms.py::test_equals_its_reference_whatever_lies_outside_the_mask",
+    "to_pair_tokens": "test_pairs.py::test_places",
+    "token_mean_of": "test_guards.py::test_metrics_are_typed",
+    "top_tokens": "test_selection.py::test_the_same_tokens_are_on_top_as_by_sorting",
+    "total": "test_across.py::test_ranks_that_hold_some_rows_get_the_same_bits",
+    "value_of": "test_pieces.py::test_loss_equals_its_reference",
+}
+SERVE = {  # name: the rows that fail if it is wrong
+    "accumulate": "gae, reward_to_go",
+    "either": "soft_gate, kto_loss",
+    "gap_over": "importance_weights",
+    "group_max": "best_of_group",
+    "group_mean": "group_center",
+    "group_min": "group_center",
+    "group_std": "group_scale",
+    "group_sum": "leave_one_out",
+    "groups_of": "group_center",
+    "in_order": "kl_in_reward, whiten",
     "last_of": "to_last_token",
-    "groups.groups_of": "every piece that compares rows",
-    "groups.group_sum": "the same",
-    "groups.group_min": "the same",
-    "groups.group_max": "the same",
-    "groups.group_mean": "the same",
-    "groups.group_std": "the same",
-    "token_slots": "optimal_token_baseline",
+    "log_gap": "importance_weights",
+    "next_sampled": "gae",
+    "sequence_sums": "sequence_mean",
     "slot_baseline": "optimal_token_baseline",
-    "log_gap": "every correction",
-    "gap_over": "every correction",
+    "to_own_tokens": "sequence_ratio",
+    "token_slots": "optimal_token_baseline",
+    "where_masked": "to_tokens",
 }
 
 
+def modules():
+    found = pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")
+    return [importlib.import_module(info.name) for info in found if not info.ispkg]
+
+
 def public_functions():
-    """Public functions of the algos modules, by "module.function"; test_named.py has the named algorithms."""
+    """Public functions and where they are, those of recipes aside."""
     found = {}
-    for info in pkgutil.iter_modules(funrl.algos.__path__):
-        module = importlib.import_module(f"funrl.algos.{info.name}")
+    for module in modules():
         for name, value in vars(module).items():
             own = inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-            if own and info.name not in NAMED:
-                found[f"{info.name}.{name}"] = value
+            if own and name not in NAMES:
+                assert name not in found, f"{name} is in {module.__name__} and in {found[name]}"
+                found[name] = module.__name__
     return found
 
 
-def test_every_public_piece_has_a_row():
+def test_every_public_piece_has_a_row_or_a_test():
     covered = {row.name.split()[0] for row in ROWS} | {name for row in ROWS for name in row.also}
-    functions = public_functions()
+    functions = set(public_functions()) - {"reads_of", "on_example"}  # of `reads` and `check`
     assert len(functions) > 100
-    assert set(functions) - covered - set(NO_PIECES) == set(), "add a row for each of these to a tests/algos/rows_*.py"
-    assert covered - set(functions) == set(), "these rows are of functions that are not there"
-    assert set(NO_PIECES) - set(functions) == set(), "these exemptions are of functions that are not there"
-    assert set(NO_PIECES) & covered == set(), "these have rows and need no exemption"
+    assert functions - covered - set(TESTED) - set(SERVE) == set(), "add a row for each of these to a rows_*.py"
+    assert covered - functions - set(NAMES) == set(), "these rows are of functions that are not there"
+    assert (set(TESTED) | set(SERVE)) - functions == set(), "these exemptions are of functions that are not there"
+    assert (set(TESTED) | set(SERVE)) & covered == set(), "these have rows and need no exemption"
+    assert {row for rows in SERVE.values() for row in rows.split(", ")} <= covered
 
 
-def test_row_names_are_unique():
+def test_the_tests_that_stand_for_rows_are_there():
+    for where in TESTED.values():
+        file, test = where.split("::")
+        tree = ast.parse((HERE / file).read_text())
+        assert test in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, where
+
+
+def test_every_row_has_a_reference():
+    kinds = {"advantage", "term", "loss", "reduction", "filter"}
+    assert [row.name for row in ROWS if row.kind not in kinds or not callable(row.reference)] == []
     names = [row.name for row in ROWS]
     assert len(names) == len(set(names))
+
+
+def test_the_index_has_every_public_name_and_where_it_is():
+    functions = public_functions() | {name: f"funrl.algos.recipes.{name}" for name in NAMES}
+    assert {name: WHERE[name] for name in functions if name in WHERE} == {
+        name: module.removeprefix("funrl.algos.") for name, module in functions.items() if name in WHERE
+    }
+    assert set(functions) - set(WHERE) == {"reads_of", "on_example", "loss_factors"}
+    for name, module in WHERE.items():
+        assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)
+    inside = {info.name.split(".")[2] for info in pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")}
+    assert inside & set(WHERE) == set(), "a file and what it holds would share a name"
+    assert set(dir(funrl.algos)) >= set(WHERE)
+
+
+def test_every_recipe_is_a_file_and_every_argument_has_a_default():
+    files = {path.stem for path in pathlib.Path(funrl.algos.__path__[0], "recipes").glob("*.py")} - {"__init__"}
+    assert files == set(NAMES)
+    for name in NAMES:
+        recipe = funrl.algos.recipe(name)
+        parameters = inspect.signature(recipe).parameters.values()
+        assert all(p.default is not p.empty for p in parameters), name
+        text = inspect.getdoc(recipe)
+        assert all(p.name in text for p in parameters), f"{name}: an argument is not told in its docstring"

@@ -5,7 +5,7 @@ Golden numbers are written anew, after a change that is meant to move them, by
     python tests/algos/test_named.py
 """
 
-import importlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -13,40 +13,56 @@ import pathlib
 import pieces
 import pytest
 import torch
-from funrl.algos.distillation import distillation
-from funrl.algos.dppo import dppo
-from funrl.algos.grpo import grpo
-from funrl.algos.otb import otb
-from funrl.algos.ppo import ppo
-from funrl.algos.reinforce_plus_plus import reinforce_plus_plus_baseline
-from funrl.algos.rloo import rloo
-from funrl.algos.shaping import adaptive_kl, fixed_kl
-from pieces import NAMED, example, packed, plain, poisoned, policy_logp
+from pieces import example, fractions, packed, plain, poisoned, policy_logp
 
-from funrl.algos.compose import corrected
-from funrl.algos.core import Algorithm, Signal, needs_of
-from funrl.algos.corrections import importance_weights
-from funrl.batch import Batch, select
+from funrl import algos
+from funrl.algos import NAMES, Algorithm, Signal, adaptive_kl, apply_advantage, corrected, reads, reduce, token_mean
+from funrl.batch import Batch, as_dict, select
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
-MADE = {"advantage", "returns", "weight", "label"}
+MADE = {"advantage", "returns", "weight", "label", "imitated", "selected", "entropy_coefficient", "sampled"}
+ROLES = {"policy": "policy", "critic": "value", "implicit_reward": "reward"}  # role: its name in the golden file
+RENAMED = {"implicit_reward/accuracy": "reward/accuracy"}  # metric: its name there
+
+PUBLISHED = {  # arguments of the published algorithms, where the recipe's defaults are others
+    "ppo": {"dual_clip": None, "kl_coef": 0.0},
+    "grpo": {"dual_clip": None, "kl_coef": 0.04},
+    **{name: {"kl_coef": 0.0} for name in ("rloo", "remax", "reinforce_plus_plus")},
+}
+
+
+def ppo_with_everything() -> Algorithm:
+    """Also a KL in the loss, which the recipe does not have."""
+    made = algos.ppo(0.1, 0.3, 3.0, 0.2, 0.99, 0.9, 0.1, 0.05, 0.02)
+    policy = algos.with_regularizers(algos.clipped_surrogate(0.1, 0.3, 3.0), 0.01, 0.02)
+    return dataclasses.replace(made, losses={**made.losses, "policy": reduce(policy, token_mean())})
+
+
+def grpo() -> Algorithm:
+    return algos.grpo(**PUBLISHED["grpo"])
+
 
 VARIANTS = {
-    "ppo with everything": lambda: ppo(0.1, 0.3, 3.0, 0.2, 0.99, 0.9, adaptive_kl(0.1, 0.05), 0.01, 0.02),
-    "rloo with KL": lambda: rloo(kl_reward=fixed_kl(0.1)),
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "dppo by KL": lambda: dppo("kl", 0.02, 0.03),
-    "otb over turns": lambda: otb(turns=True, raw_tail=True, kl_reward=fixed_kl(0.1)),
-    "distillation direct": lambda: distillation(direct=True, kind="k3+"),
-    "grpo, truncated importance weights": lambda: corrected(grpo(), importance_weights("token", high=1.1)),
+    "ppo with everything": ppo_with_everything,
+    "rloo with KL": lambda: algos.rloo(kl_coef=0.1),
+    "reinforce_plus_plus_baseline": algos.reinforce_plus_plus_baseline,
+    "dppo by KL": lambda: algos.dppo("kl", 0.02, 0.03),
+    "otb over turns": lambda: algos.otb(turns=True, raw_tail=True, kl_coef=0.1),
+    "distillation direct": lambda: algos.distillation(direct=True, kind="k3+"),
+    "grpo, truncated importance weights": lambda: corrected(grpo(), algos.importance_weights("token", high=1.1)),
 }
 
 
 def compose(name) -> Algorithm:
-    return VARIANTS[name]() if name in VARIANTS else getattr(importlib.import_module(f"funrl.algos.{name}"), name)()
+    if name in VARIANTS:
+        return VARIANTS[name]()
+    if name == "pf_ppo":
+        return algos.pf_ppo(base=algos.ppo(**PUBLISHED["ppo"]))
+    return algos.recipe(name)(**PUBLISHED.get(name, {}))
 
 
-ALL = [*NAMED, *VARIANTS]
+WITH_ADVANTAGE = [name for name in NAMES if algos.recipe(name)().advantage is not None]
+ALL = list(dict.fromkeys([*WITH_ADVANTAGE, *VARIANTS]))
 each = pytest.mark.parametrize("name", ALL)
 
 
@@ -54,43 +70,31 @@ def fixed(algorithm, dtype=torch.float64) -> Batch:
     """The example batch with scores of 0 to 1 and nothing that the algorithm makes by itself."""
     batch = example(dtype)
     batch = batch._replace(score=batch.score.sigmoid(), **dict.fromkeys(MADE))
-    held = needs_of(algorithm) | {"tokens", "mask", "entropy", "length"}
-    return Batch(**{k: v if k in held else None for k, v in batch._asdict().items()})
+    held = reads(algorithm).required | {"tokens", "mask", "entropy", "length"}
+    return Batch(**{k: v for k, v in as_dict(batch).items() if k in held})
 
 
 def prepared(algorithm, batch) -> Batch:
     """The batch as it is trained on: advantages computed, rows drawn."""
-    signal = Signal(batch.score, batch.mask)  # type: ignore[arg-type]
-    if "score" not in needs_of(algorithm):
-        signal = signal._replace(x=torch.zeros(batch.mask.shape[0], dtype=torch.float64))
-    signal, _ = algorithm.advantage.update(signal, algorithm.advantage.init(), batch)
-    batch = batch._replace(
-        advantage=signal.x, mask=signal.mask, returns=signal.returns, weight=signal.weight, **signal.extra
-    )
-    return batch if signal.rows is None else select(batch, signal.rows)
-
-
-def losses(algorithm):
-    named = {"policy": algorithm.policy_loss, "value": algorithm.value_loss, "reward": algorithm.reward_loss}
-    return {k: v for k, v in named.items() if v is not None}
+    if "score" not in batch.names():
+        batch = batch._replace(score=torch.zeros(len(batch.mask), dtype=example().score.dtype))
+    return apply_advantage(algorithm.advantage, algorithm.advantage.init(), batch)[0]
 
 
 def numbers(name) -> dict:
     """What the golden file holds of an algorithm."""
     algorithm = compose(name)
     batch = prepared(algorithm, fixed(algorithm))
-    assert batch.advantage is not None
     out = {"advantage": batch.advantage.sum(1).tolist(), "advantage_norm": batch.advantage.norm().item()}
     moved = policy_logp(example())[: len(batch.mask)]
-    for part, loss in losses(algorithm).items():
+    for role, loss in algorithm.losses.items():
         leaf = moved.clone().requires_grad_()
-        fractions, metrics = loss(leaf, batch)
-        value = sum(f.value for f in fractions)
+        value, metrics = loss(leaf, batch)
         (gradient,) = torch.autograd.grad(value, leaf)
-        out[part] = {"loss": value.item(), "gradient_norm": gradient.norm().item()}
-        out[part] |= {k: m.value.item() for k, m in metrics.items()}
-    if algorithm.keep is not None:
-        out["keep"] = algorithm.keep(fixed(algorithm)).tolist()
+        out[ROLES[role]] = {"loss": value.item(), "gradient_norm": gradient.norm().item()}
+        out[ROLES[role]] |= {RENAMED.get(k, k): m.value.item() for k, m in metrics.items()}
+    if algorithm.filter is not None:
+        out["keep"] = algorithm.filter(fixed(algorithm)).tolist()
     return out
 
 
@@ -107,7 +111,7 @@ def test_golden_numbers(name):
     want, got = flat(json.loads(GOLDEN.read_text())[name]), flat(numbers(name))
     assert set(got) == set(want)
     for key, value in got.items():
-        assert math.isclose(value, want[key], rel_tol=1e-9, abs_tol=1e-12), key
+        assert math.isclose(value, want[key], rel_tol=1e-12, abs_tol=1e-12), key
 
 
 def test_golden_file_has_no_strangers():
@@ -115,39 +119,14 @@ def test_golden_file_has_no_strangers():
 
 
 @each
-def test_every_missing_field_is_named(name):
-    """`needs_of` lists a field exactly if the algorithm fails without it."""
-    algorithm = compose(name)
-    needed = needs_of(algorithm)
-    full = fixed(algorithm)
-    assert needed <= {k for k, v in full._asdict().items() if v is not None}
-    for field in needed:
-        assert getattr(full, field) is not None
-        bare = full._replace(**{field: None})
-        with pytest.raises((AssertionError, AttributeError, TypeError, ValueError)):
-            batch = prepared(algorithm, bare)
-            for loss in losses(algorithm).values():
-                loss(policy_logp(example()), batch)
-            if algorithm.keep is not None:
-                algorithm.keep(bare)
-
-
-def test_what_the_advantage_does_not_make_is_reported():
-    """A critic's loss after a chain that sets no returns, told before the run."""
-    wrong = Algorithm(grpo().advantage, grpo().policy_loss, ppo().value_loss)
-    assert needs_of(wrong) >= {"returns", "value"}
-    assert "returns" not in needs_of(ppo())
-
-
-@each
-def test_a_step_is_exact_under_micro_batches_packing_poison_and_compilation(name):
+def test_a_step_is_exact_under_micro_batches_packing_and_poison(name):
     algorithm = compose(name)
     batch = prepared(algorithm, fixed(algorithm))
-    for loss in losses(algorithm).values():
+    for loss in algorithm.losses.values():
 
         def value_and_gradient(batch, logp, parts, loss=loss):
             leaf = logp.clone().requires_grad_()
-            outs = [loss(leaf[p], select(batch, p))[0] for p in parts]
+            outs = [fractions(loss, leaf[p], select(batch, p))[0] for p in parts]
             totals = [sum(column[1:], column[0]) for column in zip(*outs, strict=True)]
             value = sum(f.value for f in totals)
             return value.detach(), torch.autograd.grad(value, leaf)[0]
@@ -162,7 +141,7 @@ def test_a_step_is_exact_under_micro_batches_packing_poison_and_compilation(name
             )
         dirty = value_and_gradient(poisoned(batch), torch.where(batch.mask, logp, torch.nan), [slice(None)])
         assert torch.equal(dirty[0], value) and torch.equal(dirty[1], gradient)
-        if "score" not in needs_of(loss) and name != "pf_ppo":  # its rows are drawn: other lengths
+        if name != "pf_ppo":  # its rows are drawn: other lengths
             short, short_logp = packed(batch, logp)
             again, _ = value_and_gradient(short, short_logp, [slice(None)])
             torch.testing.assert_close(again, value, rtol=1e-12, atol=1e-12)
@@ -175,7 +154,7 @@ def test_the_policy_loss_compiles_whole(name):
     torch._dynamo.reset()
 
     def step(logp):
-        return sum(f.value for f in algorithm.policy_loss(logp, batch)[0])
+        return algorithm.losses["policy"](logp, batch)[0]
 
     results = []
     for fn in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -191,10 +170,9 @@ def test_float32_is_close_and_needs_no_other_dtype(name):
     advantages = []
     for dtype in (torch.float64, torch.float32):
         batch = fixed(algorithm, dtype)
-        if batch.score is None:
+        if batch.get("score") is None:
             batch = batch._replace(score=torch.zeros(len(batch.mask), dtype=dtype))
         batch = prepared(algorithm, batch)
-        assert batch.advantage is not None
         assert batch.advantage.dtype == dtype
         advantages.append(batch.advantage.double())
     torch.testing.assert_close(*advantages, rtol=2e-4, atol=2e-4)
@@ -208,7 +186,6 @@ def test_equal_rewards_and_lonely_rows_give_exactly_zero(name, dtype):
     for score, group in ((torch.full((7,), 0.1), torch.zeros(7)), (torch.linspace(0.1, 3, 7), torch.arange(7))):
         batch = example(dtype)._replace(score=score.to(dtype), group=group.long())
         batch = prepared(algorithm, batch._replace(scores=score.to(dtype)[:, None].repeat(1, 3)))
-        assert batch.advantage is not None
         assert (batch.advantage == 0).all()
 
 
@@ -236,7 +213,6 @@ def test_an_equal_group_and_a_lonely_row_among_others_get_exactly_zero(name):
     scores = torch.stack((score, score.flip(0), score), 1)
     scores[5] = scores[1]
     batch = prepared(algorithm, fixed(algorithm)._replace(score=score, scores=scores))
-    assert batch.advantage is not None
     unequal, rest = batch.advantage[[0, 2, 4]], batch.advantage[[1, 5, 3, 6]]
     assert unequal.abs().max() > 0.01
     assert (rest == 0).all() == (name in ZERO_BY_GROUP)
@@ -247,7 +223,6 @@ def test_a_real_difference_is_not_lost_in_the_guard_against_rounding():
     score = torch.tensor([0.1, 0.1, 0.1 + 1e-3, 0.1, 0.1, 0.1, 0.1])
     batch = example(torch.float32)._replace(score=score, group=torch.zeros(7, dtype=torch.int64))
     batch = prepared(algorithm, batch)
-    assert batch.advantage is not None
     b = plain(batch)
     #  deviation of one among n that is off by d is d / sqrt(n), its distance to the mean d (n - 1) / n: 6 / sqrt(7)
     assert math.isclose(b.advantage[2][2], 6 / math.sqrt(7), rel_tol=5e-3)
@@ -255,11 +230,10 @@ def test_a_real_difference_is_not_lost_in_the_guard_against_rounding():
 
 
 def test_the_state_of_an_adaptive_coefficient_moves_and_is_a_tree_of_tensors():
-    algorithm = ppo(kl_reward=adaptive_kl(0.1, target=1e-6, horizon=70))
-    state = algorithm.advantage.init()
-    batch = fixed(algorithm)._replace(ref_logp=example().old_logp - 1.0)
-    assert batch.score is not None
-    _, after = algorithm.advantage.update(Signal(batch.score, batch.mask), state, batch)
+    chain = algos.token_rewards(adaptive_kl(0.1, kl_target=1e-6, horizon=70))
+    state = chain.init()
+    batch = example()._replace(ref_logp=example().old_logp - 1.0)
+    _, after = chain.update(Signal(batch.score, batch.mask), state, batch)
     before, now = pieces.sum_leaves(state), pieces.sum_leaves(after)
     assert math.isclose(before, 0.1)
     assert math.isclose(now, 0.1 * (1 + 0.2 * 7 / 70))

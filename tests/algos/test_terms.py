@@ -13,15 +13,39 @@ import pytest
 import rows_preference
 import rows_terms
 import torch
-from funrl.algos.reductions import sequence_mean, token_mean
+from pieces import fractions, on_term
 from sequences import PACKED, PADDED, lay_out, make_sequences, masked, unpack
 
-from funrl.algos.core import Fraction, needs_of, reduce
-from funrl.batch import select
+from funrl import algos
+from funrl.algos import reads, sequence_mean, token_mean
+from funrl.batch import MissingField, as_dict, select
 
 ROWS = [*rows_terms.TERMS, *rows_preference.TERMS]
 BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 SEEDS = (0, 1, 2)
+
+
+def needed(piece):
+    return reads(piece).required
+
+
+class Watched(dict):
+    """A sequence that tells which of its fields are read."""
+
+    def __init__(self, fields, seen):
+        super().__init__(fields)
+        self.seen = seen
+
+    def __getitem__(self, name):
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+
+@BY_NAME
+def test_a_row_says_whether_its_formula_stops_gradients(row):
+    seen: set[str] = set()
+    row.reference([Watched(s, seen) for s in masked(make_sequences())])
+    assert row.stops == ("held" in seen)
 
 
 def close(got, want, tolerance=1e-11):
@@ -36,8 +60,8 @@ def test_equals_its_reference_whatever_lies_outside_the_mask(row, rows):
     term = row.make()
     for seed in SEEDS:
         sequences = make_sequences(seed)
-        logp, batch = lay_out(sequences, rows, needs_of(term), outside=math.nan)
-        loss, metrics = term(logp, batch)
+        logp, batch = lay_out(sequences, rows, needed(term), outside=math.nan)
+        loss, metrics = on_term(term, logp, batch)
         close(unpack(loss, sequences, rows), row.reference(masked(sequences)))
         if row.metrics is not None:
             want = row.metrics(masked(sequences))
@@ -71,11 +95,11 @@ def derivative(row, sequences, weights):
 def test_gradient_is_the_references_and_nothing_leaks(row):
     """The gradient by the policy's numbers is right, exactly 0 outside the mask, and no other field gets one."""
     term, sequences, draw = row.make(), make_sequences(3), random.Random(3)
-    logp, batch = lay_out(sequences, PADDED, needs_of(term))
-    fields = {f: getattr(batch, f) for f in needs_of(term) if getattr(batch, f).is_floating_point()}
+    logp, batch = lay_out(sequences, PADDED, needed(term))
+    fields = {f: x for f, x in as_dict(batch).items() if f in needed(term) and x.is_floating_point()}
     leaves = {f: x.clone().requires_grad_() for f, x in fields.items()}
     through = logp.clone().requires_grad_() if row.through == "logp" else leaves[row.through]
-    loss, _ = term(through if row.through == "logp" else logp, batch._replace(**leaves))
+    loss, _ = on_term(term, through if row.through == "logp" else logp, batch._replace(**leaves))
     weight_BT = torch.tensor([[draw.gauss(0, 1) for _ in r] for r in loss.tolist()], dtype=torch.float64)
     grads = torch.autograd.grad(
         torch.where(batch.mask, loss * weight_BT, 0.0).sum(), [through, *leaves.values()], allow_unused=True
@@ -93,40 +117,39 @@ def test_gradient_is_the_references_and_nothing_leaks(row):
 @pytest.mark.parametrize("reduction", [token_mean(), sequence_mean()], ids=["token_mean", "sequence_mean"])
 def test_micro_batches_and_packing_change_nothing(row, reduction):
     sequences = make_sequences(4)
-    loss = reduce(row.make(), reduction)
-    (whole,), metrics = loss(*lay_out(sequences, PADDED, needs_of(loss)))
-    (packed,), packed_metrics = loss(*lay_out(sequences, PACKED, needs_of(loss)))
+    loss = algos.reduce(row.make(), reduction)
+    (whole,), metrics = fractions(loss, *lay_out(sequences, PADDED, needed(loss)))
+    (packed,), packed_metrics = fractions(loss, *lay_out(sequences, PACKED, needed(loss)))
     assert packed.value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
-    for name, fraction in metrics.items():
-        assert fraction.value.item() == pytest.approx(packed_metrics[name].value.item(), rel=1e-12, abs=1e-12)
+    for name, mean in metrics.items():
+        assert mean.value.item() == pytest.approx(packed_metrics[name].value.item(), rel=1e-12, abs=1e-12)
     if not row.splits:
         return
-    logp, batch = lay_out(sequences, PADDED, needs_of(loss))
-    parts, part_metrics = Fraction(torch.zeros(()), torch.zeros(())), {}
-    for rows in (slice(0, 2), slice(2, 6)):
-        (part,), more = loss(logp[rows], select(batch, rows))
-        parts += part
-        part_metrics = {k: part_metrics[k] + v if part_metrics else v for k, v in more.items()}
-    assert parts.value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
-    for name, fraction in metrics.items():
-        assert part_metrics[name].value.item() == pytest.approx(fraction.value.item(), rel=1e-12, abs=1e-12)
+    logp, batch = lay_out(sequences, PADDED, needed(loss))
+    ((one,), ones), ((other,), others) = (
+        fractions(loss, logp[rows], select(batch, rows)) for rows in (slice(0, 2), slice(2, 6))
+    )
+    assert (one + other).value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
+    for name, mean in metrics.items():
+        merged = algos.merge(ones[name], others[name])
+        assert merged.value.item() == pytest.approx(mean.value.item(), rel=1e-12, abs=1e-12)
 
 
 @BY_NAME
 def test_names_the_fields_it_reads(row):
     """A batch with exactly these fields is enough (every other test has them only), and none can be missing."""
     term = row.make()
-    for field in needs_of(term):
-        logp, batch = lay_out(make_sequences(0), PADDED, needs_of(term) - {field})
-        with pytest.raises(ValueError, match="needs_of"):
-            term(logp, batch)
+    for field in needed(term) - {"mask"}:
+        logp, batch = lay_out(make_sequences(0), PADDED, needed(term) - {field})
+        with pytest.raises(MissingField, match=field):
+            on_term(term, logp, batch)
 
 
 @pytest.mark.parametrize("row", rows_preference.LOSSES, ids=[row.name for row in rows_preference.LOSSES])
 def test_whole_losses_equal_their_references(row):
     loss, sequences = row.make(), make_sequences(6)
     for rows in (PADDED, PACKED):
-        fractions, _ = loss(*lay_out(sequences, rows, needs_of(loss)))
-        got = [(f.num.item(), f.den.item()) for f in fractions]
-        for parts, want in zip(got, row.reference(masked(sequences)), strict=True):
-            assert parts == pytest.approx(want, rel=1e-12)
+        parts, _ = fractions(loss, *lay_out(sequences, rows, needed(loss)))
+        got = [(f.num.item(), f.den.item()) for f in parts]
+        for pair, want in zip(got, row.reference(masked(sequences)), strict=True):
+            assert pair == pytest.approx(want, rel=1e-12)

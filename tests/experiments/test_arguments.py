@@ -18,6 +18,7 @@ from funrl.experiments.arguments import (
 )
 from funrl.loading import LoadError
 from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import settings_flags
 
 RECIPE = '''"""A file of recipes."""
 import functools
@@ -108,6 +109,15 @@ def test_arguments_have_the_types_of_their_annotations():
     with pytest.raises(ValueError, match="it must be one of k1, k3"):
         flags["kind"].parse("k2")
     assert unsayable == {"ratio": "object"}
+
+
+def test_an_argument_with_the_name_of_a_common_flag_is_that_flag():
+    def recipe(reward_weights: str | list[float], clip: float = 0.2):
+        pass
+
+    flags, unsayable = arguments_of(recipe, "here")
+    assert flags["reward_weights"] is settings_flags()["reward_weights"]
+    assert set(flags) == {"reward_weights", "clip"} and not unsayable
 
 
 def test_an_argument_without_a_default_is_refused():

@@ -9,7 +9,7 @@ import torch
 from funrl.data.supervised import load_examples, to_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.experiments.run import main
-from funrl.models import Inputs, decoder_model, hf
+from funrl.models import decoder_model, hf, place
 from funrl.tasks import arithmetic
 
 NAMES = ("sft", "dpo", "reward_model")
@@ -24,7 +24,8 @@ def run(name, *flags):
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path, capsys):
     assert run(name, "--steps=5", "--lr=1e30", f"--run_dir={tmp_path}") == 1
     said = capsys.readouterr()
-    assert said.err.startswith("error: step 2: the gradient's norm is ") and "lower --lr" in said.err
+    role = "reward_model" if name == "reward_model" else "policy"
+    assert said.err.startswith(f"error: step 2, {role}: the gradient's norm is ") and "lower --lr" in said.err
     assert "Traceback" not in said.err and str(tmp_path / "report.html") in said.out
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1] and math.isfinite(rows[0]["train/loss"])
@@ -82,8 +83,7 @@ def test_a_reward_model_has_the_same_rewards_of_a_padded_batch_in_transformers(p
     examples = load_examples(file, "preferences", tokenizer)
     batch = to_batch(examples, tokenizer.pad_token_id, reader=True)
     model, params = hf.load(folder, torch.float32)
-    hidden_BTD = model.apply(params, Inputs(batch.tokens, batch.positions, batch.segments)).hidden
-    ours = model.value(params, hidden_BTD)[batch.mask].tolist()
+    ours = place(model).values(params, batch)[batch.mask].tolist()
     assert len({round(x, 6) for x in ours}) > 10  # they differ
 
     texts = [record["prompt"] + record[name] for record in records for name in ("chosen", "rejected")]

@@ -9,7 +9,7 @@ import torch
 from funrl import trees
 from funrl.mesh import buckets, reshard, rules
 from funrl.mesh.buckets import Message, program
-from funrl.mesh.mesh import AXES, Mesh, MeshError, parse
+from funrl.mesh.mesh import AXES, Mesh, MeshError, parse, ranks_of
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
 from funrl.mesh.rules import Layout
 
@@ -32,9 +32,9 @@ def random_layout(rng, shape, text):
     return Layout(shape, tuple(map(tuple, spec)), sizes_of(text))
 
 
-def random_trees(rng, leaves=4):
-    """Whole tensors and two trees of layouts on the same eight devices."""
-    first, second = rng.choice(MESHES), rng.choice(MESHES)
+def random_trees(rng, leaves=4, first=None, second=None):
+    """Whole tensors and two trees of layouts, of eight devices each unless the meshes are given."""
+    first, second = first or rng.choice(MESHES), second or rng.choice(MESHES)
     whole, src, dst = {}, {}, {}
     for i in range(leaves):
         shape = tuple(rng.choice([1, 2, 3, 5, 8, 16]) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4])))
@@ -51,20 +51,21 @@ def part(x, layout, rank):
 
 def execute(trees_by_rank, made, bucket_bytes, native=False, donate=False):
     """All ranks of a reshard in this process, in step: what `reshard` does, with its own packing and unpacking."""
-    meshes = [Mesh(sizes={**parse(""), "data": made.world}, rank=rank) for rank in range(made.world)]
-    works = [reshard.begin(tree, made, mesh, donate) for tree, mesh in zip(trees_by_rank, meshes, strict=True)]
-    programs = [program(made, rank, bucket_bytes, native) for rank in range(made.world)]
+    ranks = sorted({*made.src_ranks, *made.dst_ranks})
+    meshes = [Mesh(sizes={**parse(""), "data": made.world}, rank=rank) for rank in ranks]
+    works = [reshard.begin(trees_by_rank[mesh.rank], made, mesh, donate) for mesh in meshes]
+    programs = [program(made, rank, bucket_bytes, native) for rank in ranks]
     assert len({len(steps) for steps in programs}) == 1
     staged = 0
     for steps in zip(*programs, strict=True):
         sent, filled = {}, [0] * made.world
-        for rank, (work, step) in enumerate(zip(works, steps, strict=True)):
+        for rank, work, step in zip(ranks, works, steps, strict=True):
             for message in step.sends:
                 sent[rank, message.peer, message.tag] = reshard.pack(work, step, message).clone()
             if step.gather:
                 sent[rank] = reshard.pack(work, step, Message(rank, 0, step.gather)).clone()
             filled[rank] += sum(volume_bytes(step, m) for m in step.sends)
-        for rank, (work, step) in enumerate(zip(works, steps, strict=True)):
+        for rank, work, step in zip(ranks, works, steps, strict=True):
             reshard.settle(work, step.finished)
             for message in step.receives:
                 arriving = reshard.room(work, step, message)
@@ -77,7 +78,8 @@ def execute(trees_by_rank, made, bucket_bytes, native=False, donate=False):
             filled[rank] += sum(volume_bytes(step, m) for m in step.receives)
         assert not [key for key in sent if isinstance(key, tuple)], "a message that nobody received"
         staged = max(staged, *filled)
-    return [trees.fill(tree, work.results) for tree, work in zip(trees_by_rank, works, strict=True)], staged
+    results = {mesh.rank: reshard.finish(work, mesh) for work, mesh in zip(works, meshes, strict=True)}
+    return [results.get(rank) for rank in range(made.world)], staged
 
 
 def volume_bytes(step, message):
@@ -91,7 +93,7 @@ def test_random_layouts_arrive_exactly_within_the_bound(seed, native):
     torch.manual_seed(seed)
     whole, src, dst = random_trees(rng)
     made = plan(src, dst, trees.map(lambda x: x.dtype, whole), ranks_per_node=rng.choice([2, 8]))
-    locals_ = [trees.map(lambda x, lay, r=rank: part(x, lay, r), whole, src) for rank in range(8)]
+    locals_ = [trees.map(lambda x, layout, r=rank: part(x, layout, r), whole, src) for rank in range(8)]
     for bucket_bytes in (1 << 20, rng.choice([600, 2000])):
         results, staged = execute(locals_, made, bucket_bytes, native)
         assert staged <= bucket_bytes
@@ -101,6 +103,41 @@ def test_random_layouts_arrive_exactly_within_the_bound(seed, native):
                 assert torch.equal(x, part(whole[name], dst[name], rank)), (name, rank, made.route(0))
                 if src[name].box(rank) == dst[name].box(rank):
                     assert x is locals_[rank][name]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_meshes_over_different_ranks_exchange_exactly_what_is_lacking(seed):
+    rng = random.Random(2000 + seed)
+    torch.manual_seed(seed)
+    meshes = [*MESHES, "dp2,tp2", "tp4", "ep2,sp2", "tp2", "dp3", "dp1"]
+    texts = [rng.choice(meshes) for _ in range(2)]
+    worlds = [math.prod(sizes_of(text)) for text in texts]
+    start = rng.randrange(16 - worlds[0])
+    pools = [(range(8), range(8, 16)), (range(start, start + worlds[0]), range(16)), (range(16), range(16))][seed % 3]
+    ranks = [ranks_of(sorted(rng.sample(pool, n))) for pool, n in zip(pools, worlds, strict=True)]
+    whole, src, dst = random_trees(rng, 4, *texts)
+    dtypes = trees.map(lambda x: x.dtype, whole)
+    made = plan(src, dst, dtypes, rng.choice([2, 8]), *ranks)
+    locals_ = [None] * made.world
+    for position, rank in enumerate(ranks[0]):
+        locals_[rank] = trees.map(lambda x, layout, p=position: part(x, layout, p), whole, src)
+    results, staged = execute(locals_, made, 2000)
+    assert staged <= 2000
+    lacking = [0] * made.world
+    for rank, result in enumerate(results):
+        if rank not in ranks[1]:
+            assert result is None
+            continue
+        for name, x in result.items():
+            assert x.dtype == whole[name].dtype
+            assert torch.equal(x, part(whole[name], dst[name], ranks[1].index(rank))), (name, rank)
+            has, needs = (torch.zeros(whole[name].shape, dtype=torch.bool) for _ in range(2))
+            needs[tuple(slice(*interval) for interval in dst[name].box(ranks[1].index(rank)))] = True
+            if rank in ranks[0]:
+                has[tuple(slice(*interval) for interval in src[name].box(ranks[0].index(rank)))] = True
+            lacking[rank] += int((needs & ~has).sum()) * x.element_size()
+    assert received_bytes(made) == lower_bound_bytes(made) == lacking
+    assert sum(sent_bytes(made)) == sum(lacking)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -208,32 +245,32 @@ def test_a_cast_on_the_way():
     whole = trees.map(lambda x: torch.randn(x.shape), shapes)
     src, dst = layouts_of("dp4,tp2", FULLY), layouts_of("dp2,tp4")
     made = plan(src, dst, torch.bfloat16)
-    locals_ = [trees.map(lambda x, lay, r=rank: part(x, lay, r), whole, src) for rank in range(8)]
+    locals_ = [trees.map(lambda x, layout, r=rank: part(x, layout, r), whole, src) for rank in range(8)]
     results, _ = execute(locals_, made, 1 << 16)
     for rank, result in enumerate(results):
-        expected = trees.map(lambda x, lay, r=rank: part(x, lay, r).bfloat16(), whole, dst)
+        expected = trees.map(lambda x, layout, r=rank: part(x, layout, r).bfloat16(), whole, dst)
         assert all(torch.equal(a, b) for a, b in zip(trees.leaves(result), trees.leaves(expected), strict=True))
 
 
 def test_donated_leaves_are_emptied_and_shared_ones_are_not():
     src, dst = layouts_of("dp4,tp2"), layouts_of("dp2,tp4")
-    locals_ = [trees.map(lambda lay, r=rank: torch.ones(lay.local_shape(r)), src) for rank in range(8)]
+    locals_ = [trees.map(lambda layout, r=rank: torch.ones(layout.local_shape(r)), src) for rank in range(8)]
     results, _ = execute(locals_, plan(src, dst, torch.float32), 4096, donate=True)
-    assert trees.count(results[0]) == sum(math.prod(lay.local_shape(0)) for lay in trees.leaves(dst))
+    assert trees.count(results[0]) == sum(math.prod(layout.local_shape(0)) for layout in trees.leaves(dst))
     for rank in range(8):
         for (name, x), y in zip(trees.named(locals_[rank]), trees.leaves(results[rank]), strict=True):
             assert (x is y) if name.endswith("norm") or name == "norm" else x.numel() == 0, name
 
 
 def test_the_same_tensor_in_two_leaves_can_be_donated():
-    lay = Layout((8, 4), (("data",), ()), sizes_of("dp8"))
+    split = Layout((8, 4), (("data",), ()), sizes_of("dp8"))
     to = Layout((8, 4), ((), ()), sizes_of("dp8"))
     x = torch.arange(32.0).view(8, 4)
     locals_ = []
     for rank in range(8):
-        tied = part(x, lay, rank)
+        tied = part(x, split, rank)
         locals_.append({"a": tied, "b": tied})
-    results, _ = execute(locals_, plan({"a": lay, "b": lay}, {"a": to, "b": to}, torch.float32), 64, donate=True)
+    results, _ = execute(locals_, plan({"a": split, "b": split}, {"a": to, "b": to}, torch.float32), 64, donate=True)
     assert all(torch.equal(result[k], x) for result in results for k in "ab")
 
 
@@ -245,7 +282,7 @@ def test_large_parts_go_without_staging(monkeypatch):
     work = reshard.begin({"a": torch.ones(1, 4)}, made, Mesh(parse("dp8")), False)
     (step,) = program(made, 0, 1 << 20)
     arriving = [reshard.room(work, step, message) for message in step.receives]
-    result = work.results[0]
+    result = work.leaves[0].result
     assert all(x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr() for x in arriving)
     program.cache_clear()
 
@@ -299,9 +336,11 @@ def test_errors_name_the_tensor_and_the_sizes():
         plan(layouts_of("dp4,tp2"), layouts_of("dp4,tp2", layers=1), torch.float32)
     made = plan(layouts_of("dp8"), layouts_of("tp8"), torch.float32)
     with pytest.raises(MeshError, match=r"embed: rank 0 has shape \(3, 32\), its layout says \(64, 32\)"):
-        tree = trees.map(lambda lay: torch.ones(lay.local_shape(0)), layouts_of("dp8"))
+        tree = trees.map(lambda layout: torch.ones(layout.local_shape(0)), layouts_of("dp8"))
         reshard.reshard({**tree, "embed": torch.ones(3, 32)}, made, Mesh(parse("dp8")))
-    with pytest.raises(MeshError, match="the plan is for 8 devices, the mesh dp2 has 2"):
+    with pytest.raises(
+        MeshError, match=r"from ranks range\(0, 8\) to range\(0, 8\), the mesh dp2 is over "
+    ):
         reshard.reshard(tree, made, Mesh(parse("dp2")))
     with pytest.raises(MeshError, match="lacks"):
         reshard.reshard({"embed": tree["embed"]}, made, Mesh(parse("dp8")))

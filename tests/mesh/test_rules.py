@@ -43,10 +43,10 @@ def test_boxes_by_hand():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 8, 11])
 def test_parts_are_the_chunks_of_torch(length):
-    lay = Layout((length,), (("data",),), (4, 1, 1, 2))
+    chunked = Layout((length,), (("data",),), (4, 1, 1, 2))
     chunks = torch.arange(length).chunk(4)
     for rank in range(8):
-        (low, high), at = lay.box(rank)[0], rank // 2
+        (low, high), at = chunked.box(rank)[0], rank // 2
         expected = chunks[at].tolist() if at < len(chunks) else []
         assert list(range(low, high)) == expected
 
@@ -55,22 +55,22 @@ def test_parts_are_the_chunks_of_torch(length):
 def test_shards_of_all_ranks_cover_every_element_as_often_as_it_is_replicated(table):
     tree = {"embed": torch.arange(8 * 12).view(8, 12), "layers": ({"o": torch.arange(12 * 4 * 3).view(12, 4, 3)},)}
     axes = {"embed": ("vocab", "embed"), "layers": ({"o": ("embed", "heads", "head")},)}
-    lays = layouts(tree, axes, table, DP4_TP2)
+    places = layouts(tree, axes, table, DP4_TP2)
     seen = trees.map(torch.zeros_like, tree)
     for rank in range(8):
-        parts = shard(tree, lays, Mesh(DP4_TP2, rank))
-        for count, x, part, lay in zip(*map(trees.leaves, (seen, tree, parts, lays)), strict=True):
-            where = tuple(slice(low, high) for low, high in lay.box(rank))
+        parts = shard(tree, places, Mesh(DP4_TP2, rank))
+        for count, x, part, place in zip(*map(trees.leaves, (seen, tree, parts, places)), strict=True):
+            where = tuple(slice(low, high) for low, high in place.box(rank))
             assert torch.equal(part, x[where]) and part.is_contiguous()
             count[where] += 1
-    for count, lay in zip(trees.leaves(seen), trees.leaves(lays), strict=True):
-        assert (count == 8 // Mesh(DP4_TP2).size(lay.axes)).all()
+    for count, place in zip(trees.leaves(seen), trees.leaves(places), strict=True):
+        assert (count == 8 // Mesh(DP4_TP2).size(place.axes)).all()
 
 
 def test_a_shard_owns_its_memory_and_a_whole_leaf_is_shared():
     tree = {"w": torch.zeros(8, 2), "norm": torch.zeros(2)}
-    lays = layouts(tree, {"w": ("vocab", "embed"), "norm": ("norm",)}, STORED, DP4_TP2)
-    parts = shard(tree, lays, Mesh(DP4_TP2, 0))
+    places = layouts(tree, {"w": ("vocab", "embed"), "norm": ("norm",)}, STORED, DP4_TP2)
+    parts = shard(tree, places, Mesh(DP4_TP2, 0))
     parts["w"] += 1
     assert tree["w"].sum() == 0
     assert parts["norm"] is tree["norm"]
@@ -83,9 +83,9 @@ def test_key_value_heads_are_replicated_where_they_are_too_few():
 
 def test_fully_sharded_over_one_of_two_axes_is_hybrid():
     table = fully_sharded(STORED, "expert")
-    lay = layout("up", (12, 8), ("mlp", "embed"), table, parse("dp2,ep2,tp2"))
-    assert lay.spec == (("tensor",), ("expert",))
-    assert lay.box(0) == lay.box(4), "ranks that differ only in their data index hold the same part"
+    hybrid = layout("up", (12, 8), ("mlp", "embed"), table, parse("dp2,ep2,tp2"))
+    assert hybrid.spec == (("tensor",), ("expert",))
+    assert hybrid.box(0) == hybrid.box(4), "ranks that differ only in their data index hold the same part"
     assert STORED["embed"] is None, "the table that it is made from stays as it is"
 
 

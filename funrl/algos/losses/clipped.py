@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term
-from funrl.algos.losses.ratios import Ratio, log_ratio, run_ratio, token_ratio
+from funrl.algos.losses.ratios import Ratio, log_ratio, or_token_ratio
 from funrl.batch import Batch
 
 
@@ -83,10 +83,10 @@ def clipped_surrogate(
         raise ValueError(f"dual_clip is {dual_clip}: it must be above 1, or None for no dual clip")
     if delta is not None and delta <= 1 + clip_high:
         raise ValueError(f"delta is {delta}: it must be above 1 + clip_high = {1 + clip_high}, or None for no bound")
-    ratio = ratio or token_ratio()
+    ratio = or_token_ratio(ratio)
 
     def term(logp_BT: Tensor, batch: Batch):
-        r_BT = run_ratio(ratio, logp_BT, batch)
+        r_BT = ratio(logp_BT, batch)
         out = clipped_surrogate_loss(r_BT, batch.advantage, clip_low, clip_high, dual_clip, delta)
         return out.loss, {
             "actor/pg_clipfrac": out.clipped,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos.core import PieceError, Term, described, name_of, run_term
+from funrl.algos.core import Term, check_called, run_term
 from funrl.algos.masks import sequence_sums, to_own_tokens
 from funrl.batch import Batch
 
@@ -80,16 +80,16 @@ def sequence_ratio(per_token: bool = False) -> Ratio:
     return ratio
 
 
-def run_ratio(ratio: Ratio, logp_BT: Tensor, batch: Batch) -> Tensor:
-    """The ratio on a batch.
+def or_token_ratio(ratio: Ratio | None) -> Ratio:
+    """The ratio, or `token_ratio()` for None.
 
     Raises:
       PieceError: it is a factory that was not called.
     """
-    r_BT = ratio(logp_BT, batch)
-    if not isinstance(r_BT, Tensor):
-        raise PieceError(f"ratio {name_of(ratio)} gave {described(r_BT)}: call it, ratio={name_of(ratio)}()")
-    return r_BT
+    if ratio is None:
+        return token_ratio()
+    check_called(ratio, "Ratio")
+    return ratio
 
 
 def times_ratio(term: Term, ratio: Ratio | None = None) -> Term:
@@ -104,10 +104,11 @@ def times_ratio(term: Term, ratio: Ratio | None = None) -> Term:
     Needs: what the ratio and the term need.
     Returns: a term; its metrics are those of the term.
     """
-    ratio = ratio or token_ratio()
+    check_called(term, "Term")
+    ratio = or_token_ratio(ratio)
 
     def multiplied(logp_BT: Tensor, batch: Batch):
         loss_BT, metrics = run_term(term, logp_BT, batch)
-        return run_ratio(ratio, logp_BT, batch) * loss_BT, metrics
+        return ratio(logp_BT, batch) * loss_BT, metrics
 
     return multiplied

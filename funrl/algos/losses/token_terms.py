@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term
-from funrl.algos.losses.ratios import Ratio, bounded_exp, either, log_ratio, run_ratio, token_ratio
+from funrl.algos.losses.ratios import Ratio, bounded_exp, either, log_ratio, or_token_ratio
 from funrl.batch import Batch
 
 
@@ -38,10 +38,10 @@ def surrogate(ratio: Ratio | None = None) -> Term:
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T] in the advantage's unit; metric "actor/ppo_kl" (nats).
     """
-    ratio = ratio or token_ratio()
+    ratio = or_token_ratio(ratio)
 
     def term(logp_BT: Tensor, batch: Batch):
-        loss_BT = -batch.advantage * run_ratio(ratio, logp_BT, batch)
+        loss_BT = -batch.advantage * ratio(logp_BT, batch)
         return loss_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch)}
 
     return term
@@ -67,10 +67,10 @@ def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ra
             f"clipped_importance(clip_low={clip_low}, clip_high={clip_high}): the weight's bounds 1 - clip_low and "
             "1 + clip_high must be at least 0 and at least 1: clip_low is from 0 to 1, clip_high at least 0"
         )
-    ratio = ratio or token_ratio()
+    ratio = or_token_ratio(ratio)
 
     def term(logp_BT: Tensor, batch: Batch):
-        r_BT = run_ratio(ratio, logp_BT, batch).detach()
+        r_BT = ratio(logp_BT, batch).detach()
         weight_BT = r_BT.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
         return -batch.advantage * weight_BT * logp_BT, {
             "actor/pg_clipfrac": (weight_BT != r_BT).to(r_BT.dtype),
@@ -95,12 +95,12 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
     """
     if positive <= 0 or negative <= 0:
         raise ValueError(f"soft_gate(positive={positive}, negative={negative}): both temperatures must be above 0")
-    ratio = ratio or token_ratio()
+    ratio = or_token_ratio(ratio)
 
     def term(logp_BT: Tensor, batch: Batch):
         a_BT = batch.advantage
         tau_BT = either(a_BT > 0, positive, negative, a_BT)
-        gate_BT = torch.sigmoid(tau_BT * (run_ratio(ratio, logp_BT, batch) - 1)) * 4 / tau_BT
+        gate_BT = torch.sigmoid(tau_BT * (ratio(logp_BT, batch) - 1)) * 4 / tau_BT
         return -a_BT * gate_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch)}
 
     return term

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_explain import SMALL
+from test_resharding import SMALL
 
-from funrl.mesh.explain import report
+from funrl.cost.resharding import report
 
 DOCS = Path(__file__).parents[2] / "docs"
 PICTURED = SMALL | {
@@ -21,7 +21,7 @@ PICTURED = SMALL | {
 @pytest.mark.gloo
 def test_the_snippets_run():
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "resharding.md").read_text(), re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     exec(compile("\n".join(snippets), "docs/resharding.md", "exec"), {"__name__": "snippets"})
 
 

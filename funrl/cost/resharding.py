@@ -1,0 +1,107 @@
+"""Cost of going from a training layout to a generation layout, before anything is started.
+
+    python -m funrl.cost.resharding --model=DIR_OR_CONFIG --mesh=dp4,tp2 --generate_mesh=dp2,tp4
+
+prints a row for every kind of tensor: its layouts in training and in generation, its bytes on a device in both, and
+what moves from one to the other by which way; then the totals. It starts no process and loads no weight.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from absl import flags
+
+from funrl import trees
+from funrl.mesh import mesh as meshes
+from funrl.mesh import rules
+from funrl.mesh.explain import explain, kinds
+from funrl.mesh.mesh import MeshError, parse
+from funrl.mesh.picture import draw
+from funrl.mesh.plan import RANKS_PER_NODE, plan
+from funrl.models import decoder
+from funrl.models.config import ModelError, config_from_hf
+
+
+def define_flags(table: flags.FlagValues) -> None:
+    model = "Hugging Face directory or config.json, of which only config.json is read; it must be given"
+    flags.DEFINE_string("model", None, model, table)
+    flags.DEFINE_string("mesh", "dp1", "devices in training, such as dp4,tp2", table)
+    flags.DEFINE_string("generate_mesh", None, "the same devices in generation; the default is --mesh", table)
+    flags.DEFINE_bool("fsdp", False, "training shards every weight over data too", table)
+    flags.DEFINE_enum("dtype", None, ["float64", "float32", "bfloat16", "float16"], "default: the model's", table)
+    near = "neighbouring ranks that are near each other"
+    flags.DEFINE_integer("ranks_per_node", RANKS_PER_NODE, near, lower_bound=1, flag_values=table)
+    flags.DEFINE_string("picture", None, "an SVG file to draw what moves into, for at most 16 devices", table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line and returns the exit status: 2 where it asks for what cannot be."""
+    values = flags.FlagValues()
+    define_flags(values)
+    if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):
+        print(f"{__doc__}{values.module_help(values.find_module_defining_flag('model'))}")
+        return 0
+    try:
+        rest = values(list(argv))[1:]
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
+        if values.model is None:
+            raise ValueError("--model=DIR_OR_CONFIG is needed; --help lists all flags")
+        print(report(values.model, values.mesh, values.generate_mesh or values.mesh, values.fsdp, values.dtype,
+                     values.ranks_per_node, values.picture))  # fmt: skip
+    except flags.UnrecognizedFlagError as error:
+        return _refuse(f"--{error.flagname} is not a flag; --help lists all flags")
+    except (MeshError, ValueError, OSError, flags.Error) as error:
+        return _refuse(str(error).removeprefix("flag "))
+    return 0
+
+
+def _refuse(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 2
+
+
+def report(
+    model: str, mesh: str, generate_mesh: str, fsdp: bool, dtype: str | None, near: int, picture: str | None
+) -> str:
+    """Everything that the command prints.
+
+    Raises:
+      ModelError: the model cannot be read. MeshError: a mesh cannot be built, or a tensor does not divide over it.
+    """
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        raise ModelError(f"--model={model}: there is no {path}")
+    try:
+        config = config_from_hf(json.loads(path.read_text()))
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    shapes, logical = decoder.shapes(config), decoder.axes(config)
+    start = time.perf_counter()
+    train_rules = rules.fully_sharded(rules.STORED) if fsdp else rules.STORED
+    src = rules.layouts(shapes, logical, train_rules, parse(mesh))
+    dst = rules.layouts(shapes, logical, rules.GENERATE, parse(generate_mesh))
+    made = plan(src, dst, getattr(torch, dtype or config.dtype), near)
+    seconds = time.perf_counter() - start
+    axes: dict[str, tuple[str, ...]] = {}
+    trees.map_named(lambda name, _, its: axes.setdefault(name, its), shapes, logical)
+    millions = trees.count(shapes) / 1e6
+    train = meshes.text(parse(mesh)) + (" fully sharded" if fsdp else "")
+    title = f"{config.family}, {millions:,.1f} M parameters in {dtype or config.dtype}, {made.world} devices: "
+    title += f"train {train}, generate {meshes.text(parse(generate_mesh))}"
+    lines = [title, "", explain(made, axes), f"planned in {seconds:.2f} s"]
+    if picture is not None:
+        moving = [kind for kind in kinds(made, axes) if kind.route.way != "alias"]
+        Path(picture).write_text(draw(made, [kind.leaf for kind in moving], [kind.name for kind in moving]))
+        lines.append(f"picture in {picture}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

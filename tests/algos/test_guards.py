@@ -1,0 +1,353 @@
+"""Mistakes in a user's own pieces: each is told by name before the first update, with the way out."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from pieces import example
+
+from funrl import algos
+from funrl.algos import Algorithm, Loss, Max, Mean, Reduction, Signal, Sum, chain, check, reduce, stateless, token_mean
+from funrl.batch import FIELDS, Batch, fields_by
+
+SOURCE = {"length", "group", "score", "truncated", "rollout_logp"}
+STEP = {"old_logp", "entropy"}
+AVAILABLE = SOURCE | STEP
+
+to_tokens = algos.to_tokens()
+group = chain(algos.group_center(), to_tokens)
+
+
+def trained(term=None, advantage=group, reduction=None, **others):
+    """An algorithm with one piece of a user's own."""
+    return Algorithm(
+        advantage, {"policy": reduce(term or algos.policy_gradient(), reduction or token_mean())}, **others
+    )
+
+
+def scalar_loss(logp, batch):
+    return (-logp * batch.advantage).mean(), {}
+
+
+def loss_per_row(logp, batch):
+    return (-logp * batch.advantage).sum(1), {}
+
+
+def no_metrics(logp, batch):
+    return -logp * batch.advantage
+
+
+def forgot_to_return(logp, batch):
+    -logp * batch.advantage
+
+
+def metric_per_row(logp, batch):
+    return -logp * batch.advantage, {"mine": logp.sum(1)}
+
+
+def float_metric(logp, batch):
+    return -logp * batch.advantage, {"mine": 0.5}
+
+
+def reads_returns(logp, batch):
+    return -logp * batch.returns, {}
+
+
+def reads_unknown(logp, batch):
+    return -logp * batch.advantages, {}
+
+
+def makes_terms(low=0.1, high=0.2):
+    return lambda logp, batch: (logp * batch.advantage, {})
+
+
+def makes_filters(threshold):
+    return lambda batch: batch.score > threshold
+
+
+def without_gradient(logp, batch):
+    return -logp.detach() * batch.advantage, {}
+
+
+def no_shift(x, batch):
+    x - x.mean()
+
+
+def no_signal(signal, state, batch):
+    return signal
+
+
+def long_chain(x, batch):
+    return x * batch.kl_baseline.mean()
+
+
+def breaks(logp, batch):
+    return logp * batch.advantage[:, :20].reshape(3, 20), {}
+
+
+def reads_entropy_below(batch):
+    return (batch.entropy.sum(),)
+
+
+plain = trained().losses["policy"]
+BROKEN = {
+    "a term that gives a scalar": (
+        lambda: check(trained(scalar_loss), AVAILABLE),
+        r"term scalar_loss gave a tensor \[\] as its loss, for a batch of \[4, 8\]: a loss per token \[B, T\] is",
+    ),
+    "a term that gives a loss per row": (
+        lambda: check(trained(loss_per_row), AVAILABLE),
+        r"term loss_per_row gave a tensor \[4\] as its loss, .*: a loss per token",
+    ),
+    "no metrics dict": (
+        lambda: check(trained(no_metrics), AVAILABLE),
+        r"term no_metrics gave a loss and no metrics: return \(loss, \{\}\)",
+    ),
+    "no return": (
+        lambda: check(trained(forgot_to_return), AVAILABLE),
+        r"term forgot_to_return gave None: return \(loss per token, dict of metrics\)",
+    ),
+    "a term inside of others": (
+        lambda: check(trained(algos.with_regularizers(forgot_to_return, 0.1)), AVAILABLE | {"ref_logp"}),
+        "term forgot_to_return gave None",
+    ),
+    "a metric per row": (
+        lambda: check(trained(metric_per_row), AVAILABLE),
+        r"metric 'mine' of term metric_per_row is a tensor \[4\]: give a tensor \[B, T\]",
+    ),
+    "a metric that is a number": (
+        lambda: check(trained(float_metric), AVAILABLE),
+        "metric 'mine' of term float_metric is a float: give a tensor",
+    ),
+    "a term factory that was not called": (
+        lambda: trained(algos.clipped_surrogate),
+        r"the function clipped_surrogate is not a term: call it, clipped_surrogate\(...\)",
+    ),
+    "such a factory inside of others": (
+        lambda: algos.add(algos.policy_gradient(), algos.scale(0.1, algos.kl_to_reference)),
+        r"the function kl_to_reference is not a term: call it, kl_to_reference\(...\)",
+    ),
+    "a user's factory that was not called": (
+        lambda: check(trained(makes_terms), AVAILABLE),
+        r"makes_terms\(x, batch\) gave the function makes_terms: .*; call it, makes_terms\(...\)",
+    ),
+    "a ratio factory that was not called": (
+        lambda: algos.clipped_surrogate(ratio=algos.sequence_ratio),
+        r"the function sequence_ratio is not a ratio: call it, sequence_ratio\(...\)",
+    ),
+    "an advantage factory that was not called": (
+        lambda: chain(algos.group_center, to_tokens),
+        r"piece 1 of the chain is the function group_center .*: call it, group_center\(\)",
+    ),
+    "an algorithm of such a factory": (
+        lambda: trained(advantage=algos.to_tokens),
+        r"Algorithm.advantage is the function to_tokens .*: call it, to_tokens\(\)",
+    ),
+    "a reduction factory that was not called": (
+        lambda: reduce(algos.policy_gradient(), token_mean),
+        r"reduce was given the function token_mean as a reduction: call it, token_mean\(\)",
+    ),
+    "a filter factory that was not called": (
+        lambda: trained(filter=algos.unequal_scores),
+        r"the function unequal_scores is not a filter: call it, unequal_scores\(...\)",
+    ),
+    "a user's filter factory that was not called": (
+        lambda: check(trained(filter=makes_filters), AVAILABLE),
+        r"the filter makes_filters\(batch\) gave the function makes_filters: .*; call it, makes_filters\(...\)",
+    ),
+    "a loss that is not reduced": (
+        lambda: Algorithm(group, {"policy": algos.policy_gradient()}),
+        r"the loss of 'policy' is the function policy_gradient and not a loss: reduce\(term, token_mean\(\)\) makes",
+    ),
+    "a loss without a role": (
+        lambda: Algorithm(group, reduce(algos.policy_gradient(), token_mean())),
+        "Algorithm.losses is .*: it maps roles to losses",
+    ),
+    "terms where losses are summed": (
+        lambda: algos.sum_losses(algos.policy_gradient()),
+        "sum_losses was given the function policy_gradient; `add` is the sum of terms",
+    ),
+    "a chain that never comes to tokens": (
+        lambda: check(trained(advantage=chain(algos.group_center())), AVAILABLE),
+        r"the advantage chain ends with \[4\]: put to_tokens\(\) at its end",
+    ),
+    "a piece on tokens too early": (
+        lambda: check(trained(advantage=chain(algos.whiten(), to_tokens)), AVAILABLE),
+        r"a piece on token rewards \[B, T\] was given outcomes \[4\]",
+    ),
+    "a shaping function that returns nothing": (
+        lambda: check(trained(advantage=chain(stateless(no_shift), to_tokens)), AVAILABLE),
+        r"no_shift\(x, batch\) gave None: return the new x",
+    ),
+    "a piece that drops its state": (
+        lambda: check(trained(advantage=chain(algos.Advantage(lambda: (), no_signal), to_tokens)), AVAILABLE),
+        r"piece no_signal gave a Signal: return \(signal, state\)",
+    ),
+    "weights normalised before they are made": (
+        lambda: check(
+            trained(advantage=chain(algos.normalise_weights(), algos.importance_weights(), group)), AVAILABLE
+        ),
+        r"normalise_weights\(\) goes by signal.weight, which importance_weights\(\) after it makes: put that one first",
+    ),
+    "a baseline that goes by weights before they are made": (
+        lambda: check(
+            trained(
+                advantage=chain(
+                    algos.to_last_token(),
+                    chain(algos.reward_to_go(), algos.optimal_token_baseline()),
+                    algos.importance_weights(),
+                )
+            ),
+            AVAILABLE | {"sum_pi_squared"},
+        ),
+        r"optimal_token_baseline\(\) goes by signal.weight, which importance_weights\(\) after it makes",
+    ),
+    "weights that nothing makes": (
+        lambda: check(trained(advantage=chain(algos.normalise_weights(), group)), AVAILABLE),
+        r"batch.weight is missing; .* made by importance_weights\(\) .* \(read by normalise_weights\)",
+    ),
+    "a field that no piece of the chain writes, with the user's line": (
+        lambda: check(trained(reads_returns), AVAILABLE),
+        r"the loss of 'policy' cannot be computed: batch.returns is missing; it is written by a piece of the advantage "
+        r"chain: the critic's target, made by gae\(\) \(read at .*test_guards.py:\d+: return -logp \* batch.returns",
+    ),
+    "a field that the run does not provide, in a lambda": (
+        lambda: check(trained(lambda logp, batch: (logp - batch.ref_logp, {})), AVAILABLE),
+        r"batch.ref_logp is missing; it is written by a frozen reference: nats \(read at .*test_guards.py:\d+: lambda",
+    ),
+    "a field that the run does not provide, in the chain": (
+        lambda: check(trained(advantage=chain(stateless(long_chain), to_tokens)), AVAILABLE),
+        r"the advantage chain cannot run: batch.kl_baseline is missing; .* \(read at .*: return x \* batch.kl_baseline",
+    ),
+    "a field that there is not": (
+        lambda: check(trained(reads_unknown), AVAILABLE),
+        "a batch has no field 'advantages'; did you mean 'advantage'",
+    ),
+    "a filter that reads what comes later": (
+        lambda: check(trained(filter=lambda batch: batch.old_logp.sum(1) > 0), AVAILABLE),
+        r"the filter .* cannot run on what the source gives: batch.old_logp is missing; it is written by the trainer",
+    ),
+    "a filter that gives scores": (
+        lambda: check(trained(filter=lambda batch: batch.score), AVAILABLE),
+        r"the filter .* gave a tensor \[4\]: a truth value per row \[B\] is needed",
+    ),
+    "a loss that no gradient goes through": (
+        lambda: check(trained(without_gradient), AVAILABLE),
+        "the loss of 'policy' depends on nothing that is trained: it has no gradient",
+    ),
+    "a denominator that the step would have to write": (
+        lambda: check(
+            Algorithm(group, {"policy": Loss(reads_entropy_below, trained().losses["policy"].numerators)}), AVAILABLE
+        ),
+        "the loss of 'policy' has no denominators: a denominator reads what only the step writes; batch.entropy",
+    ),
+    "more denominators than numerators": (
+        lambda: check(
+            trained(reduction=Reduction((token_mean() + token_mean()).denominators, token_mean().numerators)), AVAILABLE
+        ),
+        r"the loss of 'policy' gave numerators \[\[\]\] and denominators \[\[\], \[\]\]: as many scalars are needed",
+    ),
+    "a piece that cannot take the example": (
+        lambda: check(trained(breaks), AVAILABLE),
+        r"the loss of 'policy' cannot be run on the example batch .*4 rows of 8 tokens.*: RuntimeError: ",
+    ),
+    "a divergence that is not said": (
+        lambda: check(dataclasses.replace(algos.gkd(), divergence=None), AVAILABLE | {"divergence"}),
+        r"a loss reads batch.divergence, and Algorithm.divergence does not say which: give Divergence\(beta\)",
+    ),
+    "a divergence that nothing reads": (
+        lambda: check(trained(divergence=algos.Divergence()), AVAILABLE),
+        "Algorithm.divergence is given, and no loss reads batch.divergence",
+    ),
+    "corrections of what has no chain": (
+        lambda: algos.corrected(algos.sft(), algos.mask_truncated()),
+        "this algorithm has no advantage chain to put pieces before",
+    ),
+    "scores of PRIME outside of 0 to 1": (
+        lambda: algos.apply_advantage(
+            algos.prime().advantage, algos.prime().advantage.init(), example()._replace(score=torch.full((7,), 5.0))
+        ),
+        r"scores are from 5 to 5: label_outcomes\(\) needs them in 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_piece_is_refused_before_the_first_update(name):
+    broken, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message) as error:
+        broken()
+    assert re.search(r"\n", str(error.value)) is None, "a message is one line"
+
+
+@pytest.mark.parametrize("name", algos.NAMES)
+def test_every_recipe_passes_and_each_field_that_it_reads_is_named_where_it_is_missing(name):
+    algorithm = algos.recipe(name)()
+    written = set(FIELDS) - set(fields_by("advantage", "trainer"))
+    check(algorithm, written)
+    for field in algos.reads(algorithm).required - {"mask", "score"}:
+        with pytest.raises(ValueError, match=rf"batch.{field} is missing; it is written by"):
+            check(algorithm, written - {field})
+
+
+def test_a_users_own_lambda_hides_nothing():
+    term = lambda logp, batch: (batch.ref_logp - logp if batch.get("old_logp") is None else logp * batch.value, {})  # noqa: E731
+    found = trained(term).losses["policy"].reads
+    assert found.required == {"mask", "value"} and found.optional == {"old_logp", "segments"}
+    check(trained(term), {"ref_logp", "score", "group"})  # the other branch is taken where old_logp is not there
+    with pytest.raises(ValueError, match=r"batch\.value is missing"):
+        check(trained(term), {"old_logp", "ref_logp", "score", "group"})
+
+
+def test_what_a_chain_makes_is_found_by_running_it():
+    makes = {
+        "advantage sampled": algos.grpo(),
+        "advantage sampled returns": algos.ppo(),
+        "advantage sampled label": algos.prime(),
+        "advantage sampled returns imitated": algos.vapo(),
+        "advantage sampled weight": algos.corrected(algos.grpo(), algos.importance_weights()),
+    }
+    for names, algorithm in makes.items():
+        assert algos.run_advantage(algorithm.advantage).makes == set(names.split())
+    assert "score" in algos.reads(algos.grpo()).required
+    assert "score" not in algos.reads(algos.distillation()).required, "the teacher's opinion is all that counts"
+    wrong = Algorithm(algos.grpo().advantage, algos.ppo().losses)
+    assert algos.reads(wrong).required >= {"returns", "value"} and "returns" not in algos.reads(algos.ppo()).required
+
+
+def test_a_chain_begins_with_the_scores_or_zeros():
+    batch = example()
+    assert torch.equal(algos.begin(batch).x, batch.score)
+    none = algos.begin(batch._replace(score=None))
+    assert none.x.tolist() == [0.0] * 7 and none.x.dtype == torch.float64 and torch.equal(none.mask, batch.mask)
+    only = algos.begin(Batch(tokens=batch.tokens, mask=batch.mask))
+    assert only.x.dtype == torch.float32
+    assert isinstance(only, Signal)
+
+
+def test_metrics_are_typed():
+    mean, high, count = Mean(torch.tensor(6.0), torch.tensor(4.0)), Max(torch.tensor(2.0)), Sum(torch.tensor(2.0))
+    assert mean.value == 1.5 and (mean + Mean(torch.tensor(2.0), torch.tensor(4.0))).value == 1
+    assert Mean(torch.tensor(3.0), torch.tensor(0.0)).value == 3, "a denominator of 0 stands for 1"
+    assert mean.over(torch.tensor(3, dtype=torch.int64)) == 2
+    assert algos.merge(high, Max(torch.tensor(5.0))) == Max(torch.tensor(5.0))
+    assert algos.merge(count, Sum(torch.tensor(5.0))) == Sum(torch.tensor(7.0))
+    with pytest.raises(ValueError, match="a Max and a Sum are no parts of one metric"):
+        algos.merge(high, count)
+    batch = example()
+    metrics = {"per token": batch.old_logp.clone().requires_grad_(), "mean": mean, "most": high, "all": count}
+    loss = reduce(lambda logp, batch: (logp, metrics), token_mean())
+    _, got = loss(batch.old_logp, batch)
+    assert got["most"] == high and got["all"] == count and got["mean"] == mean
+    assert got["per token"].value.item() == pytest.approx(batch.old_logp[batch.mask].mean().item())
+    assert not got["per token"].value.requires_grad
+
+
+def test_two_reductions_of_one_term():
+    batch = example()
+    both = reduce(algos.policy_gradient(), token_mean() + algos.sequence_mean())
+    apart = [reduce(algos.policy_gradient(), form) for form in (token_mean(), algos.sequence_mean())]
+    want = sum(loss(batch.old_logp, batch)[0] for loss in apart)
+    assert len(both.denominators(batch)) == 2
+    assert both(batch.old_logp, batch)[0].item() == pytest.approx(want.item(), rel=1e-12)
