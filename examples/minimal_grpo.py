@@ -66,8 +66,11 @@ def main():
     reference, frozen = Role(placed, {"ref_logp": "logp"}), trees.clone(state.params)
     states = {"policy": RoleState(state.params, policy.optimizer.init(state.params))}
     engine = native_engine(placed.model)
-    sampling = Sampling(max_new_tokens=arithmetic.MAX_NEW_TOKENS, stop=(tokenizer.eos_token_id,), samples=SAMPLES)
-    examples = [Example(tokenizer.encode(p.prompt), p.prompt, p.fields) for p in arithmetic.training_prompts(0, digits=DIGITS)]
+    stop = (tokenizer.eos_token_id,)
+    sampling = Sampling(max_new_tokens=arithmetic.MAX_NEW_TOKENS, stop=stop, samples=SAMPLES)
+    examples = [
+        Example(tokenizer.encode(p.prompt), p.prompt, p.fields) for p in arithmetic.training_prompts(0, digits=DIGITS)
+    ]
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     chain_state, means = algorithm.advantage.init(), []
     for step in range(STEPS):

@@ -4,7 +4,8 @@
 
 It runs the trainer's own functions for one rank of the mesh, on tensors without memory and a process group that sends
 nothing: what is counted is what the code does. No process is started, no weight and no prompt is read. Every row is
-taken to be as long as it may be, every token of a text but the first to be trained on, and no prompt to be filtered out.
+taken to be as long as it may be, every token of a text but the first to be trained on, and no prompt to be filtered
+out.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from funrl.cost.estimate import (
 from funrl.cost.hardware import Hardware
 from funrl.data.supervised import FIELDS, Text, TextExample
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models import Model, decoder_model, hf
@@ -48,12 +48,12 @@ from funrl.trainer import job as jobs
 from funrl.trainer import offload
 from funrl.trainer.advantages import advantages
 from funrl.trainer.build import Generator, Parts, build, first_state
+from funrl.trainer.checks import check_settings
+from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import text_rows
 from funrl.trainer.learn import learn
 from funrl.trainer.score import score
-from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError
 from funrl.trainer.settings import Settings, for_kind
 from funrl.trainer.tasks import Task, Texts, embedded_texts
 

@@ -63,7 +63,7 @@ def check_prompts(records: Sequence[Any]) -> list[Prompt]:
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
     """The next `count` of an endless sequence: all prompts in a shuffled order, then all in another, and so on.
 
-    It has no state: a run that goes on after `consumed` prompts takes the prompts that it would have taken without a stop,
+    It has no state: a run that goes on after `consumed` prompts takes those that it would have taken without a stop,
     whatever the batch sizes before.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -53,7 +54,7 @@ class TrainedModel:
         Args:
           texts: prompts.
           seed: fixes the samples.
-          sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy where no temperature is given.
+          sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy without a temperature.
 
         Returns: one completion a text.
         """
@@ -170,10 +171,8 @@ def train(
     run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
     program = functools.partial(_rank, job, run_dir, on_step, source)
     outcome = launch(program, job.sizes, job.device, timeout=datetime.timedelta(minutes=chosen.timeout))
-    try:
+    with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
-    except ReportError:  # it stopped before its first step
-        pass
     lines = Path(run_dir) / "metrics.jsonl"
     metrics = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     return Run(run_dir, metrics, outcome)

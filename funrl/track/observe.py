@@ -20,7 +20,6 @@ from funrl.track.trackers import jsonl, tensorboard, together
 from funrl.trainer.job import Job
 from funrl.trainer.rollout import Example
 
-
 OnStep = Callable[[int, dict[str, float]], Any]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from funrl.algos.checking import check
 from funrl.algos.core import Algorithm
-from funrl.batch import FIELDS
+from funrl.batch import FIELDS, fields_by
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
@@ -24,10 +24,10 @@ from funrl.trainer.declaration import SettingsError
 from funrl.trainer.roles import VALUES, WRITES, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
-from funrl.trainer.tasks import Given, Task, Texts, check_prompt_lengths, prompts_of, texts_of
+from funrl.trainer.tasks import Given, Task, Texts, check_prompt_lengths, fields_of_texts, prompts_of, texts_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-GENERATED = ("source", "step", "advantage")  # writers whose fields every run that generates provides
+ALWAYS = ("step", "advantage")  # writers whose fields every run provides
 
 
 class Job(NamedTuple):
@@ -101,6 +101,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     models, directories = models_of(algorithm, settings, model, tokenizer)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, settings, tokenizer, model, given)
+    if isinstance(task, Texts):
+        check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task)
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop)
@@ -156,15 +158,19 @@ def models_of(
     return models, directories
 
 
-def check_algorithm(algorithm: Algorithm, settings: Settings) -> None:
+def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
     """Compares what an algorithm reads with what a run of these settings provides.
+
+    Args:
+      source: fields that the source writes; None: all that a source may write.
 
     Raises:
       SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
     """
     learning = set(algorithm.losses)
     writers = {"policy", "reference"} | learning | ({"teacher"} if settings.teacher is not None else set())
-    available = {name for name, field in FIELDS.items() if field.writer in (*GENERATED, *writers)}
+    available = {name for name, field in FIELDS.items() if field.writer in (*ALWAYS, *writers)}
+    available |= set(fields_by("source") if source is None else source)
     try:
         check(algorithm, available)
     except ValueError as error:

@@ -83,7 +83,9 @@ def fields_read(algorithm: Algorithm) -> frozenset[str]:
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
     writers = {FIELDS[field].writer for field in fields_read(algorithm)} & set(WRITES)
-    return tuple(name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses))
+    return tuple(
+        name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses)
+    )
 
 
 def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 
 from funrl import trees
 from funrl.algos.core import reduce
-from funrl.algos.losses.reductions import token_mean
 from funrl.algos.losses.likelihood import negative_log_likelihood
+from funrl.algos.losses.reductions import token_mean
 from funrl.batch import Batch
 from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
@@ -116,7 +116,8 @@ def cache_directory() -> Path:
 def _key(job: Job) -> str:
     """A hash of everything that the weights depend on. The mesh is not among it: it does not change them."""
     facts = {
-        "version": VERSION, "config": dataclasses.asdict(job.model.config), "task": job.task.name, "batch": BATCH, "lr": LR,
+        "version": VERSION, "config": dataclasses.asdict(job.model.config), "task": job.task.name, "batch": BATCH,
+        "lr": LR,
         "steps": job.warmstart_steps, "seed": job.settings.seed, "dtype": job.settings.dtype,
         "demonstrations": job.task.demonstrations(0, 16) if job.task.demonstrations else None,
     }  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from funrl.compiled_kernels import linear_logprob as kernel
-from funrl.compiled_kernels.linear_logprob import WANTS, topk, linear_logprob, linear_logprob_reference
+from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, topk
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 T, V, D = 13, 24, 6

@@ -9,14 +9,7 @@ import typing
 
 import pytest
 import torch
-
-import funrl.algos
-from funrl import trees
-from funrl.algos.compose import corrected
-from funrl.algos.core import Algorithm, add, chain, needs_of, reduce
-from funrl.algos.corrections import mask_truncated
 from funrl.algos.distillation import distillation
-from funrl.algos.filters import not_truncated
 from funrl.algos.gdpo import gdpo
 from funrl.algos.grpo import grpo
 from funrl.algos.kl import kl_to
@@ -26,6 +19,14 @@ from funrl.algos.reductions import token_mean
 from funrl.algos.shaping import adaptive_kl, fixed_kl
 from funrl.algos.terms import clipped_surrogate
 from funrl.algos.terms_covariance import adapt_entropy
+from funrl.trainer.spmd import Clock
+
+import funrl.algos
+from funrl import trees
+from funrl.algos.compose import corrected
+from funrl.algos.core import Algorithm, add, chain, needs_of, reduce
+from funrl.algos.corrections import mask_truncated
+from funrl.algos.filters import not_truncated
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder, hf
@@ -34,7 +35,6 @@ from funrl.trainer import ensemble, phases, warmstart
 from funrl.trainer import job as jobs
 from funrl.trainer.job import SettingsError, check_needs, prepare
 from funrl.trainer.settings import Settings
-from funrl.trainer.spmd import Clock
 
 MODULES = {m.name: importlib.import_module(f"funrl.algos.{m.name}") for m in pkgutil.iter_modules(funrl.algos.__path__)}
 MAKERS = {name: getattr(module, name) for name, module in MODULES.items() if hasattr(module, name)}
