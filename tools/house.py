@@ -178,9 +178,10 @@ def distributed(house: House) -> list[str]:
         if place.parts[0] in DISTRIBUTED or place.as_posix() in DISTRIBUTED:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            if any(f"{module}{name}.".startswith("torch.distributed.") for name in names):
+            if any(f"{module}{alias.name}.".startswith("torch.distributed.") for alias in node.names):
                 found.append(f"funrl/{place}:{node.lineno} imports torch.distributed, which is for mesh/")
     return found
 
