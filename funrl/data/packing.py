@@ -1,11 +1,331 @@
-"""Which rows go together: equal work for every data rank, few padded tokens in every forward pass."""
+"""Assign examples to ranks and pack them end to end into micro-batches of few sizes.
+
+An example is what must stay together: a row, a pair, a group. `pack` computes, from the lengths alone, the rank, the
+micro-batch and the offset of every row; every rank computes the same plan. All arithmetic that decides anything is on
+integers, so the plan is the same on every machine.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+UNIT = 1024  # work of one token; the work of attention is rounded to 1 / UNIT of a token
+_ENOUGH = 1.003
+_TRIES = 64  # examples that are looked at for one that fits, where examples of equal work have unequal lengths
+
+
+class PackingError(ValueError):
+    """An example that fits no micro-batch; the message says which, and what would hold it."""
+
+
+class RowCost(NamedTuple):
+    """Work of a row: n + pair * (pairs of a token and one that it sees), in units of one token's work.
+
+    Attributes:
+      pair: FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token. For a
+        decoder, in forward and backward alike, 4 * layers * heads * head / (2 * parameters).
+      window: how many tokens a token sees, itself included; None: all before it.
+    """
+
+    pair: float = 0.0
+    window: int | None = None
+
+    def work(self, lengths: np.ndarray) -> np.ndarray:
+        """Work of rows of these lengths, int64 in 1 / UNIT of a token's."""
+        n = np.asarray(lengths, dtype=np.int64)
+        pairs = n * (n + 1) // 2
+        if self.window is not None:
+            beyond = np.maximum(n - self.window, 0)
+            pairs = pairs - beyond * (beyond + 1) // 2
+        return UNIT * n + np.rint(UNIT * self.pair * pairs).astype(np.int64)
+
+
+class Packing(NamedTuple):
+    """Places of all rows of a mini-batch. R ranks, M micro-batches on each.
+
+    Attributes:
+      rank: [rows] int64, the rank that computes each row.
+      micro: [rows] int64, the number of its micro-batch on that rank.
+      start: [rows] int64, the offset of its first token there; rows of an example are neighbours, in their order.
+      size: [M, R] int64, tokens of each micro-batch, its padding included; one without rows has the smallest size.
+    """
+
+    rank: np.ndarray
+    micro: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+
+    def own(self, rank: int) -> Iterator[tuple[np.ndarray, int]]:
+        """The rows of each micro-batch of a rank, in order of their offsets, and its size."""
+        mine = np.flatnonzero(self.rank == rank)
+        mine = mine[np.lexsort((mine, self.start[mine], self.micro[mine]))]
+        cuts = np.searchsorted(self.micro[mine], np.arange(1, len(self.size)))
+        for rows, size in zip(np.split(mine, cuts), self.size[:, rank], strict=True):
+            yield rows, int(size)
+
+
+def packed_sizes(token_budget: int, longest: int, multiple: int = 1, parts: int = 16) -> tuple[int, ...]:
+    """Sizes that micro-batches may have: the token budget and its fractions k / parts, ascending.
+
+    Args:
+      token_budget: tokens of the largest micro-batch.
+      longest: tokens of the longest example; the budget is raised to it.
+      multiple: sizes are multiples of it, such as sp * tp.
+      parts: how many sizes there are at most.
+
+    Example: packed_sizes(64, 10, 8, 4) is (16, 32, 48, 64), and packed_sizes(64, 90, 8, 4) is (24, 48, 72, 96).
+    """
+    step = _round_up(-(-max(token_budget, longest, 1) // parts), multiple)
+    return tuple(range(step, max(token_budget, longest, 1) + step, step))
+
+
+def pack(
+    lengths: Sequence[int] | np.ndarray,
+    ranks: int,
+    sizes: Sequence[int],
+    max_segments: int,
+    example: Sequence[int] | np.ndarray | None = None,
+    cost: RowCost = RowCost(),  # noqa: B008  (immutable)
+    owner: Sequence[int] | np.ndarray | None = None,
+) -> Packing:
+    """Pack rows into micro-batches such that micro-batch i takes all ranks about equally long.
+
+    Several plans are made (bins filled one by one with the largest example that fits, to the brim or to an equal share
+    of the work; examples spread over a given number of bins, each to the bin that has least), and the one is taken
+    that is soonest done if micro-batch i begins when all ranks have done i - 1.
+
+    Args:
+      lengths: [rows] tokens of each row.
+      ranks: R, how many ranks share the rows.
+      sizes: tokens of a micro-batch, ascending, as `packed_sizes` makes them.
+      max_segments: rows of a micro-batch, at most.
+      example: [rows] the number of each row's example; rows of one example go together. None: each row alone.
+      cost: how work grows with a row's length.
+      owner: [rows] the rank that has each row, where rows are not to move; the same for all rows of an example.
+
+    Raises:
+      PackingError: an example has more tokens than the largest size or more rows than `max_segments`.
+
+    Example: pack([5, 1, 4, 2], 2, (6,), 8).rank is [0, 0, 1, 1].
+    References: Johnson, 1973, Near-optimal bin packing algorithms (best fit, worst fit decreasing); Graham, 1969,
+      https://doi.org/10.1137/0117039
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    units = _units(lengths, example, cost)
+    _check(units, sizes[-1], max_segments)
+    most = (cost.work(np.arange(sizes[-1] + 1)) + max_segments).tolist()
+    rule = _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most)
+    homes = np.zeros(len(units.tokens), dtype=np.int64)
+    if owner is None:
+        rank, micro, size = _align(_best(units, rule), units, rule)
+    else:
+        homes[units.of_row] = np.asarray(owner, dtype=np.int64)
+        rank, micro, size = _stay(homes, units, rule)
+    rank, micro = rank[units.of_row], micro[units.of_row]
+    order = np.lexsort((np.arange(len(lengths)), units.of_row, micro, rank))
+    ends = np.cumsum(lengths[order])
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (rank[order][1:] != rank[order][:-1]) | (micro[order][1:] != micro[order][:-1])
+    before = ends - lengths[order]
+    start = np.empty_like(lengths)
+    start[order] = before - np.maximum.accumulate(np.where(first, before, 0))
+    return Packing(rank, micro, start, size)
+
+
+def lockstep_work(packing: Packing, lengths: Sequence[int] | np.ndarray, cost: RowCost) -> int:
+    """Work of the slowest rank at each micro-batch, added: the time that a packing takes, in 1 / UNIT of a token's.
+
+    The work of the rows divided by `ranks` times this is the efficiency.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    total = UNIT * packing.size
+    np.add.at(total, (packing.micro, packing.rank), cost.work(lengths) - UNIT * lengths)
+    return int(total.max(1, initial=0).sum())
+
+
+class _Units(NamedTuple):
+    """Examples: [U] arrays, and [rows] which of them a row belongs to."""
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    work: np.ndarray
+    of_row: np.ndarray
+
+    def ascending(self, which: np.ndarray | None = None) -> list[tuple[int, int, int, int]]:
+        """(work, number, tokens, rows) of the given examples, ascending."""
+        number = np.arange(len(self.tokens)) if which is None else which
+        columns = (self.work[number], number, self.tokens[number], self.rows[number])
+        return sorted(zip(*(c.tolist() for c in columns), strict=True))
+
+
+class _Rule(NamedTuple):
+    """What bins are there, and the most work that an example of so many tokens can have: that of one row, but for the
+    rounding of its rows' work."""
+
+    ranks: int
+    sizes: np.ndarray
+    max_segments: int
+    most_work: list[int]
+
+    @property
+    def largest(self) -> int:
+        return int(self.sizes[-1])
+
+
+def _units(lengths: np.ndarray, example: Sequence[int] | np.ndarray | None, cost: RowCost) -> _Units:
+    work = cost.work(lengths)
+    if example is None:
+        return _Units(lengths, np.ones_like(lengths), work, np.arange(len(lengths)))
+    numbers, of_row = np.unique(np.asarray(example), return_inverse=True)
+    sums = [np.zeros(len(numbers), dtype=np.int64) for _ in range(3)]
+    for total, column in zip(sums, (lengths, np.ones_like(lengths), work), strict=True):
+        np.add.at(total, of_row, column)
+    return _Units(*sums, of_row)
+
+
+def _check(units: _Units, largest: int, max_segments: int) -> None:
+    for column, limit, unit in ((units.tokens, largest, "tokens"), (units.rows, max_segments, "rows")):
+        if len(column) and column.max() > limit:
+            row = int(np.flatnonzero(units.of_row == column.argmax())[0])
+            raise PackingError(
+                f"the example of row {row} has {column.max()} {unit}, a micro-batch holds {limit}; raise the "
+                f"{'token budget' if unit == 'tokens' else 'number of segments'}"
+            )
+
+
+def _best(units: _Units, rule: _Rule) -> np.ndarray:
+    """The bins that are soonest done, or the first that are so within `_ENOUGH` of perfect balance without padding."""
+    best, least = np.zeros(0, dtype=np.int64), None
+    for bins in _plans(units, rule):
+        work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule)
+        time = int(np.sort(work)[::-1][:: rule.ranks].sum())
+        if least is None or time < least:
+            best, least = bins, time
+        if time * rule.ranks <= _ENOUGH * int(units.work.sum()):
+            break
+    return best
+
+
+def _plans(units: _Units, rule: _Rule) -> Iterator[np.ndarray]:
+    """Ways to put examples into bins, [U] the number of each example's bin."""
+    ascending = units.ascending()
+    yield _fill(ascending, rule, level=False)
+    yield _fill(ascending, rule, level=True)
+    fewest = _fewest(int(units.tokens.sum()), int(units.rows.sum()), rule, rule.ranks)
+    for deep in range(fewest, fewest + 3):
+        bins = _spread(ascending, rule.ranks * deep, rule)
+        if bins is not None:
+            yield bins
+
+
+def _fewest(tokens: int, rows: int, rule: _Rule, ranks: int) -> int:
+    """The number of micro-batches a rank that none can do without."""
+    return max(1, -(-tokens // (ranks * rule.largest)), -(-rows // (ranks * rule.max_segments)))
+
+
+def _fill(ascending: list[tuple[int, int, int, int]], rule: _Rule, level: bool) -> np.ndarray:
+    """Fill bins one by one, each time with the largest example that fits.
+
+    Args:
+      level: let each `ranks` bins end at the same work: that of the largest example left, or what is left divided by
+        the bins that it takes at least, whichever is more. False: fill them to the largest size.
+    """
+    left, bins = list(ascending), np.zeros(len(ascending), dtype=np.int64)
+    remaining, count, target = sum(one[0] for one in left), 0, 0
+    while left:
+        if count % rule.ranks == 0:
+            share = -(-remaining // rule.ranks)
+            deep = max(1, -(-share * 50 // (51 * UNIT * rule.largest)))  # 2% above the size is a matter of attention
+            target = max(left[-1][0], -(-share // deep))
+        gap, room, seats = target if level else remaining, rule.largest, rule.max_segments
+        while left and seats:
+            at = bisect_left(left, (min(gap, rule.most_work[room]) + 1,)) - 1
+            lowest = max(at - _TRIES, -1)
+            while at > lowest and (left[at][2] > room or left[at][3] > seats):
+                at -= 1
+            if at == lowest:
+                break
+            work, number, tokens, rows = left.pop(at)
+            bins[number] = count
+            gap, room, seats, remaining = gap - work, room - tokens, seats - rows, remaining - work
+        count += 1
+    return bins
+
+
+def _spread(ascending: list[tuple[int, int, int, int]], count: int, rule: _Rule) -> np.ndarray | None:
+    """Give each example, the largest first, to the bin that has least work; a bin that it does not fit in is closed.
+
+    Returns: None where all bins were closed before the last example.
+    """
+    heap = [(0, at) for at in range(count)]
+    room, seats = [rule.largest] * count, [rule.max_segments] * count
+    bins = np.zeros(len(ascending), dtype=np.int64)
+    for work, number, tokens, rows in reversed(ascending):
+        while heap and (tokens > room[heap[0][1]] or rows > seats[heap[0][1]]):
+            heapq.heappop(heap)
+        if not heap:
+            return None
+        total, at = heap[0]
+        bins[number] = at
+        room[at] -= tokens
+        seats[at] -= rows
+        heapq.heapreplace(heap, (total + work, at))
+    return bins
+
+
+def _bin_work(bins: np.ndarray, count: int, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray]:
+    """Work of each bin, its padding included, and its size."""
+    tokens, work = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    np.add.at(tokens, bins, units.tokens)
+    np.add.at(work, bins, units.work)
+    size = rule.sizes[np.searchsorted(rule.sizes, tokens)]
+    return work + UNIT * (size - tokens), size
+
+
+def _align(bins: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rank and micro-batch of each example, and the sizes [M, R]: bins of like work get the same number.
+
+    Of such bins the one with most work goes to the rank that has had least.
+    """
+    deep = max(1, -(-(int(bins.max(initial=-1)) + 1) // rule.ranks))
+    work, size = _bin_work(bins, deep * rule.ranks, units, rule)
+    by_work = np.argsort(-work, kind="stable").reshape(deep, rule.ranks)
+    had = np.zeros(rule.ranks, dtype=np.int64)
+    rank, micro = np.empty(by_work.size, dtype=np.int64), np.empty(by_work.size, dtype=np.int64)
+    sizes = np.empty((deep, rule.ranks), dtype=np.int64)
+    for number, these in enumerate(by_work):
+        least_first = np.argsort(had, kind="stable")
+        rank[these], micro[these] = least_first, number
+        sizes[number, least_first] = size[these]
+        had[least_first] += work[these]
+    return rank[bins], micro[bins], sizes
+
+
+def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `_align`, with the rank of every example given."""
+    alone = rule._replace(ranks=1)
+    by_home = np.argsort(homes, kind="stable")
+    shares = np.split(by_home, np.searchsorted(homes[by_home], np.arange(1, rule.ranks)))
+    parts = [_Units(*(column[share] for column in units[:3]), np.arange(len(share))) for share in shares]
+    full = [_fill(part.ascending(), alone, level=False) for part in parts]
+    deep = max([1, *(int(bins.max(initial=-1)) + 1 for bins in full)])
+    even = [_spread(part.ascending(), deep, alone) for part in parts]
+    even = [one if two is None else two for one, two in zip(full, even, strict=True)]
+    works = [
+        [np.sort(_bin_work(bins, deep, part, rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
+        for plan in (full, even)
+    ]
+    sooner = full if np.max(works[0], axis=0).sum() <= np.max(works[1], axis=0).sum() else even
+    micro, sizes = np.zeros(len(homes), dtype=np.int64), np.full((deep, rule.ranks), rule.sizes[0])
+    for home, (share, bins, part) in enumerate(zip(shares, sooner, parts, strict=True)):
+        _, micro[share], size = _align(bins, part, alone)
+        sizes[: len(size), home] = size[:, 0]
+    return homes, micro, sizes
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
