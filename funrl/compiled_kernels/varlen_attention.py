@@ -1,0 +1,298 @@
+"""Causal attention over sequences that lie end to end in one row, in memory linear in the row.
+
+One opaque operator for every device: eager mode, `torch.func`, `torch.compile(fullgraph=True)` and the rank simulator
+take it, and no graph depends on where sequences begin, for that is data and not shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funrl.compiled_kernels.attention import attention_reference
+
+log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+_BLOCK = 256  # queries at a time where a window is shorter than a segment
+
+
+def varlen_attention(
+    q_1THN: Tensor,
+    k_1TKN: Tensor,
+    v_1TKN: Tensor,
+    offsets: Tensor,
+    window: int | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(N)) v, where a token sees itself and the tokens before it in its own segment.
+
+    On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row. On CUDA and ROCm
+    16-bit tensors go to the kernel that `flash_kernel` finds; wider ones are computed segment by segment.
+
+    Args:
+      q_1THN: queries of a packed row of T tokens.
+      k_1TKN, v_1TKN: keys and values; K divides H, query head h uses key-value head h // (H / K).
+      offsets: [S + 1] int32 on the device of q, ascending from 0: segment s is the tokens offsets[s] to offsets[s + 1].
+        Segments may be empty. Tokens behind the last offset are padding: their output and gradients are 0.
+      window: how many tokens a token sees at most, itself included; None: all of its segment.
+      longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: T, which is slower.
+
+    Returns: [1, T, H, N] in the dtype of q; differentiable once.
+    """
+    q, k, v = q_1THN[0], k_1TKN[0], v_1TKN[0]
+    return _VarlenAttention.apply(q, k, v, offsets, window or 0, longest or q.shape[0])[0].unsqueeze(0)
+
+
+def varlen_attention_reference(
+    q_1THN: Tensor, k_1TKN: Tensor, v_1TKN: Tensor, offsets: Tensor, window: int | None = None
+) -> Tensor:
+    """`varlen_attention` with the whole matrix of weights of each segment."""
+    outs = []
+    for part in _segments(offsets):
+        q, k, v = q_1THN[:, part], k_1TKN[:, part], v_1TKN[:, part]
+        seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+        outs.append(attention_reference(q, k, v, seen if window is None else seen.triu(1 - window)))
+    padding = q_1THN.new_zeros(1, q_1THN.shape[1] - int(offsets[-1]), *q_1THN.shape[2:])
+    return torch.cat([*outs, padding], 1)
+
+
+def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
+    """Where segments begin and end, from their numbers, without waiting for the device.
+
+    Args:
+      segments_1T: 1, 2, ... ascending in runs, a number may be missing; 0 is padding, behind all of them.
+      count: the largest number that may occur.
+
+    Returns: [count + 1] int32, as `varlen_attention` takes them.
+
+    Example: segment_offsets(torch.tensor([[1, 1, 3, 0]]), 4) is [0, 2, 2, 3, 3].
+    """
+    segments = segments_1T[0]
+    tokens = torch.zeros(count + 1, dtype=torch.int32, device=segments.device)
+    tokens = tokens.scatter_add(0, segments.long(), (segments > 0).int())
+    return tokens.cumsum(0, dtype=torch.int32)
+
+
+class Kernel(NamedTuple):
+    """Variable-length attention of one provider on a GPU, forward and backward; 16 bits, T tokens, S segments.
+
+    Attributes:
+      name: who provides it.
+      forward: (q, k, v, offsets, longest, window) -> out, lse [H, T], and what `backward` needs of the generator.
+      backward: (d_out, q, k, v, out, lse, offsets, longest, window, generator) -> d_q, d_k, d_v.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@functools.cache
+def flash_kernel() -> Kernel:
+    """The kernel for 16-bit tensors on a GPU: flash-attn's where it is installed, else torch's. It is logged once."""
+    try:
+        from flash_attn import flash_attn_interface as flash  # type: ignore[import-not-found]
+    except ImportError:
+        kernel = Kernel(f"torch {torch.__version__}", _torch_forward, _torch_backward)
+    else:
+        forward, backward = flash._flash_attn_varlen_forward, flash._flash_attn_varlen_backward
+        kernel = Kernel(
+            "flash-attn", functools.partial(_flash_forward, forward), functools.partial(_flash_backward, backward)
+        )
+    log.info("variable-length attention on the GPU is by %s", kernel.name)
+    return kernel
+
+
+def _segments(offsets: Tensor) -> Iterator[slice]:
+    """The segments that are not empty."""
+    begin, *ends = offsets.tolist()
+    for end in ends:
+        if end > begin:
+            yield slice(begin, end)
+        begin = end
+
+
+@torch.library.custom_op("funrl::varlen_attention", mutates_args=(), device_types="cpu")
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
+    for queries, keys, band in _blocks(offsets, window, q):
+        found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads_first(q, queries), *_shared(k, v, keys, q), 0.0, band is None, attn_mask=band
+        )
+        out[queries], lse[:, queries] = found[0].transpose(0, 1), sums[0]
+    return out, lse, q.new_empty(0, dtype=torch.uint64)
+
+
+@torch.library.custom_op("funrl::varlen_attention_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    window: int,
+    longest: int,
+    generator: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys, band in _blocks(offsets, window, q):
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _heads_first(d_out, queries).contiguous(), _heads_first(q, queries), *_shared(k, v, keys, q),
+            _heads_first(out, queries), lse[None, :, queries].contiguous(), 0.0, band is None, attn_mask=band,
+        )  # fmt: skip
+        d_q[queries] = found[0][0].transpose(0, 1)
+        for whole, part in ((d_k, found[1]), (d_v, found[2])):
+            whole[keys] += part[0].unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+    return d_q, d_k, d_v
+
+
+@_forward.register_kernel("cuda")
+def _forward_cuda(q, k, v, offsets, window, longest):
+    if q.element_size() == 2:
+        out, lse, generator = flash_kernel().forward(q, k, v, offsets, longest, window)
+        return _without_padding(out, offsets), lse, generator
+    out = torch.zeros_like(q)
+    for queries, keys, band in _blocks(offsets, window, q):
+        out[queries] = _by_matrix(q[queries], k[keys], v[keys], band)
+    return out, q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q)), q.new_empty(0, dtype=torch.uint64)
+
+
+@_backward.register_kernel("cuda")
+def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator):
+    if q.element_size() == 2:
+        d_out = d_out.contiguous()
+        grads = flash_kernel().backward(d_out, q, k, v, out, lse, offsets, longest, window, generator)
+        return tuple(_without_padding(grad, offsets) for grad in grads)
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys, band in _blocks(offsets, window, q):
+        with torch.enable_grad():
+            parts = [x.detach().requires_grad_() for x in (q[queries], k[keys], v[keys])]
+            found = torch.autograd.grad(_by_matrix(*parts, band), parts, d_out[queries])
+        d_q[queries] = found[0]
+        d_k[keys] += found[1]
+        d_v[keys] += found[2]
+    return d_q, d_k, d_v
+
+
+@_forward.register_fake
+def _(q, k, v, offsets, window, longest):
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
+    seed = 2 if q.device.type == "cuda" and q.element_size() == 2 else 0
+    return torch.empty_like(q), lse, q.new_empty(seed, dtype=torch.uint64)
+
+
+@_backward.register_fake
+def _(d_out, q, k, v, out, lse, offsets, window, longest, generator):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Not `register_autograd`: `torch.func` refuses what that makes."""
+
+    @staticmethod
+    def forward(q, k, v, offsets, window, longest):
+        return _forward(q, k, v, offsets, window, longest)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, offsets, ctx.window, ctx.longest = inputs
+        ctx.save_for_backward(q, k, v, *output, offsets)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx, d_out, *_):
+        q, k, v, out, lse, generator, offsets = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _backward(d_out, q, k, v, out, lse, offsets, ctx.window, ctx.longest, generator)
+        return *grads, None, None, None
+
+
+def _blocks(offsets: Tensor, window: int, q: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Queries, the keys that they see, and a mask of 0 and -inf between them; None: as many keys, seen causally.
+
+    A segment is one block, or blocks of `_BLOCK` queries where the window is shorter than the segment.
+    """
+    for part in _segments(offsets):
+        if not 0 < window < part.stop - part.start:
+            yield part, part, None
+            continue
+        for begin in range(part.start, part.stop, _BLOCK):
+            end = min(begin + _BLOCK, part.stop)
+            first = max(part.start, begin - window + 1)
+            behind = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+            band = torch.zeros_like(behind, dtype=q.dtype).masked_fill((behind < 0) | (behind >= window), -torch.inf)
+            yield slice(begin, end), slice(first, end), band
+
+
+def _heads_first(x_THN: Tensor, part: slice) -> Tensor:
+    return x_THN[part].transpose(0, 1).unsqueeze(0)
+
+
+def _shared(k: Tensor, v: Tensor, part: slice, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, H, S, N] of a part of the row, each head as often as it is used."""
+    group = q.shape[1] // k.shape[1]
+    return _heads_first(k, part).repeat_interleave(group, 1), _heads_first(v, part).repeat_interleave(group, 1)
+
+
+def _by_matrix(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None) -> Tensor:
+    everything = slice(None)
+    keys, values = _shared(k, v, everything, q)
+    out = F.scaled_dot_product_attention(_heads_first(q, everything), keys, values, band, is_causal=band is None)
+    return out[0].transpose(0, 1)
+
+
+def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:
+    """0 behind the last offset, where kernels leave what they find."""
+    return x.masked_fill((torch.arange(len(x), device=x.device) >= offsets[-1])[:, None, None], 0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _window(window: int) -> dict[str, int]:
+    """How many tokens before and behind itself a token sees, as flash kernels are told; -1 is all."""
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
+
+
+def _torch_forward(q, k, v, offsets, longest, window):
+    out, lse, generator, _, _ = _aten._flash_attention_forward(
+        q, k, v, offsets, offsets, longest, longest, 0.0, not window, False, **_window(window)
+    )
+    return out, lse, generator
+
+
+def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator):
+    unused = q.new_empty(0)
+    return _aten._flash_attention_backward(
+        d_out, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, not window, generator, unused,
+        **_window(window),
+    )  # fmt: skip
+
+
+def _flash_forward(forward, q, k, v, offsets, longest, window):
+    out, lse, *_ = forward(
+        q, k, v, offsets, offsets, longest, longest, dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5,
+        causal=not window, **_window(window),
+    )  # fmt: skip
+    return out, lse, q.new_zeros(2, dtype=torch.uint64)
+
+
+def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator):
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    backward(
+        d_out, q, k, v, out, lse, *grads, offsets, offsets, longest, longest, dropout_p=0.0,
+        softmax_scale=q.shape[-1] ** -0.5, causal=not window, **_window(window), softcap=0.0, alibi_slopes=None,
+        deterministic=False,
+    )  # fmt: skip
+    return tuple(grads)

@@ -1,0 +1,81 @@
+"""Rows of a rank laid end to end into one micro-batch, and results laid back into the rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Slots(NamedTuple):
+    """Where each token of a packed micro-batch [1, N] is from. S is the fixed maximum of segments.
+
+    Attributes:
+      source: [N] int64, which token of the flattened rows [b * T]; 0 at padding.
+      used: [1, N] bool, false at padding.
+      positions: [1, N] int64, 0 at the first token of each row and at padding.
+      segments: [1, N] int64, 1 for the first row, 2 for the next, ..., 0 at padding.
+      offsets: [S + 1] int32, where segments begin and end, as `varlen_attention` takes them.
+      longest: tokens of the longest row, rounded up to a power of two or N, so that few values occur.
+    """
+
+    source: Tensor
+    used: Tensor
+    positions: Tensor
+    segments: Tensor
+    offsets: Tensor
+    longest: int
+
+    def to(self, device: torch.device) -> Slots:
+        return self._make(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
+
+
+def slots(lengths: np.ndarray, rows: np.ndarray, width: int, size: int, max_segments: int) -> Slots:
+    """Slots of some rows, end to end in the given order.
+
+    Args:
+      lengths: [b] tokens of this rank's rows.
+      rows: which of them, as `Packing.own` gives them but numbered on this rank.
+      width: T of the rows' fields [b, T].
+      size: N, at least the sum of the rows' lengths.
+      max_segments: S, at least the number of rows.
+
+    Raises:
+      ValueError: there are more rows or tokens than fit.
+
+    Example: slots([2, 3], [1, 0], 4, 6, 2).source is [4, 5, 6, 0, 1, 0], .offsets is [0, 3, 5].
+    """
+    rows = np.asarray(rows, dtype=np.int64)
+    own = np.asarray(lengths, dtype=np.int64)[rows]
+    total = int(own.sum())
+    if len(rows) > max_segments or total > size:
+        raise ValueError(f"{len(rows)} rows of {total} tokens do not fit in {max_segments} segments of {size} tokens")
+    ends = np.cumsum(own)
+    positions = np.zeros(size, dtype=np.int64)
+    positions[:total] = np.arange(total) - np.repeat(ends - own, own)
+    source, segments = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    source[:total] = np.repeat(rows * width, own) + positions[:total]
+    segments[:total] = np.repeat(np.arange(1, len(rows) + 1), own)
+    offsets = np.full(max_segments + 1, total, dtype=np.int32)
+    offsets[0], offsets[1 : len(rows) + 1] = 0, ends
+    longest = min(size, 1 << max(int(own.max(initial=1)) - 1, 0).bit_length())
+    at = torch.from_numpy(segments).unsqueeze(0)
+    return Slots(
+        torch.from_numpy(source), at > 0, torch.from_numpy(positions).unsqueeze(0), at, torch.from_numpy(offsets),
+        longest,
+    )  # fmt: skip
+
+
+def pack_tokens(x_bT: Tensor, at: Slots, fill: float = 0) -> Tensor:
+    """A field [b, T, ...] of a rank's rows as [1, N, ...]; `fill` at padding."""
+    x_1N = x_bT.flatten(0, 1)[at.source].unsqueeze(0)
+    return torch.where(at.used.view(1, -1, *(1,) * (x_bT.ndim - 2)), x_1N, fill)
+
+
+def unpack_tokens(x_1N: Tensor, at: Slots, into_bT: Tensor) -> Tensor:
+    """`into_bT` [b, T, ...] with the tokens of a micro-batch written to their places, in place."""
+    used = at.used[0]
+    into_bT.view(-1, *into_bT.shape[2:])[at.source[used]] = x_1N[0, used].to(into_bT.dtype)
+    return into_bT

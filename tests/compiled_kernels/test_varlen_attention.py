@@ -1,0 +1,262 @@
+"""Variable-length attention against its plain reference: all segment structures, and all ways to run it."""
+
+import functools
+import importlib.util
+import logging
+import sys
+import types
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from funrl.compiled_kernels import varlen_attention as kernels
+from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.varlen_attention import segment_offsets, varlen_attention, varlen_attention_reference
+from funrl.mesh.simulate import gather, per_rank, simulate
+
+STRUCTURES = {  # tokens of each segment, and padding behind them
+    "one": ([23], 0),
+    "one token each": ([1, 1, 1], 0),
+    "uneven": ([7, 1, 12, 3], 0),
+    "empty segments": ([0, 5, 0, 0, 8, 0], 0),
+    "padding": ([4, 9, 0], 6),
+    "nothing but padding": ([0, 0], 5),
+}
+
+
+def draw(T, heads=4, kv_heads=2, N=8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(T)
+    return [
+        torch.randn(1, T, h, N, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def offsets_of(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def gradients(out, inputs, d_out):
+    return torch.autograd.grad(out, inputs, d_out)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (6, 2), (4, 1)])
+def test_any_structure_equals_the_reference(structure, window, heads, kv_heads):
+    lengths, padding = STRUCTURES[structure]
+    q, k, v, d_out = draw(sum(lengths) + padding, heads, kv_heads)
+    offsets = offsets_of(lengths)
+    out = varlen_attention(q, k, v, offsets, window)
+    expected = varlen_attention_reference(q, k, v, offsets, window)
+    assert out.shape == q.shape and out.dtype == torch.float64
+    assert (out - expected).abs().max() < 1e-12
+    if sum(lengths):
+        pairs = zip(gradients(out, (q, k, v), d_out), gradients(expected, (q, k, v), d_out), strict=True)
+        assert all((got - want).abs().max() < 1e-12 for got, want in pairs)
+    if padding:
+        for x in (out, *gradients(varlen_attention(q, k, v, offsets, window), (q, k, v), d_out)):
+            assert (x[:, sum(lengths) :] == 0).all()
+
+
+@pytest.mark.parametrize("window", [200, 300])
+def test_windows_over_several_blocks(window):
+    q, k, v, d_out = draw(700)
+    offsets = offsets_of([600, 90])
+    out, expected = (f(q, k, v, offsets, window) for f in (varlen_attention, varlen_attention_reference))
+    assert (out - expected).abs().max() < 1e-12
+    pairs = zip(gradients(out, (q, k, v), d_out), gradients(expected, (q, k, v), d_out), strict=True)
+    assert all((got - want).abs().max() < 1e-12 for got, want in pairs)
+
+
+def test_offsets_from_the_numbers_of_segments():
+    assert segment_offsets(torch.tensor([[1, 1, 3, 0]]), 4).tolist() == [0, 2, 2, 3, 3]
+    assert segment_offsets(torch.tensor([[0, 0]]), 1).tolist() == [0, 0]
+    assert segment_offsets(torch.tensor([[1, 2, 2]]), 2).dtype == torch.int32
+
+
+def test_a_packed_row_is_its_rows_one_at_a_time():
+    q, k, v, _ = draw(30)
+    out = varlen_attention(q, k, v, offsets_of([11, 19]))
+    for part in (slice(0, 11), slice(11, 30)):
+        alone = attention(q[:, part], k[:, part], v[:, part], causal=True)
+        assert (out[:, part] - alone).abs().max() < 1e-12
+        own = varlen_attention(q[:, part], k[:, part], v[:, part], offsets_of([part.stop - part.start]))
+        assert torch.equal(out[:, part], own)  # not a bit depends on what else is in the row
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_narrow_dtypes(dtype, tolerance, window):
+    q, k, v, d_out = draw(20, dtype=dtype)
+    offsets = offsets_of([13, 5])
+    out = varlen_attention(q, k, v, offsets, window)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = varlen_attention_reference(*wide, offsets, window)
+    assert out.dtype == dtype and (out - expected).abs().max() < tolerance
+    pairs = zip(gradients(out, (q, k, v), d_out), gradients(expected, wide, d_out.double()), strict=True)
+    assert all((got - want).abs().max() < tolerance * (1 + want.abs().max()) for got, want in pairs)
+
+
+def test_torch_func_takes_it():
+    q, k, v, d_out = (x.detach() for x in draw(12))
+    offsets = offsets_of([5, 7])
+
+    def loss(x):
+        return (varlen_attention(*x, offsets) * d_out).sum()
+
+    def loss_reference(x):
+        return (varlen_attention_reference(*x, offsets) * d_out).sum()
+
+    pairs = zip(torch.func.grad(loss)((q, k, v)), torch.func.grad(loss_reference)((q, k, v)), strict=True)
+    assert all((got - want).abs().max() < 1e-12 for got, want in pairs)
+
+
+def test_one_graph_serves_all_structures_of_a_size():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *x: varlen_attention(*x).sin(), fullgraph=True, backend=counter)
+    q, k, v, d_out = draw(16)
+    for lengths in ([16, 0, 0], [1, 2, 13], [5, 5, 0]):
+        offsets = offsets_of(lengths)
+        expected = varlen_attention_reference(q, k, v, offsets).sin()
+        got = compiled(q, k, v, offsets)
+        assert (got - expected).abs().max() < 1e-12
+        pairs = zip(gradients(got, (q, k, v), d_out), gradients(expected, (q, k, v), d_out), strict=True)
+        assert all((a - b).abs().max() < 1e-12 for a, b in pairs)
+    assert counter.frame_count == 1
+
+
+def test_ranks_of_the_simulator_have_structures_of_their_own():
+    q, k, v, _ = (x.detach() for x in draw(10))
+    offsets = [offsets_of([10, 0]), offsets_of([3, 5])]
+    with simulate("dp2"):
+        inputs = [per_rank(2, lambda r, x=x: x.clone()).requires_grad_() for x in (q, k, v)]
+        out = varlen_attention(*inputs, per_rank(2, lambda r: offsets[r]))
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+    for rank in range(2):
+        own = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = varlen_attention_reference(*own, offsets[rank])
+        assert (gather(out, rank) - expected).abs().max() < 1e-12
+        for got, want in zip(grads, torch.autograd.grad(expected.square().sum(), own), strict=True):
+            assert (gather(got, rank) - want).abs().max() < 1e-12
+
+
+def test_shapes_without_numbers():
+    q, k = (torch.empty(1, 9, n, 8, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2))
+    out = varlen_attention(q, k, k, torch.empty(3, dtype=torch.int32, device="meta"))
+    assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k))] == [q.shape, k.shape]
+    assert out.shape == q.shape and out.dtype == torch.bfloat16
+    with FakeTensorMode():
+        q, k = (torch.empty(9, n, 8, device="cuda", dtype=torch.bfloat16) for n in (4, 2))
+        offsets = torch.empty(3, dtype=torch.int32, device="cuda")
+        out, lse, generator = kernels._forward(q, k, k, offsets, 0, 9)
+        assert out.shape == q.shape and lse.shape == (4, 9) and out.is_cuda and lse.dtype == torch.float32
+        grads = kernels._backward(q, q, k, k, out, lse, offsets, 0, 9, generator)
+        assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_memory_is_linear_in_the_row():
+    """32,768 tokens: a bool matrix of who sees whom would be 1 GiB; the row's own tensors are 10 MB."""
+    import resource
+
+    q, k, v, _ = draw(32768, 2, 1, 8, torch.float32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    offsets = offsets_of([512] * 64)
+    for window in (None, 128):
+        torch.autograd.grad(varlen_attention(q, k, v, offsets, window).sum(), (q, k, v))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_a_gpu_takes_wide_dtypes_segment_by_segment():
+    """What is registered for CUDA, called here on the CPU."""
+    q, k, v, d_out = (x.detach()[0] for x in draw(20))
+    offsets = offsets_of([0, 13, 5])
+    for window in (0, 3):
+        ours = kernels._forward_cuda(q, k, v, offsets, window, 20)
+        theirs = kernels._forward(q, k, v, offsets, window, 20)
+        assert (ours[0] - theirs[0]).abs().max() < 1e-12
+        grads = [f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2]) for f, x in (
+            (kernels._backward_cuda, ours), (kernels._backward, theirs))]  # fmt: skip
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
+
+
+def fake_flash_attn():
+    """flash-attn's two functions with their published signatures, computed by our CPU operators."""
+
+    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+                block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False):  # fmt: skip
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k and dropout_p == 0
+        assert softmax_scale == q.shape[-1] ** -0.5 and window_size_right == 0 and causal == (window_size_left < 0)
+        out, lse, _ = kernels._forward(q, k, v, cu_seqlens_q, window_size_left + 1, max_seqlen_q)
+        out[int(cu_seqlens_q[-1]) :] = torch.nan
+        return out, lse, None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                 dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                 deterministic, rng_state=None, zero_tensors=False):  # fmt: skip
+        assert causal == (window_size_left < 0) and window_size_right == 0 and softmax_scale == q.shape[-1] ** -0.5
+        seed = torch.empty(0)
+        grads = kernels._backward(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, window_size_left + 1, max_seqlen_q, seed
+        )
+        for to, grad in zip((dq, dk, dv), grads, strict=True):
+            to.copy_(grad)
+            to[int(cu_seqlens_q[-1]) :] = torch.nan
+        return softmax_lse
+
+    return types.SimpleNamespace(_flash_attn_varlen_forward=forward, _flash_attn_varlen_backward=backward)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_flash_attn_is_called_as_it_wants_and_leaves_nothing_in_the_padding(window, monkeypatch, caplog):
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_interface = fake_flash_attn()
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    kernels.flash_kernel.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            q, k, v, d_out = (x.detach()[0] for x in draw(20, dtype=torch.bfloat16))
+            offsets = offsets_of([13, 5])
+            ours, theirs = (f(q, k, v, offsets, window, 20) for f in (kernels._forward_cuda, kernels._forward))
+            assert torch.equal(ours[0], theirs[0])
+            grads = [f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2]) for f, x in (
+                (kernels._backward_cuda, ours), (kernels._backward, theirs))]  # fmt: skip
+            assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        assert [r.message for r in caplog.records] == ["variable-length attention on the GPU is by flash-attn"]
+    finally:
+        kernels.flash_kernel.cache_clear()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_without_flash_attn_it_is_torch():
+    kernels.flash_kernel.cache_clear()
+    assert kernels.flash_kernel().name == f"torch {torch.__version__}"
+    with FakeTensorMode():  # its operators take what they are given
+        q, k = (torch.empty(9, n, 8, device="cuda", dtype=torch.bfloat16) for n in (4, 2))
+        offsets = torch.empty(3, device="cuda", dtype=torch.int32)
+        for window in (0, 3):
+            out, lse, generator = kernels._torch_forward(q, k, k, offsets, 9, window)
+            assert out.shape == q.shape and lse.shape == (4, 9)
+            grads = kernels._torch_backward(q, q, k, k, out, lse, offsets, 9, window, generator)
+            assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    kernels.flash_kernel.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 3e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_gpu_equals_the_reference(dtype, tolerance, window):
+    q, k, v, d_out = (x.detach().cuda().requires_grad_() for x in draw(200, 8, 2, 64, dtype))
+    offsets = offsets_of([130, 0, 1, 50]).cuda()
+    out = varlen_attention(q, k, v, offsets, window, 130)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = varlen_attention_reference(*wide, offsets, window)
+    assert (out - expected).abs().max() < tolerance
+    close = functools.partial(zip, strict=True)
+    for got, want in close(gradients(out, (q, k, v), d_out.detach()), gradients(expected, wide, d_out.double())):
+        assert (got - want).abs().max() < tolerance * (1 + want.abs().max())
