@@ -176,8 +176,9 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for queries, keys, band in _blocks(offsets, window, q):
         with torch.enable_grad():
-            parts = [x.detach().requires_grad_() for x in (q[queries], k[keys], v[keys])]
-            found = torch.autograd.grad(_by_matrix(*parts, band), parts, d_out[queries])
+            q_part, k_part, v_part = (x.detach().requires_grad_() for x in (q[queries], k[keys], v[keys]))
+            out_part = _by_matrix(q_part, k_part, v_part, band)
+            found = torch.autograd.grad(out_part, (q_part, k_part, v_part), d_out[queries])
         d_q[queries] = found[0]
         d_k[keys] += found[1]
         d_v[keys] += found[2]
@@ -289,10 +290,10 @@ def _flash_forward(forward, q, k, v, offsets, longest, window):
 
 
 def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator):
-    grads = [torch.empty_like(x) for x in (q, k, v)]
+    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     backward(
-        d_out, q, k, v, out, lse, *grads, offsets, offsets, longest, longest, dropout_p=0.0,
+        d_out, q, k, v, out, lse, d_q, d_k, d_v, offsets, offsets, longest, longest, dropout_p=0.0,
         softmax_scale=q.shape[-1] ** -0.5, causal=not window, **_window(window), softcap=0.0, alibi_slopes=None,
         deterministic=False,
     )  # fmt: skip
-    return tuple(grads)
+    return d_q, d_k, d_v

@@ -182,10 +182,10 @@ def _units(lengths: np.ndarray, example: Sequence[int] | np.ndarray | None, cost
     if example is None:
         return _Units(lengths, np.ones_like(lengths), work, np.arange(len(lengths)))
     numbers, of_row = np.unique(np.asarray(example), return_inverse=True)
-    sums = [np.zeros(len(numbers), dtype=np.int64) for _ in range(3)]
-    for total, column in zip(sums, (lengths, np.ones_like(lengths), work), strict=True):
+    tokens, rows, works = np.zeros((3, len(numbers)), dtype=np.int64)
+    for total, column in ((tokens, lengths), (rows, np.ones_like(lengths)), (works, work)):
         np.add.at(total, of_row, column)
-    return _Units(*sums, of_row)
+    return _Units(tokens, rows, works, of_row)
 
 
 def _check(units: _Units, largest: int, max_segments: int) -> None:
@@ -311,7 +311,9 @@ def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
     alone = rule._replace(ranks=1)
     by_home = np.argsort(homes, kind="stable")
     shares = np.split(by_home, np.searchsorted(homes[by_home], np.arange(1, rule.ranks)))
-    parts = [_Units(*(column[share] for column in units[:3]), np.arange(len(share))) for share in shares]
+    parts = [
+        _Units(units.tokens[share], units.rows[share], units.work[share], np.arange(len(share))) for share in shares
+    ]
     full = [_fill(part.ascending(), alone, level=False) for part in parts]
     deep = max([1, *(int(bins.max(initial=-1)) + 1 for bins in full)])
     even = [_spread(part.ascending(), deep, alone) for part in parts]

@@ -1,0 +1,217 @@
+"""Rows on their ranks: the table that every rank knows, what is taken over all rows, and the move to other ranks.
+
+Rows of a step are numbered 0 to B - 1. `owner` [B] names each row's rank, by its index over `axes`: the mesh axes that
+split rows. A rank holds its rows' tokens [b, T] in the order of their numbers; ranks that differ in other axes hold the
+same rows. Nothing here depends on the order in which ranks answer: results have the same bits on every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.batch import Across, row_sums
+from funrl.mesh.collectives import psum
+from funrl.mesh.exchange import exchange
+from funrl.mesh.mesh import Axes, Mesh
+
+DIGIT = 16  # bits that one count of `kth_largest` decides
+
+
+def own_rows(owner: np.ndarray, mesh: Mesh, axes: Axes) -> Tensor:
+    """The numbers of this rank's rows, ascending, int64."""
+    return torch.from_numpy(np.flatnonzero(owner == mesh.index(axes)))
+
+
+def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, axes: Axes) -> dict[str, Tensor]:
+    """Columns of all rows on every rank, exactly as their owners have them, in one collective.
+
+    Args:
+      columns: [b] or [b, K], of this rank's rows; the same names, K and dtypes on every rank.
+
+    Returns: [B] or [B, K], on the device of each column.
+    """
+    own = own_rows(owner, mesh, axes)
+    words = [_words(x).reshape(len(own), -1) for x in columns.values()]
+    mine = torch.cat(words, 1).to(mesh.device) if words else torch.zeros(len(own), 0, dtype=torch.int64)
+    # The bits of each row, 0 on all ranks but its owner: their sum as integers is exact for any dtype.
+    whole = psum(mine.new_zeros(len(owner), mine.shape[1]).index_copy(0, own.to(mine.device), mine), mesh, axes)
+    parts = whole.split([word.shape[1] for word in words], 1)
+    return {
+        name: _from_words(part.to(x.device), x.dtype).reshape(len(owner), *x.shape[1:])
+        for (name, x), part in zip(columns.items(), parts, strict=True)
+    }
+
+
+def across(owner: np.ndarray, mesh: Mesh, axes: Axes) -> Across:
+    """What pieces of an advantage take over all rows, where this rank has the tokens of some.
+
+    `sums` is one collective of B numbers; `kth_largest` is one of 2^16 counts for every 16 bits of its dtype.
+    """
+    own = own_rows(owner, mesh, axes)
+
+    def sums(x_bT: Tensor) -> Tensor:
+        return gather_table({"sum": row_sums(x_bT)}, owner, mesh, axes)["sum"]
+
+    def take_own(x_B: Tensor) -> Tensor:
+        return x_B[own.to(x_B.device)]
+
+    return Across(sums, take_own, lambda x_bT, k: kth_largest(x_bT, k, mesh, axes))
+
+
+def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """The k-th largest number of all ranks' x.
+
+    Its digits of 16 bits are found one after the other, the highest first: all ranks count how many of the numbers that
+    agree with it so far have which next digit. A NaN is above all numbers, -0 is 0.
+
+    Args:
+      x_bT: floats of any shape, on every rank of `axes` its own.
+      k: an integer tensor of no dims, from 1; above the count of all numbers it is that count.
+
+    Returns: a number of x's dtype and of no dims, the same on every rank.
+    """
+    wide = x_bT.to(torch.promote_types(x_bT.dtype, torch.float32)).flatten()
+    k, prefix = k.long().to(x_bT.device), torch.zeros((), dtype=torch.int64, device=x_bT.device)
+    for shift in range(wide.element_size() * 8 - DIGIT, -1, -DIGIT):
+        counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device=wide.device)
+        for part in wide.split(1 << 20):
+            key = _ascending(part)
+            # Arithmetic shifts: the highest digit of a key is signed, and so is the prefix.
+            agrees = (key >> shift >> DIGIT) == prefix if shift + DIGIT < wide.element_size() * 8 else None
+            digit = (key >> shift) - (prefix << DIGIT) if agrees is not None else (key >> shift) + (1 << (DIGIT - 1))
+            counts += torch.bincount(digit if agrees is None else digit[agrees], minlength=1 << DIGIT)
+        counts = psum(counts.to(mesh.device), mesh, axes).to(wide.device)
+        at_least = counts.flip(0).cumsum(0).flip(0)  # numbers whose digit is this one or a higher
+        k = torch.minimum(k.clamp_min(1), at_least[0])
+        digit = (at_least >= k).sum() - 1
+        k = k - (at_least[digit] - counts[digit])
+        first = shift + DIGIT == wide.element_size() * 8
+        prefix = digit - (1 << (DIGIT - 1)) if first else (prefix << DIGIT) + digit
+    return _from_ascending(prefix, wide.dtype).to(x_bT.dtype)
+
+
+class Moved(NamedTuple):
+    """Rows after a move.
+
+    Attributes:
+      fields: [b', T', ...] of the rows that this rank has now, in the order of their numbers.
+      sent, received: bytes to and from other ranks.
+    """
+
+    fields: dict[str, Tensor]
+    sent: int
+    received: int
+
+
+def move_rows(
+    fields: Mapping[str, Tensor],
+    lengths: np.ndarray,
+    owner: np.ndarray,
+    to: np.ndarray,
+    mesh: Mesh,
+    axes: Axes,
+    fill: Mapping[str, float] | None = None,
+    multiple: int = 8,
+) -> Moved:
+    """Send rows from the ranks that have them to others, all fields in one collective, and no padding.
+
+    Every rank knows `lengths`, `owner` and `to` of all rows. Beside the rows before and after, a rank holds a copy of
+    what it sends and one of what it receives.
+
+    Args:
+      fields: [b, T, ...] of this rank's rows in the order of their numbers; the same names and dtypes on every rank.
+        int64 is sent as int32: ids, positions and numbers of segments are below 2^31.
+      lengths: [B] tokens of each row.
+      owner, to: [B] each row's rank before and after.
+      fill: by field, what stands behind a row's end; 0 where it is not named.
+      multiple: T' is the longest row's length rounded up to a multiple of it.
+    """
+    ranks, me = mesh.size(axes), int(mesh.index(axes))
+    mine, coming = np.flatnonzero(owner == me), np.flatnonzero(to == me)
+    mine_by_peer = mine[np.argsort(to[mine], kind="stable")]
+    coming_by_peer = coming[np.argsort(owner[coming], kind="stable")]
+    send = np.bincount(to[mine], lengths[mine], ranks).astype(np.int64).tolist()
+    receive = np.bincount(owner[coming], lengths[coming], ranks).astype(np.int64).tolist()
+    width = -(-int(lengths[coming].max(initial=1)) // multiple) * multiple
+    fill = fill or {}
+    records = {name: _record(x) for name, x in fields.items()}
+    out = {}
+    if not fields:
+        return Moved(out, 0, 0)
+    some = next(iter(fields.values()))
+    source = _tokens(np.searchsorted(mine, mine_by_peer), lengths[mine_by_peer], some.shape[1]).to(some.device)
+    flat = torch.cat(
+        [_bytes(x.flatten(0, 1)[source].to(records[name].dtype)) for name, x in fields.items()], 1
+    )  # one line of bytes a token
+    arrived = exchange(flat, send, receive, mesh, axes)
+    del flat
+    target = _tokens(np.searchsorted(coming, coming_by_peer), lengths[coming_by_peer], width).to(some.device)
+    begin = 0
+    for name, x in fields.items():
+        record = records[name]
+        column = arrived[:, begin : begin + record.bytes].clone(memory_format=torch.contiguous_format)
+        begin += record.bytes
+        rows = x.new_full((len(coming) * width, *x.shape[2:]), fill.get(name, 0))
+        rows[target] = column.view(-1).view(record.dtype).reshape(-1, *x.shape[2:]).to(x.dtype)
+        out[name] = rows.unflatten(0, (len(coming), width))
+    return Moved(out, (sum(send) - send[me]) * begin, (sum(receive) - receive[me]) * begin)
+
+
+class _Record(NamedTuple):
+    """How one token of a field is sent."""
+
+    dtype: torch.dtype
+    bytes: int
+
+
+def _record(x_bT: Tensor) -> _Record:
+    dtype = torch.int32 if x_bT.dtype == torch.int64 else x_bT.dtype
+    return _Record(dtype, x_bT.shape[2:].numel() * dtype.itemsize)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """[n, ...] as bytes [n, bytes of one]."""
+    one = x.shape[1:].numel() * x.element_size()
+    return x.contiguous().reshape(-1).view(torch.uint8).view(len(x), one)
+
+
+def _tokens(rows: np.ndarray, lengths: np.ndarray, width: int) -> Tensor:
+    """Places of the tokens of some rows in flattened [b * width], end to end."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return torch.from_numpy(np.repeat(rows * width - (ends - lengths), lengths) + np.arange(total))
+
+
+def _words(x: Tensor) -> Tensor:
+    """Bits of each number in an int64 of its own."""
+    if x.dtype == torch.float64:
+        return x.contiguous().view(torch.int64)
+    if x.dtype.is_floating_point:
+        return x.float().contiguous().view(torch.int32).long()
+    return x.long()
+
+
+def _from_words(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float64:
+        return x.contiguous().view(dtype)
+    if dtype.is_floating_point:
+        return x.int().view(torch.float32).to(dtype)
+    return x.to(dtype)
+
+
+def _ascending(x: Tensor) -> Tensor:
+    """int64 keys in the order of x."""
+    x = torch.where(x.isnan(), torch.nan, x + 0.0)  # one NaN, one zero
+    bits, low = (x.view(torch.int64), 2**63 - 1) if x.dtype == torch.float64 else (x.view(torch.int32), 2**31 - 1)
+    return torch.where(bits < 0, bits ^ low, bits).long()
+
+
+def _from_ascending(key: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float64:
+        return torch.where(key < 0, key ^ (2**63 - 1), key).view(dtype)
+    return torch.where(key < 0, key ^ (2**31 - 1), key).int().view(dtype)
