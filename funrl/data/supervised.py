@@ -1,4 +1,4 @@
-"""Demonstrations and preferences: from a file of JSON lines, or in memory, to tokens of which some are learnt.
+"""Demonstrations and preferences: from a file of JSON lines, or in memory, to tokens of which some are trained.
 
 | kind | one line of the file |
 |---|---|
@@ -6,39 +6,42 @@
 | preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and "margin" where it is known |
 
 Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; of a conversation every turn
-of the assistant is learnt, and nothing else. A completion may also be a list of one message. It ends with the
-end-of-text token, so that ending is learnt too.
+of the assistant is trained, and nothing else. A completion may also be a list of one message. It ends with the
+end-of-text token, so that ending is trained too.
+
+What is checked when: `load_examples` parses every line and checks its fields, without tokenizing. Before a run,
+`check_lengths` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
+that may be too long by their bytes. A text is tokenized when it is read: who draws some for a step checks these too.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
+import numpy as np
 import torch
 
 from funrl.batch import Batch
+from funrl.data.json_lines import DataError, JsonLines, open_json_lines
 from funrl.data.packing import pad_rows
 from funrl.data.tokenizer import TokenizerError, encode_prompt
 
 FIELDS = {"demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
-
-
-class DataError(ValueError):
-    """A line that cannot be learnt from; the message names the file, the line and what is wrong with it."""
+SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
+FIRST_LINES = 1000  # that are tokenized before the run of any file
 
 
 class Text(NamedTuple):
-    """A sequence of tokens, and which of them are learnt."""
+    """A sequence of tokens, and which of them are trained."""
 
     tokens: list[int]
-    learnt: list[bool]
+    trained: list[bool]
 
 
-class Lesson(NamedTuple):
+class TextExample(NamedTuple):
     """What belongs together: one text, or the chosen and the rejected one.
 
     Attributes:
@@ -51,66 +54,114 @@ class Lesson(NamedTuple):
     source: str = ""
 
 
-def load_lessons(path: str | Path, kind: str, tokenizer: Any) -> list[Lesson]:
-    """All lessons of a file; blank lines are skipped.
+class TextFile(Sequence[TextExample]):
+    """The examples of a file, read and tokenized when they are asked for. Slices are views.
+
+    Attributes:
+      lines: the file's records.
+      kind: "demonstrations" or "preferences".
+      tokenizer: of Hugging Face.
+      has_margin: whether every line of the file has a margin.
+    """
+
+    def __init__(self, lines: JsonLines, kind: str, tokenizer: Any, has_margin: bool):
+        self.lines, self.kind, self.tokenizer, self.has_margin = lines, kind, tokenizer, has_margin
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    @overload
+    def __getitem__(self, index: int) -> TextExample: ...
+    @overload
+    def __getitem__(self, index: slice) -> TextFile: ...
+    def __getitem__(self, index: int | slice) -> TextExample | TextFile:
+        """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
+        if isinstance(index, slice):
+            return TextFile(self.lines[index], self.kind, self.tokenizer, self.has_margin)
+        record = self.lines[index]
+        try:
+            found = text_example(record, self.kind, self.tokenizer)
+        except (DataError, TokenizerError) as error:
+            raise DataError(f"{self.lines.where(index)}: {error}") from error
+        except Exception as error:  # tokenizers raise plain ones
+            raise DataError(f"{self.lines.where(index)}: the tokenizer refuses it: {error}") from error
+        # A column of margins needs one for every row, whichever rows are drawn.
+        return found._replace(margin=found.margin if self.has_margin else None, source=self.lines.where(index))
+
+    def suspects(self, positions: int) -> Iterable[int]:
+        """Indices of the examples that are worth tokenizing to find one that is too long or that is refused."""
+        begins = self.lines.offsets
+        if not len(begins) or begins[-1] - begins[0] <= SMALL_BYTES:
+            return range(len(self))
+        # A token is a byte at least, but for what a template adds. The last line's end is not known: it is a suspect.
+        nbytes = np.append(np.abs(np.diff(begins)), positions + 1)
+        return np.flatnonzero((nbytes > positions) | (np.arange(len(begins)) < FIRST_LINES)).tolist()
+
+
+def load_examples(path: str | Path, kind: str, tokenizer: Any) -> TextFile:
+    """Open a file of examples; blank lines are skipped. Memory does not depend on its size but for an index.
 
     Args:
       kind: "demonstrations" or "preferences".
     Raises:
       DataError: the file is missing or empty, or a line is not as the table above says.
     """
-    path = Path(path)
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: it cannot be read: {error}") from error
-    lessons = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            lessons.append(lesson(json.loads(line), kind, tokenizer)._replace(source=where))
-        except (ValueError, TokenizerError) as error:
-            raise DataError(f"{where}: {error}") from error
-        except Exception as error:  # tokenizers raise plain ones
-            raise DataError(f"{where}: the tokenizer refuses it: {error}") from error
-    if not lessons:
+    without_margin = 0
+
+    def check(record: Any) -> None:
+        nonlocal without_margin
+        check_record(record, kind)
+        without_margin += record.get("margin") is None
+
+    lines = open_json_lines(path, check)
+    if not len(lines):
         raise DataError(f"{path}: the file is empty; {kind} are JSON lines")
-    return lessons
+    return TextFile(lines, kind, tokenizer, not without_margin)
 
 
-def lesson(record: Any, kind: str, tokenizer: Any) -> Lesson:
-    """One record as tokens.
-
-    Raises:
-      DataError, TokenizerError: a field is missing or of the wrong kind.
-    """
+def check_record(record: Any, kind: str) -> None:
+    """Raises DataError where a field of a record is missing or of the wrong type."""
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
     if kind == "demonstrations" and "messages" in record:
-        return Lesson((conversation(record["messages"], tokenizer),))
+        messages = record["messages"]
+        if not _are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
+            raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
+        return
     missing = [name for name in ("prompt", *FIELDS[kind]) if name not in record]
     if missing:
         raise DataError(f"there is no field {missing[0]!r}; the fields are {sorted(record)}")
     if not (isinstance(record["prompt"], str) or _are_messages(record["prompt"])):
         raise DataError("'prompt' must be text, or a list of messages")
-    prompt, _ = encode_prompt(tokenizer, record["prompt"])
+    for name in FIELDS[kind]:
+        if not isinstance(_content(record[name]), str):
+            raise DataError(f"{name!r} must be text, or a list of one message")
     margin = record.get("margin")
     if margin is not None and not (isinstance(margin, (int, float)) and math.isfinite(margin)):
         raise DataError(f"'margin' is {margin!r}; a number is needed")
-    return Lesson(tuple(_completed(prompt, name, record[name], tokenizer) for name in FIELDS[kind]), margin)
+
+
+def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
+    """One record as tokens.
+
+    Raises:
+      DataError, TokenizerError: a field is missing or of the wrong kind.
+    """
+    check_record(record, kind)
+    if kind == "demonstrations" and "messages" in record:
+        return TextExample((conversation(record["messages"], tokenizer),))
+    prompt, _ = encode_prompt(tokenizer, record["prompt"])
+    texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in FIELDS[kind])
+    return TextExample(texts, record.get("margin"))
 
 
 def conversation(messages: Any, tokenizer: Any) -> Text:
-    """A conversation of which the assistant's turns are learnt.
+    """A conversation of which the assistant's turns are trained.
 
     Raises:
-      DataError, TokenizerError: it has no such turn, or the template writes a turn differently once another follows.
+      DataError, TokenizerError: the template writes a turn differently once another follows.
     """
-    if not _are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
-        raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
-    text, tokens, learnt = "", [], []
+    text, tokens, trained = "", [], []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -118,16 +169,16 @@ def conversation(messages: Any, tokenizer: Any) -> Text:
         after = tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)
         if not (before.startswith(text) and after.startswith(before)):
             raise DataError("the chat template changes earlier turns when one is added; give prompts and completions")
-        for part, is_learnt in ((before[len(text) :], False), (after[len(before) :], True)):
+        for part, is_trained in ((before[len(text) :], False), (after[len(before) :], True)):
             ids = tokenizer.encode(part, add_special_tokens=False)
             tokens += ids
-            learnt += [is_learnt] * len(ids)
+            trained += [is_trained] * len(ids)
         text = after
-    return Text(tokens, learnt)
+    return Text(tokens, trained)
 
 
-def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
-    """Rows to learn from, one a lesson; the two texts of a preference lie side by side as segments 1 and 2.
+def to_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
+    """Rows to train on, one an example; the two texts of a preference are laid side by side as segments 1 and 2.
 
     Args:
       pad: id of the padding token.
@@ -137,55 +188,60 @@ def to_batch(lessons: Sequence[Lesson], pad: int, reader: bool = False, device: 
       device: where the batch goes.
     """
     rows, masks, places, segments = [], [], [], []
-    for one in lessons:
+    for one in examples:
         texts = [_read(text, pad) for text in one.texts] if reader else one.texts
         rows.append([i for t in texts for i in t.tokens])
-        masks.append([i for t in texts for i in t.learnt])
+        masks.append([i for t in texts for i in t.trained])
         places.append([i for t in texts for i in range(len(t.tokens))])
         segments.append([n for n, t in enumerate(texts, 1) for _ in t.tokens])
     put = lambda x, fill=0: torch.as_tensor(pad_rows(x, fill, 8), device=device)  # noqa: E731
     length = torch.tensor([len(r) for r in rows], device=device)
-    batch = Batch(put(rows, pad), put(masks).bool(), length=length)
-    if all(len(one.texts) == 1 for one in lessons):
+    batch = Batch(tokens=put(rows, pad), mask=put(masks).bool(), length=length)
+    if all(len(one.texts) == 1 for one in examples):
         return batch
     batch = batch._replace(positions=put(places), segments=put(segments))
-    if any(one.margin is None for one in lessons):
+    if any(one.margin is None for one in examples):
         return batch
-    margin_B = torch.tensor([one.margin for one in lessons], device=device)
+    margin_B = torch.tensor([one.margin for one in examples], device=device)
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
 
 
-def check_lengths(lessons: Sequence[Lesson], positions: int, tokenizer: Any) -> None:
-    """Compares texts with the longest sequence that a model was made for.
+def check_lengths(examples: Sequence[TextExample], positions: int, tokenizer: Any) -> None:
+    """Compare texts with the longest sequence that a model was made for; of a large file only `suspects`.
 
     Raises:
-      DataError: naming the first lesson that is longer, and how many there are.
+      DataError: naming the first example that is longer, and how many there are.
     """
-    long = [(i, one) for i, one in enumerate(lessons, 1) if max(len(t.tokens) for t in one.texts) > positions]
-    if not long:
+    which = examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
+    first, count = None, 0
+    for number in which:
+        one = examples[number]
+        if max(len(t.tokens) for t in one.texts) > positions:
+            first, count = first or (number + 1, one), count + 1
+    if first is None:
         return
-    number, one = long[0]
-    which, text = max(enumerate(one.texts), key=lambda pair: len(pair[1].tokens))
-    name = "text" if len(one.texts) == 1 else f"prompt with {FIELDS['preferences'][which]!r}"
+    number, one = first
+    longest, text = max(enumerate(one.texts), key=lambda pair: len(pair[1].tokens))
+    name = "text" if len(one.texts) == 1 else f"prompt with {FIELDS['preferences'][longest]!r}"
     begins = tokenizer.decode(text.tokens[:40])[:60]
-    others = f"; {len(long)} of {len(lessons)} lessons are too long" if len(long) > 1 else ""
+    others = f"; {count} of {len(examples)} examples are too long" if count > 1 else ""
     raise DataError(
-        f"{one.source or f'lesson {number}'}: the {name} has {len(text.tokens)} tokens, but the model has {positions} "
+        f"{one.source or f'example {number}'}: the {name} has {len(text.tokens)} tokens, but the model has {positions} "
         f"positions; shorten it, leave it out or take a model with more{others} (it begins {begins!r})"
     )
 
 
 def _read(text: Text, pad: int) -> Text:
-    """The text without padding at its end, and behind it one token that is learnt."""
+    """The text without padding at its end, and behind it one token that is trained."""
     length = max((i for i, token in enumerate(text.tokens, 1) if token != pad), default=1)
     return Text([*text.tokens[:length], pad], [False] * length + [True])
 
 
-def _completed(prompt: list[int], name: str, completion: Any, tokenizer: Any) -> Text:
-    if _are_messages(completion) and len(completion) == 1:
-        completion = completion[0]["content"]
-    if not isinstance(completion, str):
-        raise DataError(f"{name!r} must be text, or a list of one message")
+def _content(completion: Any) -> Any:
+    return completion[0]["content"] if _are_messages(completion) and len(completion) == 1 else completion
+
+
+def _completed(prompt: list[int], name: str, completion: str, tokenizer: Any) -> Text:
     ids = tokenizer.encode(completion, add_special_tokens=False)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]

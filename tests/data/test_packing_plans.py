@@ -50,7 +50,7 @@ def check(plan, lengths, ranks, sizes, max_segments, example):
             assert len(set(plan.rank[whole])) == len(set(plan.micro[whole])) == 1
 
 
-@pytest.mark.parametrize("lengths,ranks,budget,example", draws())
+@pytest.mark.parametrize("lengths,ranks,budget,example", list(draws()))
 @pytest.mark.parametrize("cost", [RowCost(), RowCost(0.05), RowCost(0.05, window=7)])
 def test_every_row_has_its_place(lengths, ranks, budget, example, cost):
     longest = 0 if not len(lengths) else int(lengths.max())

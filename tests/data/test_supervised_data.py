@@ -1,12 +1,14 @@
-"""Demonstrations and preferences as tokens: what is learnt, how rows lie, what is refused."""
+"""Demonstrations and preferences as tokens: what is trained, how rows are laid out, what is refused."""
 
 import json
+import pickle
+import subprocess
+import sys
 
 import pytest
-import torch
 
-from funrl.algos.preference import pair_sums
-from funrl.data.supervised import DataError, Lesson, Text, check_lengths, lesson, load_lessons, to_batch
+from funrl.data import supervised
+from funrl.data.supervised import DataError, Text, TextExample, check_lengths, load_examples, text_example, to_batch
 from funrl.data.tokenizer import character_tokenizer
 from funrl.tasks import arithmetic
 
@@ -23,32 +25,32 @@ def tokenizer():
     return made
 
 
-def learnt(text, tokenizer):
-    return "".join(tokenizer.decode([t]) if on else "_" for t, on in zip(text.tokens, text.learnt, strict=True))
+def trained(text, tokenizer):
+    return "".join(tokenizer.decode([t]) if on else "_" for t, on in zip(text.tokens, text.trained, strict=True))
 
 
-def test_a_completion_and_its_end_are_learnt(tokenizer):
-    (text,) = lesson({"prompt": "ab", "completion": "cd"}, "demonstrations", tokenizer).texts
-    assert learnt(text, tokenizer) == "__cd</s>"
+def test_a_completion_and_its_end_are_trained(tokenizer):
+    (text,) = text_example({"prompt": "ab", "completion": "cd"}, "demonstrations", tokenizer).texts
+    assert trained(text, tokenizer) == "__cd</s>"
     assert tokenizer.decode(text.tokens) == "abcd</s>"
     chat = [{"role": "user", "content": "x"}]
     for completion in ("yz", [{"role": "assistant", "content": "yz"}]):
-        (text,) = lesson({"prompt": chat, "completion": completion}, "demonstrations", tokenizer).texts
-        assert tokenizer.decode(text.tokens) == "u:x;a:yz</s>" and learnt(text, tokenizer) == "______yz</s>"
+        (text,) = text_example({"prompt": chat, "completion": completion}, "demonstrations", tokenizer).texts
+        assert tokenizer.decode(text.tokens) == "u:x;a:yz</s>" and trained(text, tokenizer) == "______yz</s>"
 
 
-def test_of_a_conversation_the_assistants_turns_are_learnt(tokenizer):
+def test_of_a_conversation_the_assistants_turns_are_trained(tokenizer):
     turns = [("system", "s"), ("user", "hi"), ("assistant", "ho"), ("user", "he"), ("assistant", "hu"), ("user", "end")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    (text,) = lesson({"messages": messages}, "demonstrations", tokenizer).texts
+    (text,) = text_example({"messages": messages}, "demonstrations", tokenizer).texts
     assert tokenizer.decode(text.tokens) == "s:s;u:hi;a:ho!;u:he;a:hu!;"  # what follows the last answer is left out
-    assert learnt(text, tokenizer) == "___________ho!;_______hu!;"
+    assert trained(text, tokenizer) == "___________ho!;_______hu!;"
 
 
 def test_pairs_lie_side_by_side_in_one_row():
     tokens = arithmetic.tokenizer()
     records = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in arithmetic.preferences(0, 3)]
-    batch = to_batch([lesson(r | {"margin": 2}, "preferences", tokens) for r in records], tokens.pad_token_id)
+    batch = to_batch([text_example(r | {"margin": 2}, "preferences", tokens) for r in records], tokens.pad_token_id)
     for row, record in enumerate(records):
         for segment, name in ((1, "chosen"), (2, "rejected")):
             own = batch.segments[row] == segment
@@ -57,13 +59,13 @@ def test_pairs_lie_side_by_side_in_one_row():
             assert tokens.decode(batch.tokens[row][own & batch.mask[row]]) == record[name] + "</s>"
         assert batch.length[row] == (batch.segments[row] > 0).sum()
     assert (batch.margin == 2).all()
-    chosen, _ = pair_sums(torch.ones(batch.mask.shape), batch)
-    assert chosen[chosen > 0].tolist() == [len(r["chosen"]) + 1 for r in records]
+    chosen = (batch.mask & (batch.segments == 1)).sum(1)
+    assert chosen.tolist() == [len(r["chosen"]) + 1 for r in records]
 
 
 def test_a_reader_stands_behind_every_text():
     tokens = arithmetic.tokenizer()
-    one = lesson({"prompt": "1+2=", "chosen": "3", "rejected": "45"}, "preferences", tokens)
+    one = text_example({"prompt": "1+2=", "chosen": "3", "rejected": "45"}, "preferences", tokens)
     batch = to_batch([one], 0, reader=True)
     assert batch.mask[0].nonzero().flatten().tolist() == [6, 14]  # 4 + 1 + end, and 7 + 4 + 2 + end
     assert (batch.tokens[batch.mask] == 0).all() and batch.length.tolist() == [15]
@@ -73,7 +75,7 @@ def test_a_reader_stands_behind_every_text():
 def test_a_reader_does_not_read_padding_at_the_end_of_a_text():
     """As transformers does not: where the end-of-text token pads, it is not read."""
     texts = (Text([5, 1, 6, 1, 1], [False, False, True, True, True]), Text([1, 1], [False, True]))
-    batch = to_batch([Lesson(texts)], 1, reader=True)
+    batch = to_batch([TextExample(texts)], 1, reader=True)
     assert batch.tokens[0, :6].tolist() == [5, 1, 6, 1, 1, 1] and batch.length.tolist() == [6]
     assert batch.mask[0].nonzero().flatten().tolist() == [3, 5]
 
@@ -82,16 +84,16 @@ def test_a_text_that_is_too_long_is_named(tokenizer, tmp_path):
     file = tmp_path / "d.jsonl"
     lines = [{"prompt": "1+1=", "chosen": "2", "rejected": digits} for digits in ("3", "4" * 9, "5" * 99)]
     file.write_text("\n\n".join(map(json.dumps, lines)))
-    lessons = load_lessons(file, "preferences", arithmetic.tokenizer())
-    check_lengths(lessons, 104, arithmetic.tokenizer())
+    examples = load_examples(file, "preferences", arithmetic.tokenizer())
+    check_lengths(examples, 104, arithmetic.tokenizer())
     with pytest.raises(
         DataError, match=r"line 5: the prompt with 'rejected' has 104 tokens, but the model has 103 pos"
     ):
-        check_lengths(lessons, 103, arithmetic.tokenizer())
-    with pytest.raises(DataError, match=r"line 3: .*; 2 of 3 lessons are too long \(it begins '1\+1=444444444"):
-        check_lengths(lessons, 13, arithmetic.tokenizer())
-    with pytest.raises(DataError, match=r"^lesson 1: the text has 2 tokens"):
-        check_lengths([Lesson((Text([2, 3], [False, True]),))], 1, arithmetic.tokenizer())
+        check_lengths(examples, 103, arithmetic.tokenizer())
+    with pytest.raises(DataError, match=r"line 3: .*; 2 of 3 examples are too long \(it begins '1\+1=444444444"):
+        check_lengths(examples, 13, arithmetic.tokenizer())
+    with pytest.raises(DataError, match=r"^example 1: the text has 2 tokens"):
+        check_lengths([TextExample((Text([2, 3], [False, True]),))], 1, arithmetic.tokenizer())
 
 
 def test_the_embedded_preferences_are_right_and_wrong_sums():
@@ -109,29 +111,113 @@ def test_the_embedded_preferences_are_right_and_wrong_sums():
         ('{"prompt": "a"}', "line 2: there is no field 'chosen'; the fields are"),
         ('{"prompt": 3, "chosen": "a", "rejected": "b"}', "line 2: 'prompt' must be text"),
         ('{"prompt": "a", "chosen": 4, "rejected": "b"}', "line 2: 'chosen' must be text"),
-        ('{"prompt": "a", "chosen": "A", "rejected": "b"}', "line 2: the tokenizer refuses it"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}', "line 2: 'margin' is 'x'"),
     ],
 )
-def test_a_line_that_cannot_be_learnt_from_is_named(line, said, tokenizer, tmp_path):
+def test_a_line_that_cannot_be_trained_from_is_named(line, said, tokenizer, tmp_path):
     file = tmp_path / "pairs.jsonl"
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     file.write_text(json.dumps(good) + "\n" + line + "\n")
     with pytest.raises(DataError, match=said):
-        load_lessons(file, "preferences", tokenizer)
+        load_examples(file, "preferences", tokenizer)
     file.write_text("\n" + json.dumps(good) + "\n\n")
-    assert len(load_lessons(file, "preferences", tokenizer)) == 1
+    assert len(load_examples(file, "preferences", tokenizer)) == 1
 
 
 def test_files_and_conversations_that_hold_nothing_are_refused(tokenizer, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="empty"):
-        load_lessons(tmp_path / "empty.jsonl", "demonstrations", tokenizer)
+        load_examples(tmp_path / "empty.jsonl", "demonstrations", tokenizer)
     with pytest.raises(DataError, match="cannot be read"):
-        load_lessons(tmp_path / "absent.jsonl", "demonstrations", tokenizer)
+        load_examples(tmp_path / "absent.jsonl", "demonstrations", tokenizer)
     with pytest.raises(DataError, match="by the assistant"):
-        lesson({"messages": [{"role": "user", "content": "a"}]}, "demonstrations", tokenizer)
+        text_example({"messages": [{"role": "user", "content": "a"}]}, "demonstrations", tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ 'z' if loop.last else '' }}{{ m.content }}{% endfor %}"
     turns = [{"role": r, "content": "a"} for r in ("user", "assistant", "user", "assistant")]
     with pytest.raises(DataError, match="changes earlier turns"):
-        lesson({"messages": turns}, "demonstrations", tokenizer)
+        text_example({"messages": turns}, "demonstrations", tokenizer)
+
+
+def test_a_text_that_the_tokenizer_refuses_is_named_when_it_is_read(tokenizer, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", "chosen": c, "rejected": "b"}) + "\n" for c in "xYz"))
+    examples = load_examples(file, "preferences", tokenizer)
+    assert examples[0].source == f"{file}, line 1" and examples[-1].source == f"{file}, line 3"
+    for read in (lambda: examples[1], lambda: check_lengths(examples, 99, tokenizer)):
+        with pytest.raises(DataError, match="line 2: the tokenizer refuses it"):
+            read()
+
+
+def test_examples_of_a_file_are_a_sequence_of_views(tokenizer, tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": "a", "completion": "b" * n}) for n in range(1, 9)))
+    examples = load_examples(file, "demonstrations", tokenizer)
+    whole = [len(one.texts[0].tokens) for one in examples]
+    assert whole == [n + 2 for n in range(1, 9)]
+    train, heldout = examples[:-3], examples[-3:]
+    assert len(train) == 5 and [len(one.texts[0].tokens) for one in heldout] == whole[-3:]
+    assert heldout[1:][0] == examples[6] and examples[-1] == examples[7]
+    with pytest.raises(IndexError):
+        examples[8]
+    copied = pickle.loads(pickle.dumps(examples))
+    assert copied[2] == examples[2]
+    file.write_text(file.read_text() + "\n\n")
+    with pytest.raises(DataError, match="has been changed since the run began"):
+        examples[0]
+    file.unlink()
+    with pytest.raises(DataError, match="cannot be read any more"):
+        examples[0]
+
+
+def test_a_margin_is_of_all_lines_or_of_none(tokenizer, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": m} for m in (1, 2.5)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    examples = load_examples(file, "preferences", tokenizer)
+    assert examples.has_margin and [one.margin for one in examples] == [1, 2.5]
+    file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "a", "chosen": "b", "rejected": "c"}])))
+    examples = load_examples(file, "preferences", tokenizer)
+    assert not examples.has_margin and [one.margin for one in examples] == [None] * 3
+
+
+def test_of_a_large_file_those_texts_are_tokenized_that_may_be_too_long(tokenizer, tmp_path, monkeypatch):
+    file = tmp_path / "d.jsonl"
+    lengths = [5] * 40
+    lengths[30] = 300
+    file.write_text("\n".join(json.dumps({"prompt": "a", "completion": "b" * n}) for n in lengths))
+    examples = load_examples(file, "demonstrations", tokenizer)
+    assert list(examples.suspects(100)) == list(range(40))
+    monkeypatch.setattr(supervised, "SMALL_BYTES", 100)
+    monkeypatch.setattr(supervised, "FIRST_LINES", 4)
+    assert list(examples.suspects(100)) == [0, 1, 2, 3, 30, 39]
+    check_lengths(examples, 302, tokenizer)
+    with pytest.raises(DataError, match="line 31: the text has 302 tokens, but the model has 301 positions"):
+        check_lengths(examples, 301, tokenizer)
+
+
+MEMORY = """
+import json, resource, sys
+from funrl.data.supervised import load_examples, to_batch
+from funrl.data import supervised
+from funrl.data.tokenizer import character_tokenizer
+
+tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
+tokenizer.encode("ab")
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+examples = load_examples(sys.argv[1], "demonstrations", tokenizer)
+assert len(examples) == 100_000
+for start in range(0, 99_000, 3000):
+    assert to_batch([examples[start + i] for i in range(64)], 0).tokens.shape == (64, 200)
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_depend_on_the_size_of_the_file(tmp_path):
+    """100,000 lines of 200 tokens: their lists of ids alone would be over 300 MB."""
+    file = tmp_path / "large.jsonl"
+    with open(file, "w") as out:
+        for number in range(100_000):
+            out.write(json.dumps({"prompt": "abc", "completion": "x" * 96 + " " + "y" * 99, "id": number}) + "\n")
+    grown = float(subprocess.run([sys.executable, "-c", MEMORY, file], check=True, capture_output=True).stdout)
+    assert grown < 60  # MiB; 200 are allowed

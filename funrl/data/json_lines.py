@@ -1,0 +1,90 @@
+"""Files of JSON lines that are read where they are: an index of 16 bytes a line is all that is held in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+
+class DataError(ValueError):
+    """A file or a line that cannot be trained on; the message names the file, the line and what is wrong with it."""
+
+
+class JsonLines(Sequence[Any]):
+    """The records of a file of JSON lines, parsed when they are asked for. Slices are views.
+
+    It holds no open file, so it may be forked and pickled.
+
+    Attributes:
+      path: of the file.
+      offsets: [lines] int64, where each record's line begins; lines that are blank have none.
+      numbers: [lines] int64, the number of each record's line in the file, from 1.
+    """
+
+    def __init__(self, path: Path, offsets: np.ndarray, numbers: np.ndarray, stamp: tuple[int, int]):
+        self.path, self.offsets, self.numbers, self._stamp = path, offsets, numbers, stamp
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> JsonLines: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """Raises: DataError, the file has been changed since it was opened."""
+        if isinstance(index, slice):
+            return JsonLines(self.path, self.offsets[index], self.numbers[index], self._stamp)
+        try:
+            with open(self.path, "rb") as file:
+                stamp = _stamp(file.fileno())
+                file.seek(int(self.offsets[index]))
+                line = file.readline()
+        except OSError as error:
+            raise DataError(f"{self.path}: it cannot be read any more: {error.strerror}") from error
+        if stamp != self._stamp:
+            raise DataError(f"{self.path}: the file has been changed since the run began; start again")
+        return json.loads(line)
+
+    def where(self, index: int) -> str:
+        """The file and the line of a record."""
+        return f"{self.path}, line {self.numbers[index]}"
+
+
+def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines:
+    """Index a file, one line in memory at a time; every record is parsed and checked, and let go.
+
+    Args:
+      check: raises a ValueError for a record that cannot be used.
+
+    Raises:
+      DataError: the file cannot be read, a line is no JSON or fails the check; the first such line is named.
+    """
+    path, offsets, numbers = Path(path), array("q"), array("q")
+    try:
+        with open(path, "rb") as file:
+            stamp, offset = _stamp(file.fileno()), 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        check(json.loads(line))
+                    except ValueError as error:  # what json and utf-8 raise is one too
+                        raise DataError(f"{path}, line {number}: {error}") from error
+                    offsets.append(offset)
+                    numbers.append(number)
+                offset += len(line)
+    except OSError as error:
+        raise DataError(f"{path}: it cannot be read: {error.strerror}") from error
+    return JsonLines(path, np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64), stamp)
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    """What changes when a file is written."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
