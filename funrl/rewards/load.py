@@ -61,11 +61,12 @@ def score(
       RewardError: it raised, or gave something that is no finite number, for a row; the message shows that row, and
         the function's own traceback.
     """
-    return [_one(reward, p, c, f) for p, c, f in zip(prompts, completions, fields, strict=True)]
+    return [score_one(reward, p, c, f) for p, c, f in zip(prompts, completions, fields, strict=True)]
 
 
-def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
-    where = f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
+def score_one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
+    """The reward of one completion; `score` says of what kind, and what is raised."""
+    where = described(prompt, completion, fields)
     try:
         value = reward(prompt, completion, **fields)
     except (Exception, SystemExit) as error:
@@ -77,6 +78,11 @@ def _one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]
         message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38){where}"
         raise RewardError(message, prompt, completion, value)
     return number
+
+
+def described(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
+    """Lines that show a row, for the end of an error's first line."""
+    return f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
 
 
 def _number(value: Any) -> float | None:

@@ -1,0 +1,202 @@
+"""The pool of reward workers: order, parallelism, and every way to fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from funrl.rewards.load import RewardError
+from funrl.rewards.pool import Completed, open_pool, score_rows
+from funrl.rewards.verifiers import exact_match
+
+BOTH = pytest.mark.parametrize("workers", [0, 2])
+
+
+def results(futures):
+    return [future.result(timeout=30) for future in futures]
+
+
+def rows_of(*completions, **fields):
+    return [Completed("p", completion, fields) for completion in completions]
+
+
+@BOTH
+def test_results_are_in_order_one_number_a_function(workers):
+    def slow_if_short(prompt, completion, *, unit):  # a closure: `workers` cannot be pickled with it
+        time.sleep(0.05 if len(completion) == 1 else 0)
+        return len(completion) * unit + workers * 0
+
+    with open_pool([slow_if_short, lambda p, c, **_: float(c == "xx")], workers) as pool:
+        first = score_rows(pool, rows_of("x", "xx", "xxx", unit=2))
+        second = score_rows(pool, rows_of("", unit=3))
+        assert results(first) == [[2, 0], [4, 1], [6, 0]] and results(second) == [[0, 0]]
+        assert score_rows(pool, []) == []
+        assert results(score_rows(pool, rows_of("x" * 1_000_000, unit=1))) == [[1_000_000, 0]]
+
+
+def test_the_printed_example():
+    with open_pool([exact_match], 1) as pool:
+        assert results(score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])) == [[1.0]]
+
+
+def test_rows_are_rewarded_side_by_side_while_the_rank_does_something_else():
+    def wait(prompt, completion):
+        time.sleep(0.3)
+        return os.getpid()
+
+    with open_pool([wait], 4) as pool:
+        start = time.perf_counter()
+        futures = score_rows(pool, rows_of(*"abcdefgh"))
+        assert time.perf_counter() - start < 0.25  # submitting does not wait
+        assert not any(future.done() for future in futures)
+        pids = {int(pid) for (pid,) in results(futures)}
+        assert time.perf_counter() - start < 1.6  # one after the other they take 2.4 s
+        assert len(pids) == 4 and os.getpid() not in pids
+
+
+@BOTH
+def test_an_exception_shows_the_row_and_the_functions_own_traceback(workers):
+    def picky(prompt, completion, *, answer):
+        if completion == "bad":
+            raise KeyError("no such thing")
+        return {"nan": float("nan"), "text": "1", "object": object()}.get(completion, 1.0)
+
+    with open_pool([picky], workers) as pool:
+        good, bad, nan, text, thing = score_rows(pool, rows_of("good", "bad", "nan", "text", "object", answer=4))
+        assert good.result(30) == [1.0]
+        with pytest.raises(RewardError, match=r"raised KeyError\('no such thing'\)\n  prompt: 'p'\n") as caught:
+            bad.result(30)
+        assert "in picky" in str(caught.value) and "fields: {'answer': 4}" in str(caught.value)
+        assert (caught.value.prompt, caught.value.completion) == ("p", "bad")
+        for future, given in ((nan, "gave nan"), (text, "gave '1'"), (thing, "gave <object object")):
+            with pytest.raises(RewardError, match=f"the reward function {given}.*\n  prompt: 'p'"):
+                future.result(30)
+        assert results(score_rows(pool, rows_of("good", answer=4))) == [[1.0]]
+
+
+def test_a_function_that_hangs_is_ended_and_the_others_go_on():
+    def hangs(prompt, completion):
+        while completion == "hang":
+            pass
+        return 1.0
+
+    with open_pool([hangs], 2, timeout_s=0.5) as pool:
+        start = time.perf_counter()
+        futures = score_rows(pool, rows_of("hang", "a", "hang", "b", "hang", "c"))
+        assert results(futures[1::2]) == [[1.0]] * 3
+        for future in futures[::2]:
+            with pytest.raises(RewardError, match=r"took longer than 0.5 s\n  prompt: 'p'\n  completion: 'hang'"):
+                future.result(30)
+        assert time.perf_counter() - start < 10
+        assert results(score_rows(pool, rows_of("d"))) == [[1.0]]
+
+
+def test_a_function_that_ends_its_process_is_named():
+    def dies(prompt, completion):
+        if completion == "exit":
+            os._exit(7)
+        if completion == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if completion == "leave":
+            sys.exit(3)
+        return 1.0
+
+    with open_pool([dies], 1) as pool:
+        futures = score_rows(pool, rows_of("exit", "kill", "leave", "live"))
+        for future, ended in zip(futures, ("with exit code 7", "by signal SIGKILL"), strict=False):
+            with pytest.raises(RewardError, match=rf"ended its process \({ended}\)\n  prompt: 'p'"):
+                future.result(30)
+        with pytest.raises(RewardError, match=r"raised SystemExit\(3\)"):
+            futures[2].result(30)
+        assert futures[3].result(30) == [1.0]
+
+
+def test_workers_compute_with_torch_although_the_rank_has_threads():
+    """The server is forked first; then the rank makes threads, and workers are still replaced without a lock held."""
+
+    def multiplies(prompt, completion):
+        if completion == "exit":
+            os._exit(0)
+        return float((torch.ones(300, 300) @ torch.ones(300, 300)).mean())
+
+    threads = torch.get_num_threads()
+    with open_pool([multiplies], 2) as pool:
+        torch.set_num_threads(2)
+        torch.ones(700, 700) @ torch.ones(700, 700)
+        stop = threading.Event()
+        thread = threading.Thread(target=stop.wait)
+        thread.start()
+        try:
+            futures = score_rows(pool, rows_of("exit", "a", "exit", "b", "exit", "c"))
+            assert results(futures[1::2]) == [[300.0]] * 3
+        finally:
+            stop.set()
+            thread.join()
+            torch.set_num_threads(threads)
+
+
+def test_a_row_that_cannot_be_sent_is_an_error_at_once():
+    with (
+        open_pool([exact_match], 1) as pool,
+        pytest.raises(RewardError, match=r"cannot be sent to a worker: .*\n  prompt: 'p'"),
+    ):
+        score_rows(pool, [Completed("p", "c", {"f": lambda: 0})])
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_closing_ends_all_processes_and_fails_what_waits():
+    with open_pool([lambda p, c: time.sleep(60) or 1.0 if c == "long" else os.getpid()], 2) as pool:
+        pids = {int(pid) for (pid,) in results(score_rows(pool, rows_of(*"abcdef")))}
+        waiting = score_rows(pool, rows_of("long", "long", "long"))
+    for future in waiting:
+        with pytest.raises(RewardError, match="was closed"):
+            future.result(5)
+    assert pids and not any(alive(pid) for pid in pids)
+    with pytest.raises(RewardError, match="is closed"):
+        score_rows(pool, rows_of("a"))
+
+
+def test_the_death_of_the_server_is_an_error_and_not_a_wait():
+    with open_pool([lambda p, c: time.sleep(60)], 1) as pool:
+        futures = score_rows(pool, rows_of("a", "b"))
+        os.kill(pool._server, signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(RewardError, match="the server of the reward workers has died"):
+                future.result(10)
+
+
+PROGRAM = """
+import os, time
+from funrl.rewards.pool import Completed, open_pool, score_rows
+with open_pool([lambda p, c: os.getpid()], 2) as pool:
+    pids = {int(f.result()[0]) for f in score_rows(pool, [Completed("p", "c")] * 9)}
+    print(pool._server, *pids, flush=True)
+    score_rows(pool, [Completed("p", "c")])
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux: a process that ends with its parent")
+def test_a_rank_that_is_killed_takes_its_workers_with_it():
+    rank = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in rank.stdout.readline().split()]
+    assert all(alive(pid) for pid in pids)
+    rank.kill()
+    rank.wait()
+    end = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
