@@ -66,17 +66,17 @@ def score(
 
 def score_one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
     """The reward of one completion; `score` says of what kind, and what is raised."""
-    where = described(prompt, completion, fields)
     try:
         value = reward(prompt, completion, **fields)
     except (Exception, SystemExit) as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
         trace = "".join(traceback.format_exception(type(error), error, own))
+        where = described(prompt, completion, fields)
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
     if number is None or not abs(number) <= LARGEST:  # nor is nan
-        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38){where}"
-        raise RewardError(message, prompt, completion, value)
+        message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38)"
+        raise RewardError(message + described(prompt, completion, fields), prompt, completion, value)
     return number
 
 
