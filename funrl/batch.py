@@ -38,6 +38,7 @@ WRITERS = {
     "trainer": "the trainer",
 }
 BLOCK = 256  # tokens, of the blocks in which a row is summed
+CACHED = 1 << 17  # numbers that are copied to float64 at once: they stay in a core's cache
 
 
 class Field(NamedTuple):
@@ -90,6 +91,15 @@ def row_sums(x_BT: Tensor) -> Tensor:
 
     Returns: [B] float64.
     """
+    if not x_BT.is_floating_point():  # whole numbers: exact in any order
+        return x_BT.sum(1, dtype=torch.int64).to(torch.float64)
+    if not len(x_BT):
+        return x_BT.new_zeros(0, dtype=torch.float64)
+    at_once = max(1, CACHED // max(x_BT.shape[1], 1))
+    return torch.cat([_block_sums(rows) for rows in x_BT.split(at_once)])
+
+
+def _block_sums(x_BT: Tensor) -> Tensor:
     x_BT = x_BT.to(torch.float64)
     blocks = -(-x_BT.shape[1] // BLOCK)
     sums_BN = pad(x_BT, (0, blocks * BLOCK - x_BT.shape[1])).reshape(len(x_BT), blocks, BLOCK).sum(2)
