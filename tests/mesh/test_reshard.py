@@ -338,9 +338,7 @@ def test_errors_name_the_tensor_and_the_sizes():
     with pytest.raises(MeshError, match=r"embed: rank 0 has shape \(3, 32\), its layout says \(64, 32\)"):
         tree = trees.map(lambda layout: torch.ones(layout.local_shape(0)), layouts_of("dp8"))
         reshard.reshard({**tree, "embed": torch.ones(3, 32)}, made, Mesh(parse("dp8")))
-    with pytest.raises(
-        MeshError, match=r"from ranks range\(0, 8\) to range\(0, 8\), the mesh dp2 is over "
-    ):
+    with pytest.raises(MeshError, match=r"from ranks range\(0, 8\) to range\(0, 8\), the mesh dp2 is over "):
         reshard.reshard(tree, made, Mesh(parse("dp2")))
     with pytest.raises(MeshError, match="lacks"):
         reshard.reshard({"embed": tree["embed"]}, made, Mesh(parse("dp8")))
