@@ -60,8 +60,8 @@ def check_rewards(settings: Settings) -> None:
             raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
     elif settings.reward is None and settings.reward_model is None:
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
-    count = len(parts(settings.reward)) + (settings.reward_model is not None)
-    weights_of_rewards(settings, count or 1)  # the embedded task has one reward
+    functions = 1 if settings.prompts is None else len(parts(settings.reward))  # the embedded task has one
+    weights_of_rewards(settings, functions + (settings.reward_model is not None))
 
 
 def check_data(settings: Settings) -> None:

@@ -107,8 +107,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop)
     if isinstance(task, Task):
-        for one in models.values():
-            check_prompt_lengths(task, sampling.max_new_tokens, one.config)
+        for name, one in models.items():
+            check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, DTYPES[settings.dtype], model, models, directories,
@@ -146,9 +146,12 @@ def models_of(
     for name in names:
         path = getattr(settings, name) if name in ("teacher", "reward_model") and name not in algorithm.losses else None
         if path is not None:
-            with blaming(f"{name}"):
+            with blaming(name):
                 models[name] = read(path)
             directories[name] = path
+            if (models[name].value is None) == (name in VALUES):
+                lacking = "value head, which `funrl reward_model` trains" if name in VALUES else "unembedding"
+                raise SettingsError(f"--{name}={path}: this model has no {lacking}")
             if tokenizer is not None and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
                 raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
         else:

@@ -104,7 +104,8 @@ class Settings:
         kinds=RL,
     )
     reward_model: str | None = flag(
-        None, "job", "directory of a reward model that scores too, or instead of --reward",
+        None, "job", "directory of a reward model, whose scores are added to those of --reward or of the embedded "
+        "task; with --prompts it may be all that scores",
         kinds=RL,
     )  # fmt: skip
     reward_weights: str | None = flag(
