@@ -46,16 +46,16 @@ from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer import job as jobs
 from funrl.trainer import offload
-from funrl.trainer.advantages import advantages
+from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.build import Generator, Parts, build, first_state
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job
+from funrl.trainer.job_data import Task, Texts, embedded_texts
 from funrl.trainer.job_source import text_rows
 from funrl.trainer.learn import learn
 from funrl.trainer.score import score
 from funrl.trainer.settings import Settings, for_kind
-from funrl.trainer.tasks import Task, Texts, embedded_texts
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise

@@ -16,8 +16,8 @@ from funrl.rewards.load import score_row
 from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
+from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
-from funrl.trainer.rollout import Example, Rollout, rollout
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 
 
