@@ -48,7 +48,7 @@ def train_step(
     Returns: the state after it, and the metrics' values, which are still on the device.
 
     Raises:
-      DivergenceError: the loss or the gradient's norm is not finite; on every rank alike, and the state has not changed.
+      DivergenceError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
     """
     grads, metrics, loss = gradient(role, state.params, micro_batches, denominators)
     norm = global_norm(grads, role.placed.stored, role.placed.mesh)
