@@ -237,7 +237,7 @@ def _engine_bytes(models: ensemble.Models, master: torch.dtype) -> float:
         sum(
             volume(has.new) * dtype.itemsize
             for has, dtype in zip(held(made, 0), made.dtypes, strict=True)
-            if has.old != has.new or dtype != master
+            if has.new is not None and (has.old != has.new or dtype != master)
         )
     )
 
@@ -257,7 +257,7 @@ def _without_what_is_away(
     shared = sum(
         volume(has.new) * dtype.itemsize
         for has, dtype in zip(held(made, 0), made.dtypes, strict=True)
-        if has.old == has.new and dtype == job.master
+        if has.new is not None and has.old == has.new and dtype == job.master
     )
     parts = {
         "optimizer": {"optimizer": rests["optimizer"]},
