@@ -245,7 +245,7 @@ def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool =
     }
     frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
     once = job._replace(settings=dataclasses.replace(job.settings, epochs=1, minibatches=1))
-    run = loop.Run(once, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
+    run = loop.Trainer(once, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
     tracer.hold_tree(batch, "batch")
     with tracer:
         state = first_state(job, run.parts, weights, ())
