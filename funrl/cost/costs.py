@@ -10,6 +10,7 @@ With `real=True` nothing is faked: the same count of a run that really computes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from funrl import trees
 from funrl.cost.hardware import Hardware, op_seconds
+from funrl.optim.base import Transformation
 
 aten = torch.ops.aten
 KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
@@ -72,22 +74,29 @@ class Costs:
         return sum(self.peak.values())
 
 
-def along(first: Costs, second: Costs, n: float) -> Costs:
-    """The costs `n` steps behind `first` on the line through `first` (n = 0) and `second` (n = 1)."""
+def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
+    """Costs extrapolated from `first`, along one line or several.
 
-    def line(a: float, b: float) -> float:
-        return a + (b - a) * n
+    Args:
+      ways: costs one step from `first` in some direction, and how many such steps are taken.
+    """
+    seconds, steps = [second for second, _ in ways], [n for _, n in ways]
 
-    def lines(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-        return {k: line(a.get(k, 0), b.get(k, 0)) for k in {**a, **b}}
+    def line(a: float, *ends: float) -> float:
+        return a + sum((b - a) * n for b, n in zip(ends, steps, strict=True))
 
-    peaks = {part: lines(first.peaks[part], second.peaks[part]) for part in first.peaks if part in second.peaks}
-    none = Traffic(0, 0)
-    traffic = {
-        k: Traffic(*map(line, first.traffic.get(k, none), second.traffic.get(k, none)))
-        for k in {**first.traffic, **second.traffic}
-    }
-    return Costs(peaks, line(first.flops, second.flops), line(first.seconds, second.seconds), traffic)
+    def lines(*points: dict[str, float]) -> dict[str, float]:
+        return {k: line(*(point.get(k, 0) for point in points)) for k in dict.fromkeys(itertools.chain(*points))}
+
+    every = (first, *seconds)
+    shared = [part for part in first.peaks if all(part in costs.peaks for costs in seconds)]
+    keys, none = dict.fromkeys(itertools.chain(*(costs.traffic for costs in every))), Traffic(0, 0)
+    return Costs(
+        peaks={part: lines(*(costs.peaks[part] for costs in every)) for part in shared},
+        flops=line(*(costs.flops for costs in every)),
+        seconds=line(*(costs.seconds for costs in every)),
+        traffic={key: Traffic(*map(line, *(costs.traffic.get(key, none) for costs in every))) for key in keys},
+    )
 
 
 def times(costs: Costs, n: float) -> Costs:
@@ -141,13 +150,14 @@ class Tracer(TorchDispatchMode):
         self.held: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
-        self.now, self.highest, self.part, self.learns = Costs(), {}, "other", False
+        self.now, self.highest, self.part = Costs(), {}, "other"
+        self.learns, self.optimizes = False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "prim" or (func is aten.detach.default and isinstance(args[0], FakeTensor)):
             return func(*args, **kwargs)
-        self.part = "optimizer" if "_foreach_" in func._schema.name else "other"
+        self.part = "optimizer" if self.optimizes or "_foreach_" in func._schema.name else "other"
         out = self._run(func, args, kwargs)
         outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
         self._count(func, args, kwargs, out, outs)
@@ -174,6 +184,18 @@ class Tracer(TorchDispatchMode):
         finally:
             self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
             self.now, self.highest, self.learns = before, {}, False
+
+    def marked(self, optimizer: Transformation) -> Transformation:
+        """The same optimizer; what its update makes is of the kind "optimizer"."""
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            self.optimizes = True
+            try:
+                return optimizer.update(*args, **kwargs)
+            finally:
+                self.optimizes = False
+
+        return optimizer._replace(update=update)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A fake tensor; a real one of zeros where the tracer is real."""
@@ -220,8 +242,13 @@ class Tracer(TorchDispatchMode):
     def _kind(self, func: Any, x: Tensor) -> str:
         if not x.is_floating_point():
             return "batch"
-        if func.namespace == "_c10d_functional" or (func is aten.cat.default and x.dim() == 1):
+        if func.namespace == "_c10d_functional":
+            summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
+            return "gradients" if summed else "staging"
+        if func is aten.cat.default and x.dim() == 1:
             return "staging"
+        if self.optimizes:
+            return "optimizer"
         shape = tuple(x.shape)
         if shape in self.shapes:
             backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]

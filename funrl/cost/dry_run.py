@@ -45,20 +45,19 @@ from funrl.rollout import native
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer import job as jobs
-from funrl.trainer import offload
-from funrl.trainer.advantages import advantages
+from funrl.trainer import loop, offload
 from funrl.trainer.build import Generator, Parts, build, first_state
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job
+from funrl.trainer.job_data import Task, Texts, embedded_texts
 from funrl.trainer.job_source import text_rows
-from funrl.trainer.learn import learn
-from funrl.trainer.score import score
 from funrl.trainer.settings import Settings, for_kind
-from funrl.trainer.tasks import Task, Texts, embedded_texts
+from funrl.trainer.sources import Source
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
+NO_SOURCE = Source(dict, lambda state, step: (Batch(), state, {}), lambda roles, step: {})  # rows are made here
 
 
 def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
@@ -137,7 +136,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         axes, rests = axes_of(mesh), found.pop("rests").peak
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
-            engine = _engine_bytes(parts.generator, job.master)
+            engine, _ = _engine_bytes(parts.generator, job.master)
             found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
             found["reshard"] = _resharding(parts.generator, rests, engine)
         if job.settings.offload and hardware.accelerator:
@@ -213,13 +212,13 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
         greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
         baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
         for sampling in (job.sampling, *baseline):
-            count = rows_together(job, whole.generator, sampling, tokens)
-            costs = _generation(job, parts.generator, sampling, tokens, count, hardware)
-            found["generate"] = after(found["generate"], costs) if "generate" in found else costs
+            for often, count in chunks(job, whole.generator, sampling, tokens):
+                costs = times(_chunk(job, parts.generator, sampling, tokens, count, hardware), often)
+                found["generate"] = after(found["generate"], costs) if "generate" in found else costs
     found |= {n: c for n, c in at_rows(at, local, piece, ranks).items() if not n.startswith(UPDATES)}
     for name, costs in at_rows(at, mini, piece, ranks).items():
         if name.startswith(UPDATES):
-            beyond = max(0, rows - mini * ranks) * at(min(mini, piece)).row_bytes
+            beyond = 2 * max(0, rows - mini * ranks) * at(min(mini, piece)).row_bytes  # in the batch, and in a copy
             found[name] = plus(times(costs, job.settings.epochs * job.settings.minibatches), {"batch": beyond})
     rests = at(min(mini, piece)).resting
     if parts.generator is not None:
@@ -235,26 +234,27 @@ def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool =
       batch: rows of all ranks.
       real: compute what is counted, instead of pretending.
     """
-    budget, rows = job.settings.token_budget, len(batch.tokens)
-    tracer = tracer_of(job, parts, hardware, real)
-    clock = TracedClock(tracer)
-    weights = {
-        name: make_weights(tracer, role.placed.stored, job.dtype if role.loss is None else job.master)
+    tracer, rows = tracer_of(job, parts, hardware, real), len(batch.tokens)
+    roles = {
+        name: role if role.optimizer is None else role._replace(optimizer=tracer.marked(role.optimizer))
         for name, role in parts.roles.items()
     }
+    weights = {
+        name: make_weights(tracer, role.placed.stored, job.dtype if role.loss is None else job.master)
+        for name, role in roles.items()
+    }
+    frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
+    once = job._replace(settings=dataclasses.replace(job.settings, epochs=1, minibatches=1))
+    run = loop.Trainer(once, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
     tracer.hold_tree(batch, "batch")
     with tracer:
-        state = first_state(job, parts, weights, ())
+        state = first_state(job, run.parts, weights, ())
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
-        batch = score(parts.roles, weights, batch, budget, clock)
-        del weights
-        if job.algorithm.advantage is not None:
-            with clock.phase("advantage"):
-                batch, _, _ = advantages(job.algorithm.advantage, state.advantage, batch)
-        step = max(role.first_step for role in parts.roles.values())
-        learn(parts.roles, state.roles, batch, step, token_budget=budget, clock=clock)
+        batch, state, _ = loop.score_batch(run, state, batch)
+        before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
+        loop.learn_batch(run, state._replace(step=before), batch)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
 
 
@@ -282,16 +282,17 @@ def full_batch(job: Job, tokens: int, rows: int) -> Batch:
     )
 
 
-def _engine_bytes(generator: Generator, master: torch.dtype) -> float:
-    """What the engine holds beside the trainer's weights: leaves that change their box or their dtype."""
-    made = generator.to_engine
-    return float(
-        sum(
-            volume(has.new) * dtype.itemsize
-            for has, dtype in zip(held(made, 0), made.dtypes, strict=True)
-            if has.old != has.new or dtype != master
-        )
-    )
+def _engine_bytes(generator: Generator, master: torch.dtype) -> tuple[float, float]:
+    """What the engine holds: beside the trainer's weights, and of them. Leaves that keep their box and their dtype are
+    both's."""
+    own, shared, made = 0.0, 0.0, generator.to_engine
+    for has, dtype in zip(held(made, 0), made.dtypes, strict=True):
+        nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
+        if has.old == has.new and dtype == master:
+            shared += nbytes
+        else:
+            own += nbytes
+    return own, shared
 
 
 def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
@@ -302,14 +303,7 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
     """
     frozen = [role.placed.stored for role in parts.roles.values() if role.loss is None]
     reference = sum(math.prod(lay.local_shape(0)) for lay in trees.leaves(frozen)) * job.dtype.itemsize
-    shared = 0
-    if parts.generator is not None:
-        made = parts.generator.to_engine
-        shared = sum(
-            volume(has.new) * dtype.itemsize
-            for has, dtype in zip(held(made, 0), made.dtypes, strict=True)
-            if has.old == has.new and dtype == job.master
-        )
+    shared = 0.0 if parts.generator is None else _engine_bytes(parts.generator, job.master)[1]
     of_part = {
         "optimizer": {"optimizer": rests["optimizer"]},
         "reference": {"weights": float(reference)},
@@ -332,40 +326,44 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 
-def rows_together(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int) -> int:
-    """Completions that a rank of the engine decodes together, at the job's full depth."""
-    rows = -(-job.settings.batch_prompts // generator.mesh.size(generator.mesh.row_axes)) * sampling.samples
-    return min(rows, generator.engine.rows(prompt_tokens + sampling.max_new_tokens))
+def chunks(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int) -> list[tuple[int, int]]:
+    """How often a rank of the engine decodes how many completions together, as the engine does at its own depth."""
+    rows = own_prompts(job, generator) * sampling.samples
+    most = min(rows, generator.engine.rows(prompt_tokens + sampling.max_new_tokens))
+    full, rest = divmod(rows, most)
+    return [(full, most)] + [(1, rest)] * (rest > 0)
 
 
-def _generation(
+def own_prompts(job: Job, generator: Generator) -> int:
+    """Prompts that a rank of the engine completes."""
+    return -(-job.settings.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
+
+
+def _chunk(
     job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, count: int, hardware: Hardware
 ) -> Costs:
-    """Prefill and one step of decoding half-way, traced; every row is decoded to the limit.
+    """Prefill and a step of decoding half-way, traced; every row is decoded to the limit.
 
     Args:
       count: rows that are decoded together.
     """
     model, mesh, wanted = job.models["policy"], generator.mesh, generator.engine.weights.layouts
     length = prompt_tokens + sampling.max_new_tokens
-    prompts = -(-job.settings.batch_prompts // mesh.size(mesh.row_axes))
-    rows = prompts * sampling.samples
     cache_shape = trees.leaves(model.init_cache(mesh, count, length, job.dtype, torch.device("meta")))[0].shape
-    local = model.unembed(wanted).local_shape(0)[0]  # type: ignore[misc]
+    assert model.unembed is not None
+    vocabulary = model.unembed(wanted).local_shape(0)[0]
     shapes = [lay.local_shape(0) for lay in trees.leaves(wanted)]
-    tracer = Tracer(hardware, shapes, (local, model.config.vocab), tuple(cache_shape))
-    params = trees.map(lambda lay: tracer.empty(lay.local_shape(0), job.dtype), wanted)
-    tracer.hold_tree(params, "weights")
+    tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache_shape))
+    params = make_weights(tracer, wanted, job.dtype)
     loaded = native.loaded_model(model, params, mesh)
     with tracer, torch.no_grad():
         with tracer.phase("prefill"):
-            state = native.prefill(loaded, [[0] * prompt_tokens] * prompts, range(count), sampling)
+            prompts = [[0] * prompt_tokens] * own_prompts(job, generator)
+            state = native.prefill(loaded, prompts, range(count), sampling)
         with tracer.phase("decode"):
             at = prompt_tokens + sampling.max_new_tokens // 2
             state = state._replace(positions_R1=torch.full((count, 1), at, dtype=torch.int64), longest=at)
             native.draw_tokens(loaded, state.hidden_RD, torch.zeros(count, dtype=torch.float64), sampling)
             native.decode_step(loaded, state, torch.zeros(count, dtype=torch.int64))
-    chunks = rows / count
-    prefill, decode = tracer.phases["prefill"], tracer.phases["decode"]
-    whole = after(times(prefill, chunks), times(decode, chunks * sampling.max_new_tokens))
+    whole = after(tracer.phases["prefill"], times(tracer.phases["decode"], sampling.max_new_tokens))
     return plus(whole, {"weights": -float(trees.nbytes(params))})

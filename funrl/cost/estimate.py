@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from funrl.cost.hardware import Hardware
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
+from funrl.models import Model
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
@@ -129,19 +130,32 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
     Args:
       costs: of a job.
     """
-    # A model of its own, such as a teacher, has a depth of its own: there is no one line to be on.
-    layers = job.model.config.layers
-    if layers <= DEPTHS[1] or job.directories:
-        return costs(job)
-    low, high = (costs(_with_layers(job, n)) for n in DEPTHS)
-    return {name: along(low[name], high[name], layers - DEPTHS[0]) for name in low}
+    depths = {job.directories.get(name): model.config.layers for name, model in job.models.items()}
+    deep = {path: layers for path, layers in depths.items() if layers > DEPTHS[1]}
+    few, more = DEPTHS
+    low = costs(_with_layers(job, dict.fromkeys(deep, few)))
+    # A model of its own, such as a teacher, has a depth of its own, and a line of its own.
+    ways = [
+        (costs(_with_layers(job, dict.fromkeys(deep, few) | {path: more})), (layers - few) / (more - few))
+        for path, layers in deep.items()
+    ]
+    return {name: along(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
 
-def _with_layers(job: Job, layers: int) -> Job:
-    models = {id(model): model.with_layers(layers) for model in (job.model, *job.models.values())}
-    return job._replace(
-        model=models[id(job.model)], models={name: models[id(model)] for name, model in job.models.items()}
-    )
+def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
+    """The job with models of other depths.
+
+    Args:
+      layers: by the directory of a model; None: of those that begin as the job's.
+    """
+
+    def shallow(model: Model, path: str | None) -> Model:
+        return model.with_layers(layers[path]) if path in layers else model
+
+    made = {id(job.model): shallow(job.model, None)}  # roles with equal models go on having one
+    for name, model in job.models.items():
+        made[id(model)] = made.get(id(model)) or shallow(model, job.directories.get(name))
+    return job._replace(model=made[id(job.model)], models={name: made[id(x)] for name, x in job.models.items()})
 
 
 def micro_batch(job: Job, width: int) -> int:
@@ -163,6 +177,6 @@ def at_rows(at: Callable[[int], Trace], rows: int, piece: int, ranks: int) -> di
     more = {"batch": (rows - 2 * piece) * ranks * two.row_bytes}
     found = {}
     for name, costs in two.phases.items():
-        many = along(one.phases[name], costs, rows / piece - 1)
+        many = along(one.phases[name], (costs, rows / piece - 1))
         found[name] = plus(dataclasses.replace(many, peaks=costs.peaks), more)
     return found

@@ -11,9 +11,9 @@ from funrl import trees
 from funrl.data.supervised import Text, TextExample, to_batch
 from funrl.mesh.collectives import psum
 from funrl.rewards.load import RewardError
+from funrl.trainer.generation import Example, Rollout
 from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.roles import Role
-from funrl.trainer.rollout import Example, Rollout
 
 
 def with_completion_scores(

@@ -19,8 +19,8 @@ from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
+from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
-from funrl.trainer.rollout import Example, Rollout, rollout
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 
 

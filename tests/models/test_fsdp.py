@@ -22,6 +22,7 @@ from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes
 from funrl.mesh.sums import sum_rest
 from funrl.models import Config, decoder_model, fsdp, place, rematerialized, with_value_head
 from funrl.models.decoder import decoder_layer
+from funrl.models.model import Inputs
 
 pytestmark = pytest.mark.gloo
 
@@ -226,32 +227,34 @@ def test_gathers_and_scatters_are_one_group_ahead_of_what_computes(config):
     assert backward == [*expected, *turns[4], *([] if config.tied else [("wait", 6)])]
 
 
-def _passes_loss(mesh, places, again, params):
+def _passes_loss(placed, again, params):
     """Three passes over the same weights, which are gathered once and looked at again, or gathered `again`."""
-    stored, compute = (tree["policy"] for tree in places)
-    weights = fsdp.gathered(params, stored, compute, mesh, torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
+
+    def gather():
+        return fsdp.gathered(params, placed.stored, placed.compute, placed.mesh, torch.float64)
+
+    weights, total = gather(), torch.zeros((), dtype=torch.float64)
     for i in range(3):
         if again and i:
-            weights = fsdp.gathered(params, stored, compute, mesh, torch.float64)
-        total = total + (WEIGHTS * token_scores(TIED, weights, TOKENS.roll(i, 1), mesh=mesh).logp.exp()).sum()
+            weights = gather()
+        hidden = placed.model.apply(weights, Inputs(TOKENS.roll(i, 1)), placed.mesh).hidden
+        total = total + (WEIGHTS * (hidden @ placed.model.unembed(weights).T).logsumexp(-1)).sum()
     return total + sum(x.square().sum() for x in trees.leaves(params)), None
 
 
 def _passes(again, params, mesh):
-    places = _layouts(TIED, "data", mesh)
-    stored = places[0]["policy"]
-    loss_of = functools.partial(_passes_loss, mesh, places, again)
-    return unshard(trees.value_and_grad(loss_of)(shard(params, stored, mesh))[1], stored, mesh)
+    placed = _placed(TIED, mesh, "data", "none", torch.float64)["policy"]
+    loss_of = functools.partial(_passes_loss, placed, again)
+    return unshard(trees.value_and_grad(loss_of)(shard(params, placed.stored, mesh))[1], placed.stored, mesh)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["looked at again", "gathered again"])
 def test_gradients_of_several_passes_and_of_the_shards_themselves_add_up(again):
     params = _params(TIED, torch.float64)["policy"]
-    places = _layouts(TIED, None, single())
-    _, whole = trees.value_and_grad(functools.partial(_passes_loss, single(), places, again))(params)
+    alone = _placed(TIED, single(), None, "none", torch.float64)["policy"]
+    _, whole = trees.value_and_grad(functools.partial(_passes_loss, alone, again))(params)
     grads = launch(functools.partial(_passes, again, params), parse("dp2"), "cpu")
-    stored = _layouts(TIED, "data", Mesh(parse("dp2")))[0]["policy"]
+    stored = _placed(TIED, Mesh(parse("dp2")), "data", "none", torch.float64)["policy"].stored
     for (name, x), y, w, layout in zip(trees.named(grads), *map(trees.leaves, (whole, params, stored)), strict=True):
         # Both ranks see all tokens, so what a gather sums counts twice; the square of a rank's own shard counts once.
         passes = y - 2 * w
