@@ -78,20 +78,23 @@ class Texts(NamedTuple):
     demonstrations: Demonstrations | None
 
 
-def prompts_of(settings: Settings, tokenizer: Any, given: Given) -> Task:
+def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
     """The task that is given or that the flags name: prompts and rewards, or the embedded one.
+
+    Args:
+      rewarded: whether the algorithm goes by rewards; else prompts may come without.
 
     Raises:
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
     if given.records is None and given.rewards is None:
-        check_rewards(settings)
+        check_rewards(settings, rewarded)
     functions = settings.reward is not None or given.rewards is not None
     if settings.prompts is None and given.records is None:
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if not functions and settings.reward_model is None:
+    if rewarded and not functions and settings.reward_model is None:
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards

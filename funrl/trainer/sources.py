@@ -19,9 +19,10 @@ from funrl.seeds import derived_seed
 from funrl.trainer.advantage_phase import on_cpu
 from funrl.trainer.clock import Clock
 from funrl.trainer.generation import Example, Rollout, completion_texts, to_batch
+from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.score import score, score_role
-from funrl.trainer.step import DivergenceError
+from funrl.trainer.score import score
+from funrl.trainer.step import DivergenceError, loss_value
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -174,14 +175,14 @@ def text_source(
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
-        reads = role._replace(writes={"read": "values" if role.placed.model.unembed is None else "logp"})
         with clock.phase("eval"):
-            said = score_role(reads, states[name].params, held, token_budget)["read"]
-            value, metrics = role.loss(said, held)
+            pieces = [piece for _, piece in own_micro_batches(held, role.placed.mesh, token_budget)]
+            beside = None if role.companion is None else frozen[role.companion.name]
+            metrics, value = loss_value(role, states[name].params, pieces, role.loss.denominators(held), beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise DivergenceError(f"the held-out loss is {value.item()} {when}")
-        told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.value.item() for key, metric in metrics.items()}
+        told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 
     return Source(lambda: {"examples_consumed": 0}, draw, evaluate)
