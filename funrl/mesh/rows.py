@@ -36,7 +36,7 @@ def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, a
     Returns: [B] or [B, K], on the device of each column.
     """
     own = own_rows(owner, mesh, axes)
-    words = [_words(x).reshape(len(own), -1) for x in columns.values()]
+    words = [_words(x).reshape(len(own), x.shape[1:].numel()) for x in columns.values()]
     mine = torch.cat(words, 1).to(mesh.device) if words else torch.zeros(len(own), 0, dtype=torch.int64)
     # The bits of each row, 0 on all ranks but its owner: their sum as integers is exact for any dtype.
     whole = psum(mine.new_zeros(len(owner), mine.shape[1]).index_copy(0, own.to(mine.device), mine), mesh, axes)
