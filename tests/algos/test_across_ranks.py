@@ -19,7 +19,7 @@ RECIPES = [name for name in NAMES if recipe(name)().advantage is not None]
 
 
 def drawn():
-    """Float32 fields of rows of any length; groups of four; ties among scores."""
+    """Float64 fields, whose sums are rounded, of rows of any length; groups of four; ties among scores."""
     rng = np.random.default_rng(3)
     length = torch.from_numpy(rng.integers(12, T + 1, B))
     length[5] = 640
@@ -29,15 +29,15 @@ def drawn():
     fixed = {
         "mask": mask, "sampled": mask, "selected": mask & (at % 2 == 0), "length": length,
         "tokens": torch.from_numpy(rng.integers(0, 99, (B, T))), "group": torch.arange(B) // GROUP,
-        "score": torch.from_numpy(rng.integers(0, 3, B)).float() / 2, "truncated": length > 600,
-        "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).float(),
-        "scores": torch.from_numpy(rng.random((B, 2))).float(), "label": mask.float(),
+        "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2, "truncated": length > 600,
+        "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(),
+        "scores": torch.from_numpy(rng.random((B, 2))).double(), "label": mask.double(),
     }  # fmt: skip
 
     def value(name, like):
         if name in fixed:
             return fixed[name]
-        x = torch.from_numpy(rng.standard_normal((B, *((T,) if like.dim() > 1 else ()), *like.shape[2:]))).float()
+        x = torch.from_numpy(rng.standard_normal((B, *((T,) if like.dim() > 1 else ()), *like.shape[2:]))).double()
         x = -x.abs() if name.endswith("logp") else x.abs()
         return torch.where(mask.view(B, T, *(1,) * (x.dim() - 2)), x, 0) if x.dim() > 1 else x
 
