@@ -101,7 +101,7 @@ def measure(shape: str) -> None:
         weights = first_weights(job, parts, begin)
         frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
         state = sync(parts, first_state(job, parts, weights, ()))
-        run = loop.Run(job, parts, NOWHERE, frozen, Clock())
+        run = loop.Trainer(job, parts, NOWHERE, frozen, Clock())
         batch, state, _ = loop.score_batch(run, state, batch)
         loop.learn_batch(run, state, batch)
         return resident("VmHWM") - before

@@ -23,10 +23,10 @@ from funrl.optim import adamw, chain, clip_by_global_norm
 from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 from funrl.tasks import arithmetic
-from funrl.trainer.advantages import advantages
+from funrl.trainer.advantage_phase import advantages
+from funrl.trainer.generation import Example, rollout, to_batch
 from funrl.trainer.learn import learn, update
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.rollout import Example, rollout, to_batch
 from funrl.trainer.score import score
 
 DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8

@@ -38,6 +38,7 @@ WRITERS = {
     "trainer": "the trainer",
 }
 BLOCK = 256  # tokens, of the blocks in which a row is summed
+CACHED = 1 << 17  # numbers that are copied to float64 at once: they stay in a core's cache
 
 
 class Field(NamedTuple):
@@ -90,6 +91,15 @@ def row_sums(x_BT: Tensor) -> Tensor:
 
     Returns: [B] float64.
     """
+    if not x_BT.is_floating_point():  # whole numbers: exact in any order
+        return x_BT.sum(1, dtype=torch.int64).to(torch.float64)
+    if not len(x_BT):
+        return x_BT.new_zeros(0, dtype=torch.float64)
+    at_once = max(1, CACHED // max(x_BT.shape[1], 1))
+    return torch.cat([_block_sums(rows) for rows in x_BT.split(at_once)])
+
+
+def _block_sums(x_BT: Tensor) -> Tensor:
     x_BT = x_BT.to(torch.float64)
     blocks = -(-x_BT.shape[1] // BLOCK)
     sums_BN = pad(x_BT, (0, blocks * BLOCK - x_BT.shape[1])).reshape(len(x_BT), blocks, BLOCK).sum(2)
@@ -203,14 +213,15 @@ class Batch:
 
     def _replace(self, **fields: Tensor | None) -> Batch:
         """A batch with other values of these fields; None removes one."""
-        return self._with({**self._held, **fields})
+        return self._with({**self._held, **fields}, fields)
 
     @property
     def across(self) -> Across:
         """How sums and orders are taken over all rows of the step."""
         return self._across
 
-    def _with(self, fields: dict[str, Any], made: frozenset[str] = frozenset()) -> Batch:
+    def _with(self, fields: dict[str, Any], replaced: Iterable[str] = ()) -> Batch:
+        """A batch of the same kind with these fields, of which some were replaced."""
         batch = Batch(**fields)
         object.__setattr__(batch, "_across", self._across)
         return batch
@@ -247,7 +258,7 @@ def as_dict(batch: Batch) -> dict[str, Tensor]:
 
 def map_fields(fn: Callable[[str, Tensor], Tensor], batch: Batch) -> Batch:
     """The batch with `fn(name, field)` of every field that is there. Neither a read nor a write of any of them."""
-    return batch._with({name: fn(name, x) for name, x in batch._held.items()}, batch.__dict__.get("_made", frozenset()))
+    return batch._with({name: fn(name, x) for name, x in batch._held.items()})
 
 
 def select(batch: Batch, rows: Any) -> Batch:
@@ -315,11 +326,8 @@ class _Recording(Batch):
             self._seen.optional.add(name)
         return super().get(name)
 
-    def _replace(self, **fields: Tensor | None) -> Batch:
-        return self._with({**self._held, **fields}, self._made | frozenset(fields))
-
-    def _with(self, fields: dict[str, Any], made: frozenset[str] = frozenset()) -> Batch:
-        return _Recording(fields, self._across, self._seen, made)
+    def _with(self, fields: dict[str, Any], replaced: Iterable[str] = ()) -> Batch:
+        return _Recording(fields, self._across, self._seen, self._made | frozenset(replaced))
 
 
 def recording(batch: Batch) -> tuple[Batch, Seen]:

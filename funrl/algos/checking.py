@@ -28,7 +28,7 @@ MADE_ON_THE_WAY = ("weight", "returns")  # fields of the signal that pieces may 
 
 
 def check(algorithm: Algorithm, available: Iterable[str]) -> None:
-    """Whether an algorithm can be trained on what a run provides.
+    """Check that an algorithm can be trained on what a run provides.
 
     Args:
       algorithm: to be trained.
@@ -61,7 +61,7 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
 
 
 def check_order(advantage: Advantage) -> None:
-    """Whether every piece of a chain stands behind those whose products it goes by.
+    """Check that every piece of a chain comes after those whose products it goes by.
 
     Raises:
       PieceError: one comes too early.

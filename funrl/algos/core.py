@@ -22,16 +22,9 @@ import torch
 from torch import Tensor
 
 from funrl.algos.masks import clean, where_masked
-from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, merge, token_mean_of
+from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, token_mean_of
+from funrl.algos.metrics import merge as merge
 from funrl.batch import Batch, Reads, select
-
-__all__ = [
-    "Advantage", "Algorithm", "Divergence", "Filter", "Loss", "Max", "Mean", "Metric", "Metrics", "PieceError",
-    "RankError", "Reads", "Reduction", "Signal", "Sum", "Term", "add", "apply_advantage", "begin", "chain",
-    "check_called", "check_rank", "described", "divide", "merge", "name_of", "reads", "reduce", "run_piece",
-    "run_term", "scale", "stateless", "sum_losses", "token_mean_of", "value_of", "weighted",
-]  # fmt: skip
-
 
 Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
@@ -107,10 +100,6 @@ class Signal(NamedTuple):
     rows: Tensor | None = None
     extra: dict[str, Tensor] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
     metrics: dict[str, Metric] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
-
-    def reporting(self, **metrics: Metric) -> Signal:
-        """The signal with more metrics; `__` in a name stands for `/`."""
-        return self._replace(metrics=self.metrics | {k.replace("__", "/"): v for k, v in metrics.items()})
 
 
 class Advantage(NamedTuple):
@@ -212,7 +201,7 @@ class RankError(PieceError):
 
 
 def check_rank(signal: Signal, per: str) -> None:
-    """Whether the signal is what a piece works on, "row" outcomes [B] or "token" rewards [B, T].
+    """Check that the signal is what a piece works on, "row" outcomes [B] or "token" rewards [B, T].
 
     Raises:
       RankError: it is not; told by its rank, since B and T may be equal.
@@ -287,7 +276,7 @@ def begin(batch: Batch) -> Signal:
 
 
 def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, Metric]]:
-    """Runs a chain on a batch.
+    """Run a chain on a batch.
 
     Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
       (the mask before it) and the rows that it drew; the next state; metrics.
@@ -307,7 +296,7 @@ def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Bat
 
 
 def check_called(piece: Any, kind: str) -> None:
-    """Whether a piece is one, and not the factory that makes it, which says what it makes by its annotation.
+    """Check that a piece is one, and not the factory that makes it, which tells what it makes by its annotation.
 
     Args:
       kind: the annotation, such as "Term".

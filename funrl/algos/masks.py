@@ -60,6 +60,6 @@ def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = No
 
 
 def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
-    """Gives every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
+    """Give every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
     x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT)
     return where_masked(x_BT, mask_BT)

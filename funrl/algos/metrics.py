@@ -77,5 +77,5 @@ def token_mean_of(x_BT: Tensor, mask_BT: Tensor) -> Mean:
 
 def mean_over_tokens(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Mean:
     """The mean of x over the mask and all rows of the step, in the dtype of x; see `total`."""
-    count = total(torch.ones_like(x_BT), mask_BT, batch)
+    count = total(mask_BT, mask_BT, batch)
     return Mean(total(x_BT, mask_BT, batch).to(x_BT.dtype), count.to(x_BT.dtype))

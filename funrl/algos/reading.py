@@ -27,7 +27,7 @@ class CountError(ValueError):
         self.wanted = wanted
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """What an advantage did on the example.
 
     Attributes:
@@ -62,7 +62,7 @@ def _reads_of_function(piece: Any) -> Reads:
 
 
 def run_function(piece: Any, batch: Batch) -> Any:
-    """Runs a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
+    """Run a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
     shape = as_dict(batch)["mask"].shape
     x_BT = -0.5 - 0.1 * torch.arange(shape.numel(), dtype=torch.float64).reshape(shape) % 0.7
     if isinstance(piece, Loss):
@@ -74,13 +74,13 @@ def run_function(piece: Any, batch: Batch) -> Any:
     return piece(batch) if len(needed) == 1 else piece(x_BT, batch)
 
 
-def run_advantage(advantage: Advantage) -> Run:
-    """Runs an advantage piece on the example, as many times as it takes to see what it goes by."""
+def run_advantage(advantage: Advantage) -> PieceRun:
+    """Run an advantage piece on the example, as many times as it takes to see what it goes by."""
     return _run_advantage(advantage)
 
 
 @functools.lru_cache(maxsize=1024)
-def _run_advantage(advantage: Advantage) -> Run:
+def _run_advantage(advantage: Advantage) -> PieceRun:
     given: dict[str, Any] = {}
     while True:
         try:
@@ -95,7 +95,7 @@ def _run_advantage(advantage: Advantage) -> Run:
     if any(not torch.equal(a, b) for a, b in zip(_leaves(signal), _leaves(moved), strict=True)):
         seen.required.add("score")
     made = {name for name in ("returns", "weight") if getattr(signal, name) is not None} | set(signal.extra)
-    return Run(seen.reads, frozenset(made - set(given)) | {"advantage", "sampled"}, signal)
+    return PieceRun(seen.reads, frozenset(made - set(given)) | {"advantage", "sampled"}, signal)
 
 
 def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, Seen]:

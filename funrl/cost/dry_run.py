@@ -51,10 +51,10 @@ from funrl.trainer.build import Generator, Parts, build, first_state
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job
+from funrl.trainer.job_data import Task, Texts, embedded_texts
 from funrl.trainer.job_source import text_rows
 from funrl.trainer.settings import Settings, for_kind
 from funrl.trainer.sources import Source
-from funrl.trainer.tasks import Task, Texts, embedded_texts
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
@@ -246,17 +246,17 @@ def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool =
         for name, role in roles.items()
     }
     frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
-    run = loop.Run(job, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
+    trainer = loop.Trainer(job, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
     tracer.hold_tree(batch, "batch")
     with tracer:
-        state = first_state(job, run.parts, weights, ())
+        state = first_state(job, trainer.parts, weights, ())
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
-        batch, state, _ = loop.score_batch(run, state, batch)
+        batch, state, _ = loop.score_batch(trainer, state, batch)
         tracer.hold_tree(batch, "batch")
         before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
-        loop.learn_batch(run, state._replace(step=before), batch)
+        loop.learn_batch(trainer, state._replace(step=before), batch)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
 
 

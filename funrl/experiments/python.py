@@ -27,13 +27,13 @@ from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run
 from funrl.trainer.declaration import SettingsError
+from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
+from funrl.trainer.job_data import Given
 from funrl.trainer.job_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome
 from funrl.trainer.loop import train as run_loop
-from funrl.trainer.rollout import completion_texts
 from funrl.trainer.settings import Settings
-from funrl.trainer.tasks import Given
 
 Reward = Callable[..., float]
 

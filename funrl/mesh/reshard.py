@@ -90,7 +90,7 @@ def reshard(
       tree: this rank's tensors in the plan's source layouts; None on a rank that has none.
       mesh: that of the source or of the target, or one over the ranks of both.
       bucket_bytes: bytes that one bucket stages, sending and receiving together.
-      donate: the caller gives the tensors up; those that are not in the result are emptied as soon as they are sent.
+      donate: the tensors are donated; those that are not in the result are emptied as soon as they are sent.
 
     Returns: the tree; None on a rank that gets no part of it.
 

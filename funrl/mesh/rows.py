@@ -36,7 +36,7 @@ def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, a
     Returns: [B] or [B, K], on the device of each column.
     """
     own = own_rows(owner, mesh, axes)
-    words = [_words(x).reshape(len(own), -1) for x in columns.values()]
+    words = [_words(x).reshape(len(own), x.shape[1:].numel()) for x in columns.values()]
     mine = torch.cat(words, 1).to(mesh.device) if words else torch.zeros(len(own), 0, dtype=torch.int64)
     # The bits of each row, 0 on all ranks but its owner: their sum as integers is exact for any dtype.
     whole = psum(mine.new_zeros(len(owner), mine.shape[1]).index_copy(0, own.to(mine.device), mine), mesh, axes)
@@ -76,22 +76,28 @@ def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     Returns: a number of x's dtype and of no dims, the same on every rank.
     """
     wide = x_bT.to(torch.promote_types(x_bT.dtype, torch.float32)).flatten()
-    k, prefix = k.long().to(x_bT.device), torch.zeros((), dtype=torch.int64, device=x_bT.device)
-    for shift in range(wide.element_size() * 8 - DIGIT, -1, -DIGIT):
+    bits = wide.element_size() * 8
+    # What is left out of a choice is -inf, often most numbers: these are counted once and not looked at again.
+    parts = [_ascending(part[part != -torch.inf]) for part in wide.split(1 << 20)]
+    lowest, left_out = _ascending(wide.new_tensor(-torch.inf)), wide.numel() - sum(map(len, parts))
+    k, prefix = k.long().to(wide.device), torch.zeros((), dtype=torch.int64, device=wide.device)
+    for shift in range(bits - DIGIT, -1, -DIGIT):
+        first = shift + DIGIT == bits
+        # Keys are signed, and so is their highest digit.
+        base = prefix.new_tensor(-(1 << (DIGIT - 1))) if first else prefix << DIGIT
         counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device=wide.device)
-        for part in wide.split(1 << 20):
-            key = _ascending(part)
-            # Arithmetic shifts: the highest digit of a key is signed, and so is the prefix.
-            agrees = (key >> shift >> DIGIT) == prefix if shift + DIGIT < wide.element_size() * 8 else None
-            digit = (key >> shift) - (prefix << DIGIT) if agrees is not None else (key >> shift) + (1 << (DIGIT - 1))
-            counts += torch.bincount(digit if agrees is None else digit[agrees], minlength=1 << DIGIT)
+        for part in parts:
+            digit = (part >> shift) - base
+            counts += torch.bincount(digit[(digit >= 0) & (digit < 1 << DIGIT)], minlength=1 << DIGIT)
+        digit = (lowest >> shift) - base
+        within = (digit >= 0) & (digit < 1 << DIGIT)
+        counts[digit.clamp(0, (1 << DIGIT) - 1)] += left_out * within
         counts = psum(counts.to(mesh.device), mesh, axes).to(wide.device)
         at_least = counts.flip(0).cumsum(0).flip(0)  # numbers whose digit is this one or a higher
         k = torch.minimum(k.clamp_min(1), at_least[0])
         digit = (at_least >= k).sum() - 1
         k = k - (at_least[digit] - counts[digit])
-        first = shift + DIGIT == wide.element_size() * 8
-        prefix = digit - (1 << (DIGIT - 1)) if first else (prefix << DIGIT) + digit
+        prefix = base + digit
     return _from_ascending(prefix, wide.dtype).to(x_bT.dtype)
 
 

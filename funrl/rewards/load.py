@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,22 +50,31 @@ def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]])
 
 
 def score(
-    reward: Reward, prompts: Sequence[str], completions: Sequence[str], fields: Sequence[Mapping[str, Any]]
+    reward: Reward,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    fields: Sequence[Mapping[str, Any]],
+    one_of_several: bool = False,
 ) -> list[float]:
     """The reward of every completion.
 
     Args:
       reward: function(prompt, completion, **fields) -> number that is finite in float32.
       prompts, completions, fields: one of each a row.
+      one_of_several: None and NaN say that this reward does not apply to the row, which counts in the others only.
+
+    Returns: a number a row, NaN where the reward does not apply.
 
     Raises:
       RewardError: it raised, or gave something that is no finite number, for a row; the message shows that row, and
         the function's own traceback.
     """
-    return [score_one(reward, p, c, f) for p, c, f in zip(prompts, completions, fields, strict=True)]
+    return [score_one(reward, p, c, f, one_of_several) for p, c, f in zip(prompts, completions, fields, strict=True)]
 
 
-def score_one(reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any]) -> float:
+def score_one(
+    reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any], one_of_several: bool = False
+) -> float:
     """The reward of one completion; `score` says of what kind, and what is raised."""
     try:
         value = reward(prompt, completion, **fields)
@@ -74,10 +84,25 @@ def score_one(reward: Reward, prompt: str, completion: str, fields: Mapping[str,
         where = described(prompt, completion, fields)
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
+    if one_of_several and (value is None or (number is not None and math.isnan(number))):
+        return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
         message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38)"
         raise RewardError(message + described(prompt, completion, fields), prompt, completion, value)
     return number
+
+
+def score_row(rewards: Sequence[Reward], prompt: str, completion: str, fields: Mapping[str, Any]) -> list[float]:
+    """What each reward function gives for one completion; of several functions, NaN where one does not apply.
+
+    Raises:
+      RewardError: as `score`; or no function applies.
+    """
+    found = [score_one(reward, prompt, completion, fields, len(rewards) > 1) for reward in rewards]
+    if all(map(math.isnan, found)):
+        message = f"none of the {len(rewards)} reward functions applies, one of them must"
+        raise RewardError(message + described(prompt, completion, fields), prompt, completion)
+    return found
 
 
 def described(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:

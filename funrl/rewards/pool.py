@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.rewards.load import Reward, RewardError, described, score_one
+from funrl.rewards.load import Reward, RewardError, described, score_row
 
 _PR_SET_PDEATHSIG = 1
 
@@ -187,7 +187,7 @@ def _settle(future: Future[list[float]], found: list[float] | _Failure) -> None:
 
 def _outcome(rewards: Sequence[Reward], row: Completed) -> list[float] | _Failure:
     try:
-        return [score_one(reward, *row) for reward in rewards]
+        return score_row(rewards, *row)
     except RewardError as error:
         plain = error.value is None or isinstance(error.value, (bool, int, float, str))
         return _Failure(str(error), error.prompt, error.completion, error.value if plain else repr(error.value))

@@ -17,8 +17,8 @@ from funrl.track.progress import open_progress
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl, tensorboard, together
+from funrl.trainer.generation import Example
 from funrl.trainer.job import Job
-from funrl.trainer.rollout import Example
 
 OnStep = Callable[[int, dict[str, float]], Any]
 

@@ -33,7 +33,7 @@ class ReportError(ValueError):
     """A run directory that no report can be made of; the message says which file and why."""
 
 
-class Run(NamedTuple):
+class RunFiles(NamedTuple):
     """What a run directory says: its config.json, its metrics in the order of steps, its samples."""
 
     config: dict[str, Any]
@@ -119,7 +119,7 @@ def write_report(run_dir: str | Path) -> Path:
     return directory.report
 
 
-def read_run(directory: RunDirectory) -> Run:
+def read_run(directory: RunDirectory) -> RunFiles:
     """Reads the files of a run. Of a step that was written twice (a resumed run), the later line counts."""
     if not directory.path.is_dir():
         raise ReportError(f"{directory.path}: no such directory")
@@ -138,10 +138,10 @@ def read_run(directory: RunDirectory) -> Run:
         raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
     if not rows:
         raise ReportError(f"{directory.metrics}: no step has been written yet")
-    return Run(config, [rows[step] for step in sorted(rows)], samples)
+    return RunFiles(config, [rows[step] for step in sorted(rows)], samples)
 
 
-def render(run: Run) -> str:
+def render(run: RunFiles) -> str:
     """The page as text."""
     title, first = _title(run.config), _headline_charts(run)
     body = "".join(
@@ -166,27 +166,27 @@ def render(run: Run) -> str:
     )
 
 
-def _is_supervised(run: Run) -> bool:
+def _is_supervised(run: RunFiles) -> bool:
     return any("train/loss" in row for row in run.rows)
 
 
-def _has_pairs(run: Run) -> bool:
+def _has_pairs(run: RunFiles) -> bool:
     return _is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
 
 
-def _headline_charts(run: Run) -> tuple[Chart, ...]:
+def _headline_charts(run: RunFiles) -> tuple[Chart, ...]:
     if not _is_supervised(run):
         return REWARD_CHARTS
     return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
 
 
-def _values(run: Run, key: str) -> list[tuple[int, float]]:
+def _values(run: RunFiles, key: str) -> list[tuple[int, float]]:
     """The finite values of a metric with their steps."""
     points = ((row["step"], row.get(key)) for row in run.rows)
     return [(step, float(v)) for step, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
 
 
-def _chart(run: Run, chart: Chart) -> str:
+def _chart(run: RunFiles, chart: Chart) -> str:
     series = [
         Series(name, _values(run, key), colour, chart.dots or key.startswith("eval/"))
         for colour, (key, name) in enumerate(chart.keys)
@@ -201,7 +201,7 @@ def _chart(run: Run, chart: Chart) -> str:
     return line_chart(chart.title, chart.unit, series, steps, chart.log, chart.bounds, "; ".join(notes))
 
 
-def _legend(run: Run) -> str:
+def _legend(run: RunFiles) -> str:
     reach = smoothing(len(run.rows))
     return f"<p class=lead>Faint: every step. Bold: the mean of {2 * reach + 1} steps.</p>" if reach else ""
 
@@ -212,7 +212,7 @@ def _section(heading: str, opening: str, parts: Sequence[str]) -> str:
     return f"<section>{head}{opening}{inside}</div></section>" if inside else ""
 
 
-def _header(run: Run, title: str) -> str:
+def _header(run: RunFiles, title: str) -> str:
     config, flags = run.config, run.config.get("flags") or {}
     facts = [
         ("model", _base(flags.get("model")) or "from scratch"),
@@ -239,7 +239,7 @@ def _title(config: dict[str, Any]) -> str:
     return f"{shown}{f' on {task}' if task else ''}"
 
 
-def _headlines(run: Run) -> list[tuple[str, str]]:
+def _headlines(run: RunFiles) -> list[tuple[str, str]]:
     """The metrics that say best how a run went, with their names, the best of them first.
 
     Of a run with rewards: the share of problems solved, or the reward where there is something between.
@@ -257,7 +257,7 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     return [held_out, ("reward/mean", "reward")]
 
 
-def _headline(run: Run) -> str:
+def _headline(run: RunFiles) -> str:
     last, total = run.rows[-1]["step"], _total(run)
     duration = _duration(_seconds(run))
     when = f"in {last} steps" + (f" and {duration}" if duration else "")
@@ -276,7 +276,7 @@ def _headline(run: Run) -> str:
     return sentence
 
 
-def _tiles(run: Run) -> list[tuple[str, str, str]]:
+def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """Label, value and what stands below it, for whatever the run has measured."""
     tiles = []
     margin = [("eval/margin", "held-out margin")] if _has_pairs(run) else []
@@ -311,16 +311,16 @@ def _ends(values: list[tuple[int, float]], smooth: bool) -> tuple[float, float]:
     return sum(v for _, v in first) / count, sum(v for _, v in last) / count
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: RunFiles) -> float:
     return sum(value for _, value in _values(run, "time_s/step"))
 
 
-def _total(run: Run) -> int | None:
+def _total(run: RunFiles) -> int | None:
     total = (run.config.get("flags") or {}).get("steps")
     return total if isinstance(total, int) else None
 
 
-def _time(run: Run) -> str:
+def _time(run: RunFiles) -> str:
     """Time by phase: one bar for the whole run, and every step."""
     rows = [row for row in run.rows if isinstance(row.get("time_s/step"), (int, float))]
     keys = {k.removeprefix("time_s/") for row in rows for k in row if k.startswith("time_s/")} - {"step"}
@@ -357,7 +357,7 @@ def _shares(layers: Sequence[Layer], steps: int) -> str:
     )
 
 
-def _samples(run: Run) -> str:
+def _samples(run: RunFiles) -> str:
     early, late = first_and_last(run.samples, SAMPLES)
     columns = []
     for name, samples in (("At the start", early), ("At the end", late)):
@@ -379,7 +379,7 @@ def _sample(sample: Sample) -> str:
     )
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: RunFiles) -> str:
     """Everything in config.json, folded."""
     config = dict(run.config)
     flags, versions = (_table(name, config.pop(name, None) or {}) for name in ("flags", "versions"))

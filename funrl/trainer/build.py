@@ -77,7 +77,8 @@ def _role(job: Job, name: str, placed: Placed) -> Role:
     writes = writes_of(name, job.algorithm)
     if name == "policy" and not needs_old_scores(job):
         writes = {}
-    common = {"temperature": settings.temperature if job.generates else 1.0, "topk": settings.teacher_top_k}
+    topk = min(settings.teacher_top_k, placed.model.config.vocab)
+    common = {"temperature": settings.temperature if job.generates else 1.0, "topk": topk}
     if loss is None:
         return Role(placed, writes, **common)
     first_step = settings.critic_warmup_steps + 1 if name == "policy" else 1

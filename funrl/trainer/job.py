@@ -21,13 +21,12 @@ from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError
+from funrl.trainer.job_data import Given, Task, Texts, check_prompt_lengths, fields_of_texts, prompts_of, texts_of
 from funrl.trainer.roles import VALUES, WRITES, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
-from funrl.trainer.tasks import Given, Task, Texts, check_prompt_lengths, fields_of_texts, prompts_of, texts_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-ALWAYS = ("step", "advantage")  # writers whose fields every run provides
 
 
 class Job(NamedTuple):
@@ -169,7 +168,7 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     """
     learning = set(algorithm.losses)
     writers = {"policy", "reference"} | learning | ({"teacher"} if settings.teacher is not None else set())
-    available = {name for name, field in FIELDS.items() if field.writer in (*ALWAYS, *writers)}
+    available = {name for name, field in FIELDS.items() if field.writer in ("step", *writers)}
     available |= set(fields_by("source") if source is None else source)
     try:
         check(algorithm, available)

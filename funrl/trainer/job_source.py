@@ -12,12 +12,12 @@ from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import Batch
 from funrl.data.supervised import to_batch
-from funrl.rewards.load import score as call_reward
+from funrl.rewards.load import score_row
 from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
+from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
-from funrl.trainer.rollout import Example, Rollout, rollout
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 
 
@@ -61,9 +61,7 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
 
 def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
     """What each reward function gives for each completion."""
-    prompts, fields = [row.text for row in rows], [row.fields for row in rows]
-    columns = [call_reward(reward, prompts, texts, fields) for reward in task.rewards]
-    return [list(row) for row in zip(*columns, strict=True)]
+    return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]
 
 
 def text_rows(job: Job, examples: Sequence[Any], device: torch.device) -> Batch:

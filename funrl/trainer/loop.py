@@ -16,7 +16,7 @@ from funrl.batch import Batch
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
 from funrl.trainer import checkpoint, offload, warmstart
-from funrl.trainer.advantages import advantages
+from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, peak_memory_gb
 from funrl.trainer.job import Job
@@ -26,7 +26,7 @@ from funrl.trainer.observing import Observer
 from funrl.trainer.score import score
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
-from funrl.trainer.step import Divergence
+from funrl.trainer.step import DivergenceError
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     error: str | None
 
 
-class Run(NamedTuple):
+class Trainer(NamedTuple):
     """What a run needs on this rank, beside its state.
 
     Attributes:
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
-    """The whole run, on this rank.
+    """The whole trainer, on this rank.
 
     Args:
       job: what to do; the same on every rank.
@@ -66,71 +66,71 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
       everything learned so far saved.
     """
     settings = job.settings
-    run, state = begin(job, mesh, observer, source)
+    trainer, state = begin(job, mesh, observer, source)
     folder = checkpoint.shared_folder(observer, mesh)
-    state = sync(run.parts, checkpoint.resumed(job, run.parts, state, folder, observer))
-    place = offload.mover(settings.offload, run.parts, observer.note)
+    state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, state, folder, observer))
+    place = offload.mover(settings.offload, trainer.parts, observer.note)
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     error = None
     try:
-        first = last = run.source.evaluate(state.roles, state.step)
+        first = last = trainer.source.evaluate(state.roles, state.step)
         for step in range(state.step + 1, settings.steps + 1):
-            run, state = place(run, state, "generate")
-            batch, state, metrics = draw(run, state)
-            run, state = place(run, state, "score")
-            batch, state, scored = score_batch(run, state, batch)
-            run, state = place(run, state, "update")
-            state, learned = learn_batch(run, state, batch)
-            state = sync(run.parts, state, run.clock)
+            trainer, state = place(trainer, state, "generate")
+            batch, state, metrics = draw(trainer, state)
+            trainer, state = place(trainer, state, "score")
+            batch, state, scored = score_batch(trainer, state, batch)
+            trainer, state = place(trainer, state, "update")
+            state, learned = learn_batch(trainer, state, batch)
+            state = sync(trainer.parts, state, trainer.clock)
             metrics |= scored | learned
             if step == 1:  # as it was before the first update
                 metrics |= first
             if step % settings.eval_every == 0 or step == settings.steps:
-                last = run.source.evaluate(state.roles, step)
+                last = trainer.source.evaluate(state.roles, step)
                 metrics |= last
-            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, run.clock.take())
-            checkpoint.save_when_due(job, run.parts, state, folder)
-    except (RewardError, Divergence) as failure:
+            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, trainer.clock.take())
+            checkpoint.save_when_due(job, trainer.parts, state, folder)
+    except (RewardError, DivergenceError) as failure:
         error = str(failure)
-    _, state = place(run, state, "save")
-    observer.finish(run.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
+    _, state = place(trainer, state, "save")
+    observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
     return Outcome(first, last, error)
 
 
 def begin(
     job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, clock: Clock | None = None
-) -> tuple[Run, State]:
+) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
     clock, parts = clock or Clock(), build(job, mesh, observer.note)
     weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
     made = source(job, parts, frozen, clock, observer)
-    return Run(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+    return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
 
 
-def draw(run: Run, state: State) -> tuple[Batch, State, dict[str, float]]:
+def draw(trainer: Trainer, state: State) -> tuple[Batch, State, dict[str, float]]:
     """The rows of the next step; the state with the source's place; metrics."""
-    batch, at, metrics = run.source.draw(state.source, state.step + 1)
+    batch, at, metrics = trainer.source.draw(state.source, state.step + 1)
     return batch, state._replace(source=at), metrics
 
 
-def score_batch(run: Run, state: State, batch: Batch) -> tuple[Batch, State, dict[str, float]]:
+def score_batch(trainer: Trainer, state: State, batch: Batch) -> tuple[Batch, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
-    weights = {**run.frozen, **{name: role.params for name, role in state.roles.items()}}
-    batch = score(run.parts.roles, weights, batch, run.job.settings.token_budget, run.clock)
-    if run.job.algorithm.advantage is None:
+    weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
+    batch = score(trainer.parts.roles, weights, batch, trainer.job.settings.token_budget, trainer.clock)
+    if trainer.job.algorithm.advantage is None:
         return batch, state, {}
-    with run.clock.phase("advantage"):
-        batch, chain, metrics = advantages(run.job.algorithm.advantage, state.advantage, batch)
+    with trainer.clock.phase("advantage"):
+        batch, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, batch)
     return batch, state._replace(advantage=chain), metrics
 
 
-def learn_batch(run: Run, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
+def learn_batch(trainer: Trainer, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
     """The state after the step's updates, and their metrics."""
-    settings, step = run.job.settings, state.step + 1
+    settings, step = trainer.job.settings, state.step + 1
     roles, metrics = learn(
-        run.parts.roles, state.roles, batch, step, settings.epochs, settings.minibatches, settings.seed,
-        settings.token_budget, run.clock,
+        trainer.parts.roles, state.roles, batch, step, settings.epochs, settings.minibatches, settings.seed,
+        settings.token_budget, trainer.clock,
     )  # fmt: skip
     return state._replace(roles=roles, step=step), metrics

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from funrl import trees
 from funrl.models.placed import Placed
-from funrl.trainer.rollout import Example
+from funrl.trainer.generation import Example
 
 
-class Stage(Protocol):
+class WarmstartObserver(Protocol):
     """Where a warm start shows its progress."""
 
     def note(self, text: str) -> None: ...
@@ -18,7 +18,7 @@ class Stage(Protocol):
     def supervised(self, step: int, steps: int, metrics: dict[str, float]) -> None: ...
 
 
-class Observer(Stage, Protocol):
+class Observer(WarmstartObserver, Protocol):
     """Where a run shows and writes what happens. Every rank has one; those of other ranks than 0 show nothing."""
 
     def samples(

@@ -16,12 +16,12 @@ from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
 from funrl.rollout.completions import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.advantages import on_cpu
+from funrl.trainer.advantage_phase import on_cpu
 from funrl.trainer.clock import Clock
+from funrl.trainer.generation import Example, Rollout, completion_texts, to_batch
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.rollout import Example, Rollout, completion_texts, to_batch
 from funrl.trainer.score import score, score_role
-from funrl.trainer.step import Divergence
+from funrl.trainer.step import DivergenceError
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -50,7 +50,7 @@ class Show(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Group(NamedTuple):
+class PromptGroup(NamedTuple):
     """The rewarded completions of one prompt; `kept` [S] bool, the rows that the filter keeps."""
 
     example: Example
@@ -102,7 +102,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     g = generation
 
     def draw(state: trees.Tree, step: int) -> tuple[Batch, trees.Tree, dict[str, float]]:
-        consumed, groups, sampled, passed = state["prompts_consumed"], list[Group](), 0, 0
+        consumed, groups, sampled, passed = state["prompts_consumed"], list[PromptGroup](), 0, 0
         for refill in range(g.max_refills if g.filter else 1):
             drawn = prompt_batch(g.prompts, g.batch_prompts, g.seed, consumed)
             with clock.phase("generate"):
@@ -180,14 +180,14 @@ def text_source(
             value, metrics = role.loss(said, held)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
-            raise Divergence(f"the held-out loss is {value.item()} {when}")
+            raise DivergenceError(f"the held-out loss is {value.item()} {when}")
         told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.value.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 
     return Source(lambda: {"examples_consumed": 0}, draw, evaluate)
 
 
-def _groups(g: Generation, examples: Sequence[Example], done: Rollout) -> list[Group]:
+def _groups(g: Generation, examples: Sequence[Example], done: Rollout) -> list[PromptGroup]:
     """The completions by prompt, with the rows that the filter keeps."""
     samples = g.sampling.samples
     kept = torch.ones(len(done.score), dtype=torch.bool)
@@ -195,10 +195,10 @@ def _groups(g: Generation, examples: Sequence[Example], done: Rollout) -> list[G
         kept = g.filter(on_cpu(to_batch(examples, done, g.sampling, g.pad, 0)))
     kept = kept.to(done.score.device).view(len(examples), samples)
     rows = [trees.map(lambda x, i=i: x[i * samples : (i + 1) * samples], done) for i in range(len(examples))]
-    return [Group(*group) for group in zip(examples, rows, kept, strict=True)]
+    return [PromptGroup(*group) for group in zip(examples, rows, kept, strict=True)]
 
 
-def _join(g: Generation, groups: Sequence[Group], first_group: int, clock: Clock) -> Batch:
+def _join(g: Generation, groups: Sequence[PromptGroup], first_group: int, clock: Clock) -> Batch:
     """The kept rows of the groups as a batch."""
     examples = [group.example for group in groups]
     done = trees.map(lambda *xs: torch.cat(xs), *[group.rows for group in groups])

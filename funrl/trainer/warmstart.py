@@ -35,7 +35,7 @@ from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.job import Job
 from funrl.trainer.learn import update
-from funrl.trainer.observing import Stage
+from funrl.trainer.observing import WarmstartObserver
 from funrl.trainer.roles import Role, RoleState
 
 BATCH = 128  # demonstrations a step
@@ -43,7 +43,7 @@ LR = 3e-3
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 
 
-def initial_weights(job: Job, placed: Placed, stage: Stage) -> trees.Tree:
+def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver) -> trees.Tree:
     """This rank's shards of the weights that a run begins with, in the dtype of the master weights.
 
     Args:
@@ -76,7 +76,7 @@ def initial_weights(job: Job, placed: Placed, stage: Stage) -> trees.Tree:
     return weights
 
 
-def supervise(job: Job, placed: Placed, weights: trees.Tree, stage: Stage) -> trees.Tree:
+def supervise(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObserver) -> trees.Tree:
     """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
     steps = job.warmstart_steps
     optimizer = chain(
@@ -137,7 +137,7 @@ def _read(cached: Path, job: Job, placed: Placed | None = None) -> tuple[trees.T
         return None, str(error) or type(error).__name__
 
 
-def _store(cached: Path, job: Job, whole: trees.Tree, stage: Stage) -> None:
+def _store(cached: Path, job: Job, whole: trees.Tree, stage: WarmstartObserver) -> None:
     """Writes beside and renames, so that a reader sees a whole directory or none."""
     beside = None
     try:

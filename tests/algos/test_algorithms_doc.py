@@ -14,73 +14,59 @@ import pkgutil
 import re
 
 import torch
-from pieces import NAMED
 
 import funrl.algos
-from funrl.algos.core import needs_of
+from funrl import algos
+from funrl.algos import NAMES, reads, value_of
 
 DOC = pathlib.Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- table: written by tests/algos/test_algorithms_doc.py -->", "<!-- end of table -->"
 COLUMNS = ("algorithm", "advantage", "losses", "reduction", "filter", "KL", "reads")
-PLUMBING = {"policy", "together", "reduce", "chain", "scale", "add", "restrict", "Algorithm", "ppo"}
-BATCH_ALWAYS = {"tokens", "mask"}
-
-
-def functions(name):
-    """The public functions of a named algorithm's module: the algorithm, and its variants."""
-    module = importlib.import_module(f"funrl.algos.{name}")
-    own = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
-    return module, own
+KINDS = {"Advantage": "advantage", "Lambda": "advantage", "Reduction": "reduction", "Filter": "filter"}
+KINDS |= dict.fromkeys(("Term", "Ratio", "Loss", "PairLoss", "PairReward", "PairWeight"), "losses")
+PLUMBING = {"with_regularizers", "sum_losses", "reduce", "chain", "scale", "add", "restrict", "weighted", "run_term"}
 
 
 def calls(fn):
-    """The names that a function calls, in the order of the source, `pf_ppo`'s base included."""
+    """The names that a function calls, in the order of the source."""
     tree = ast.parse(inspect.getsource(fn))
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     return [n.func.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
 
 
-def ingredients(module, fn):
-    """{kind: piece names} of a function, by what the pieces return."""
-    kinds = {"Advantage": "advantage", "Term": "losses", "Ratio": "losses", "Loss": "losses"}
-    kinds |= {"Reduction": "reduction", "Filter": "filter", "Lambda": "advantage"}
-    out = {kind: [] for kind in kinds.values()}
-    for name in sorted(dict.fromkeys(calls(fn)), key=lambda name: name == "ppo"):  # a base comes last
-        piece = getattr(module, name, None)
-        kind = inspect.signature(piece).return_annotation if inspect.isfunction(piece) else None
-        if name not in PLUMBING and kind in kinds:
-            out[kinds[kind]].append(f"`{name}`")
-        elif name == "ppo":
-            base = ingredients(importlib.import_module("funrl.algos.ppo"), piece)
-            out = {k: v + base[k] for k, v in out.items()}
-    return out
+def ingredients(name):
+    """{kind: piece names} of a recipe, by what the pieces return; of one that builds on ppo, also those of ppo."""
+    out: dict[str, list[str]] = {kind: [] for kind in KINDS.values()}
+    called = dict.fromkeys(calls(algos.recipe(name)))
+    for piece in called:
+        value = getattr(algos, piece, None)
+        kind = inspect.signature(value).return_annotation if inspect.isfunction(value) else None
+        if piece not in PLUMBING and kind in KINDS:
+            out[KINDS[kind]].append(f"`{piece}`")
+    return {k: v + (ingredients("ppo")[k] if "ppo" in called else []) for k, v in out.items()}
 
 
-def kl(fn):
-    parameters = inspect.signature(fn).parameters
-    if "kl_loss" in parameters and "kl_reward" in parameters:
-        return "loss or reward, off"
-    if "kl_loss" in parameters:
-        default = parameters["kl_loss"].default
-        return f"loss, {default:g}" if default else "loss, off"
-    return "reward, off" if "kl_reward" in parameters else "-"
+def kl(name):
+    recipe = algos.recipe(name)
+    default = inspect.signature(recipe).parameters.get("kl_coef")
+    if default is None:
+        return kl("ppo") if "ppo" in calls(recipe) else "-"
+    where = "reward" if "kl_controller" in calls(recipe) else "loss"
+    return f"{where}, {default.default:g}" if default.default else f"{where}, off"
 
 
-def row(name, module, fn):
-    parts = ingredients(module, fn)
-    paper = re.search(r"https://\S+?(?=[\s.,;]*\s|\.?$)", module.__doc__.replace("\n", " \n"))
+def row(name):
+    parts, recipe = ingredients(name), algos.recipe(name)
+    text = inspect.getmodule(recipe).__doc__
+    paper = re.search(r"https://\S+?(?=[\s.,;]*\s|\.?$)", text[text.index("References: ") :].replace("\n", " \n"))
     assert paper, f"{name} names no paper"
-    reads = ", ".join(sorted(needs_of(fn()) - BATCH_ALWAYS))
-    cells = [f"[{fn.__name__}]({paper.group(0)})", *(", ".join(parts[k]) or "-" for k in COLUMNS[1:5]), kl(fn), reads]
+    needed = ", ".join(sorted(reads(recipe()).required - {"mask"})) or "-"
+    cells = [f"[{name}]({paper.group(0)})", *(", ".join(parts[k]) or "-" for k in COLUMNS[1:5]), kl(name), needed]
     return "| " + " | ".join(cells) + " |"
 
 
 def table():
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    for name in NAMED:
-        module, own = functions(name)
-        lines += [row(name, module, fn) for fn in own]
-    return "\n".join(lines)
+    return "\n".join(["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), *map(row, NAMES)])
 
 
 def test_the_table_is_what_the_code_says():
@@ -99,20 +85,32 @@ def test_every_snippet_runs():
 
 def test_examples_in_docstrings_print_what_they_say():
     attempted = 0
-    for info in pkgutil.iter_modules(funrl.algos.__path__):
-        module = importlib.import_module(f"funrl.algos.{info.name}")
-        result = doctest.testmod(module, extraglobs={"torch": torch})
+    for info in pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos."):
+        result = doctest.testmod(importlib.import_module(info.name), extraglobs={"torch": torch, "value_of": value_of})
         assert result.failed == 0, info.name
         attempted += result.attempted
-    assert attempted > 0
+    assert attempted >= 6
 
 
-def test_every_module_of_a_named_algorithm_says_what_the_others_do():
-    for name in NAMED:
-        module, own = functions(name)
-        assert name in {fn.__name__ for fn in own}
-        assert "References: " in module.__doc__
-        assert "verl" in module.__doc__ and "TRL" in module.__doc__, name
+def test_every_recipe_says_what_the_others_do():
+    for name in NAMES:
+        text = inspect.getmodule(algos.recipe(name)).__doc__
+        assert "References: " in text and "verl" in text and "TRL" in text, name
+
+
+def test_every_piece_that_a_user_may_choose_is_named_in_the_document():
+    text = DOC.read_text()
+    kinds = {*KINDS, "Controller", "Selection"}
+    pieces = {
+        name
+        for name in algos.WHERE
+        if inspect.isfunction(value := getattr(algos, name))
+        and inspect.signature(value).return_annotation in kinds
+        and name not in NAMES
+    }
+    internal = {"kl_to", "or_token_ratio", "run_term"}
+    assert len(pieces) > 80
+    assert {name for name in pieces - internal if f"`{name}" not in text} == set()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pieces import example
 from funrl import algos
 from funrl.algos import Signal, chain, corrected, grpo, reads
 from funrl.algos.losses.kl import KINDS
-from funrl.batch import as_dict, select
+from funrl.batch import Batch, as_dict, select
 
 REFUSED = {
     "clip_low is -1": lambda: algos.clipped_surrogate(-1, 0.2),
@@ -285,3 +285,17 @@ def test_resampled_rows_go_to_states_that_can_be_saved():
     assert int(state) == 4
     resumed, _ = piece.update(Signal(batch.score, batch.mask), torch.tensor(3), batch)
     assert resumed.rows.tolist() == draws[3]
+
+
+def test_a_rejected_token_shifts_no_other_in_the_optimal_token_baseline():
+    """Two equal rows with rewards 1, 2, 4, 8, the first token of one of them rejected: nothing differs, all are 0."""
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    rewards = torch.tensor([[1.0, 2.0, 4.0, 8.0]] * 2, dtype=torch.float64)
+    same = torch.full((2, 4), -1.0, dtype=torch.float64)
+    batch = Batch(tokens=mask.long(), mask=mask, group=torch.zeros(2).long(), old_logp=same, sum_pi_squared=same.exp())
+    left = mask.clone()
+    left[0, 0] = False
+    for turns in (False, True):
+        piece = chain(algos.reward_to_go(), algos.optimal_token_baseline(turns))
+        signal, _ = piece.update(Signal(rewards, left), piece.init(), batch)
+        assert (signal.x == 0).all()

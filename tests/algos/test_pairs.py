@@ -107,3 +107,40 @@ def test_dpo_begins_at_log_2():
         assert metrics["preference/margin"].value == 0 and metrics["preference/accuracy"].value == 0.5
     rpo, metrics = algos.dpo(likelihood_coef=1.0).losses["policy"](both.ref_logp, both)
     assert rpo.item() == pytest.approx(0.6931471805599453 + metrics["actor/nll"].value.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
+def test_f_dpo_is_the_likelihood_of_the_preferences_at_the_best_policy(kind):
+    """Over a vocabulary of 5, the policy that is best under reward less beta D_f has f'(u) = (r - lambda) / beta.
+
+    Then beta (f'(u_c) - f'(u_r)) = r_c - r_r: the loss of a pair is -log s(r_c - r_r), Bradley and Terry's.
+    """
+    beta, alpha = 0.7, 0.4
+    reference = torch.tensor([0.3, 0.1, 0.25, 0.2, 0.15], dtype=torch.float64)
+    reward = torch.tensor([0.9, -0.3, 0.2, 0.5, 0.0], dtype=torch.float64)
+    inverse = {  # of f', the ratio u
+        "reverse_kl": lambda s: (s - 1).exp(),
+        "forward_kl": lambda s: -1 / s,
+        "js": lambda s: s.exp() / (2 - s.exp()),
+        "alpha": lambda s: (1 - alpha * s) ** (-1 / alpha),
+    }[kind]
+    top = {"reverse_kl": 50.0, "forward_kl": 0.0, "js": 0.6931471805599453, "alpha": 1 / alpha}[kind]  # f' is below it
+    low, high = (reward.max() - beta * top + 1e-9).item(), 100.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        mass = (reference * inverse((reward - middle) / beta)).sum()
+        low, high = (middle, high) if mass > 1 else (low, middle)
+    best = reference * inverse((reward - low) / beta)
+    assert best.sum().item() == pytest.approx(1, abs=1e-9)
+    for chosen, rejected in ((0, 1), (3, 2), (4, 0)):
+        pair = [chosen, rejected]
+        batch = pieces.Batch(
+            tokens=torch.tensor(pair)[:, None],
+            mask=torch.ones(2, 1, dtype=torch.bool),
+            ref_logp=reference[pair, None].log(),
+        )
+        loss, _ = algos.dpo(beta=beta, divergence=kind, divergence_alpha=alpha).losses["policy"](
+            best[pair, None].log(), batch
+        )
+        want = -torch.nn.functional.logsigmoid(reward[chosen] - reward[rejected])
+        assert loss.item() == pytest.approx(want.item(), abs=1e-9)

@@ -1,9 +1,6 @@
-import doctest
-
 import pytest
 import torch
 
-from funrl.compiled_kernels import scan
 from funrl.compiled_kernels.scan import reverse_linear_scan, reverse_linear_scan_reference
 
 
@@ -68,8 +65,3 @@ def test_compiles_whole_with_the_gradients_of_the_loop():
     expected = torch.autograd.grad((torch.stack(columns[::-1], 1) * weights).sum(), (x, decay))
     for got, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def test_the_example_in_the_docstring():
-    assert doctest.testmod(scan).failed == 0
-    assert doctest.testmod(scan).attempted == 1

@@ -1,11 +1,15 @@
 """The dry run of generation: how many rows go together, their cache, and how often."""
 
+import functools
+
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, plain, small, write_config
 
 from funrl import trees
-from funrl.cost import dry_run, estimate
+from funrl.cost import dry_run
 from funrl.mesh.mesh import single
+from funrl.rollout.native import native_engine
+from funrl.trainer import build as trainer_build
 
 
 def test_the_cache_has_its_closed_form():
@@ -34,12 +38,29 @@ def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth(tmp_
     assert reduces[0] >= steps * (1 + 2 * 80)
 
 
-@pytest.mark.parametrize("cache_rows", [16, 5, 1])
-def test_a_deep_model_is_on_the_line_however_many_rows_fit(cache_rows, monkeypatch):
+@pytest.mark.parametrize("together", [16, 5, 1])
+def test_a_deep_model_is_on_the_line_however_many_rows_fit(together, monkeypatch):
     job = small("grpo", sizes={"layers": 6})
     row = trees.nbytes(job.model.init_cache(single(), 1, 32, job.dtype))
-    monkeypatch.setattr(estimate.native_bytes, "CACHE", row)
-    assert cache_rows
+    engine = functools.partial(native_engine, cache_bytes=together * row)
+    monkeypatch.setattr(trainer_build, "native_engine", engine)
+    shallow, parts = dry_run.estimate(job, 8, CPU).phases["generate"], trainer_build.build(job, single(), lambda _: None)
+    monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
+    whole = dry_run.estimate(job, 8, CPU).phases["generate"]
+    assert parts.generator.engine.rows(32) == together
+    assert shallow.peak["cache"] == whole.peak["cache"] == together * row
+    assert shallow.total == pytest.approx(whole.total, rel=0.02)
+    assert shallow.flops == pytest.approx(whole.flops) and shallow.seconds == pytest.approx(whole.seconds, rel=0.02)
+
+
+def test_the_last_rows_are_decoded_by_themselves():
+    job = small("grpo")
+    parts = trainer_build.build(job, single(), lambda _: None)
+    rows = {16: [(1, 16)], 5: [(3, 5), (1, 1)], 1: [(16, 1)], 100: [(1, 16)]}
+    for most, expected in rows.items():
+        engine = native_engine(job.model, max_rows=most)
+        generator = parts.generator._replace(engine=engine)
+        assert dry_run.chunks(job, generator, job.sampling, 8) == expected
 
 
 def test_remax_generates_greedily_too():

@@ -1,7 +1,9 @@
 """Every snippet of the pages runs: Python blocks as they are, shell commands with flags that make them short."""
 
 import json
+import os
 import re
+import shutil
 import string
 import subprocess
 import sys
@@ -10,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from funrl.algos.recipes import NAMES, recipe
+from funrl.trainer.settings import settings_flags
+
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md"]
+LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 SHORT = [
     "--steps=1",
     "--warmstart_steps=1",
@@ -20,6 +27,10 @@ SHORT = [
     "--eval_prompts=8",
     "--max_new_tokens=4",
 ]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def blocks(page: str, language: str) -> list[tuple[str, str]]:
@@ -43,14 +54,13 @@ def test_python_blocks_run(page, tmp_path):
         if not name:
             script = tmp_path / f"block_{number}.py"
             script.write_text(text)
-            done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            done = run([sys.executable, str(script)], tmp_path)
             assert done.returncode == 0, f"{page}, block {number}:\n{done.stderr}"
 
 
 def tiny_model(folder: Path) -> None:
     from funrl.data.tokenizer import character_tokenizer
-    from funrl.models import decoder, hf
-    from funrl.models.config import Config
+    from funrl.models import Config, decoder_model, hf
 
     tokenizer = character_tokenizer(string.printable)
     config = Config(
@@ -65,21 +75,35 @@ def tiny_model(folder: Path) -> None:
         eos=(1,),
         pad=0,
     )
-    hf.save(folder, config, decoder.init(config, torch.Generator().manual_seed(0)), tokenizer)
+    model = decoder_model(config)
+    hf.save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
 
 
-def commands(page: str) -> list[str]:
-    lines = [line.strip() for _, text in blocks(page, "bash") for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("#") and line != "./test"]
+def commands(page: str) -> list[list[str]]:
+    """The commands of the page's shell blocks; a block's run in one folder, in their order."""
+    found = [[line for line in text.splitlines() if line and line != "./test"] for _, text in blocks(page, "bash")]
+    return [lines for lines in found if lines]
 
 
-CASES = [(page, line) for page in PAGES for line in commands(page)]
+CASES = [(page, lines) for page in PAGES for lines in commands(page)]
+
+
+def words_of(line: str) -> list[str]:
+    """What is run for a line: this interpreter, and flags that make a run short."""
+    words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
+    if words[0] == "torchrun":
+        words[:1] = ["python", "-m", "torch.distributed.run"]
+    if "--help" not in words and any(word.startswith("funrl.experiments") for word in words):
+        given = {word.split("=")[0] for word in words}
+        given |= {"--warmstart_steps"} if "--model" in given else set()
+        words += [word for word in [*SHORT, "--run_dir=here"] if word.split("=")[0] not in given]
+    return [sys.executable, *words[1:]]
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("page,line", CASES, ids=[line[:60] for _, line in CASES])
-def test_commands_run(page, line, tmp_path):
+@pytest.mark.parametrize("page,lines", CASES, ids=[lines[0][:60] for _, lines in CASES])
+def test_commands_run(page, lines, tmp_path):
     write_files(page, tmp_path)
     tiny_model(tmp_path / "MODEL_DIR")
     tiny_model(tmp_path / "TEACHER_DIR")
@@ -93,24 +117,29 @@ def test_commands_run(page, line, tmp_path):
     (tmp_path / "RUN_DIR/metrics.jsonl").write_text(
         json.dumps({"step": 1, "reward/mean": 0.5, "time_s/step": 1}) + "\n"
     )
-    words = re.sub(r"^\./run (\w+)", r"python -m funrl.experiments.\1", line).split()
-    if words[0] == "torchrun":
-        words[:1] = ["python", "-m", "torch.distributed.run"]
-    if "--help" not in words and any(w.startswith("funrl.experiments") for w in words):
-        given = {w.split("=")[0] for w in words}
-        words += [
-            w for w in SHORT if w.split("=")[0] not in given | ({"--warmstart_steps"} if "--model" in given else set())
-        ]
-        words.append("--run_dir=here")
-    words[0] = sys.executable
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{page}: {line}\n{done.stdout}\n{done.stderr}"
-    if words[-1] == "--run_dir=here":
-        assert (tmp_path / "here/report.html").exists() and (tmp_path / "here/model/config.json").exists()
+    for line in lines:
+        words = words_of(line)
+        done = run(words, tmp_path)
+        assert done.returncode == 0, f"{page}: {line}\n{done.stdout}\n{done.stderr}"
+        if "--run_dir=here" in words:
+            assert (tmp_path / "here/report.html").exists() and (tmp_path / "here/model/config.json").exists()
+            shutil.rmtree(tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_resumed_run_makes_only_the_steps_that_are_left(tmp_path):
+    """What docs/running.md says of its two commands."""
+    (lines,) = [lines for _, lines in CASES if any("--resume" in line for line in lines)]
+    for line in lines:
+        assert run(words_of(line), tmp_path).returncode == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "RUN/metrics.jsonl").read_text().splitlines()]
+    again = run(words_of(lines[1]), tmp_path)
+    assert steps == [1, 2, 3] and "resumed after step 3" in again.stdout + again.stderr
 
 
 def test_links_lead_somewhere():
-    for page in [*PAGES, "docs/algorithms.md", "docs/resharding.md"]:
+    for page in LINKED:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
@@ -118,4 +147,13 @@ def test_links_lead_somewhere():
 def test_the_two_commands_are_there():
     for name in ("run", "test", ".ci/run", ".ci/setup"):
         assert (ROOT / name).stat().st_mode & 0o100, f"{name} cannot be executed"
-    assert "./test" in (ROOT / ".ci/run").read_text()
+    assert "./test --all" in (ROOT / ".ci/run").read_text()
+    assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
+
+
+def test_the_numbers_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    reinforced = [name for name in NAMES if recipe(name)().advantage is not None]
+    assert f"| {len(NAMES)} recipes" in text
+    assert f"| {len(reinforced)} recipes of" in text
+    assert f"| flags | {len(settings_flags())}, and" in text

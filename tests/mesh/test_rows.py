@@ -62,6 +62,9 @@ def test_the_kth_largest_of_one_rank_is_that_of_a_sort(dtype):
         got = kth_largest(x, torch.tensor(k), SINGLE, ROWS)
         assert got == down[k - 1] and got.dtype == dtype and got.shape == ()
     assert kth_largest(x, torch.tensor(x.numel() + 7), SINGLE, ROWS) == down[-1]
+    few = torch.where(x > 1, x, -torch.inf)
+    for k in (1, 50, int((x > 1).sum()), int((x > 1).sum()) + 1, x.numel()):
+        assert kth_largest(few, torch.tensor(k), SINGLE, ROWS) == few.flatten().sort(descending=True).values[k - 1]
     x[2, 0] = torch.nan
     assert kth_largest(x, torch.tensor(1), SINGLE, ROWS).isnan()
     assert kth_largest(x, torch.tensor(2), SINGLE, ROWS) == torch.inf

@@ -16,12 +16,13 @@ from funrl.batch import Batch
 from funrl.mesh import collectives
 from funrl.mesh.collectives import all_gather, psum_scatter
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import MeshError, parse, single
+from funrl.mesh.mesh import Mesh, MeshError, parse, single
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes, layouts, rest_axes, shard
 from funrl.mesh.sums import sum_rest
 from funrl.models import Config, decoder_model, fsdp, place, rematerialized, with_value_head
 from funrl.models.decoder import decoder_layer
+from funrl.models.model import Inputs
 
 pytestmark = pytest.mark.gloo
 
@@ -224,6 +225,41 @@ def test_gathers_and_scatters_are_one_group_ahead_of_what_computes(config):
     for i, turn in zip((2, 1, 0), turns[1:4], strict=True):
         expected += [("land", f"layers/{i}"), *([("gather", f"layers/{i - 1}")] if i else []), *turn]
     assert backward == [*expected, *turns[4], *([] if config.tied else [("wait", 6)])]
+
+
+def _passes_loss(placed, again, params):
+    """Three passes over the same weights, which are gathered once and looked at again, or gathered `again`."""
+
+    def gather():
+        return fsdp.gathered(params, placed.stored, placed.compute, placed.mesh, torch.float64)
+
+    weights, total = gather(), torch.zeros((), dtype=torch.float64)
+    for i in range(3):
+        if again and i:
+            weights = gather()
+        hidden = placed.model.apply(weights, Inputs(TOKENS.roll(i, 1)), placed.mesh).hidden
+        total = total + (WEIGHTS * (hidden @ placed.model.unembed(weights).T).logsumexp(-1)).sum()
+    return total + sum(x.square().sum() for x in trees.leaves(params)), None
+
+
+def _passes(again, params, mesh):
+    placed = _placed(TIED, mesh, "data", "none", torch.float64)["policy"]
+    loss_of = functools.partial(_passes_loss, placed, again)
+    return unshard(trees.value_and_grad(loss_of)(shard(params, placed.stored, mesh))[1], placed.stored, mesh)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["looked at again", "gathered again"])
+def test_gradients_of_several_passes_and_of_the_shards_themselves_add_up(again):
+    params = _params(TIED, torch.float64)["policy"]
+    alone = _placed(TIED, single(), None, "none", torch.float64)["policy"]
+    _, whole = trees.value_and_grad(functools.partial(_passes_loss, alone, again))(params)
+    grads = launch(functools.partial(_passes, again, params), parse("dp2"), "cpu")
+    stored = _placed(TIED, Mesh(parse("dp2")), "data", "none", torch.float64)["policy"].stored
+    for (name, x), y, w, layout in zip(trees.named(grads), *map(trees.leaves, (whole, params, stored)), strict=True):
+        # Both ranks see all tokens, so what a gather sums counts twice; the square of a rank's own shard counts once.
+        passes = y - 2 * w
+        assert (x - (2 if layout.axes else 1) * passes - 2 * w).abs().max() < 1e-11, name
+        assert passes.abs().max() > 1e-4, name
 
 
 def _experts_loss(mesh, places, params):

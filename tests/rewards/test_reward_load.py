@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from funrl.loading import LoadError
-from funrl.rewards.load import RewardError, load_rewards, score
+from funrl.rewards.load import RewardError, load_rewards, score, score_row
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -66,3 +66,23 @@ def test_a_field_that_the_function_does_not_take_is_shown():
 def test_the_error_crosses_processes():
     error = pickle.loads(pickle.dumps(RewardError("it failed", "p", "c", 3)))
     assert (str(error), error.prompt, error.completion, error.value) == ("it failed", "p", "c", 3)
+
+
+def test_one_of_several_rewards_may_not_apply_to_a_row():
+    values = [1.0, None, math.nan, np.float32("nan"), 2.0]
+    rows = (["p"] * 5, ["c"] * 5, [{"i": i} for i in range(5)])
+    some = score(lambda p, c, i: values[i], *rows, one_of_several=True)
+    assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
+    rewards = (lambda p, c: None if "a" in c else 1, lambda p, c: math.nan if "b" in c else 2)
+    assert [[x if x == x else None for x in score_row(rewards, "p", c, {})] for c in "abx"] == [
+        [None, 2],
+        [1, None],
+        [1, 2],
+    ]
+    with pytest.raises(RewardError, match=r"none of the 2 reward functions applies.*\n  prompt: 'p'"):
+        score_row(rewards, "p", "ab", {})
+    with pytest.raises(RewardError, match="gave None, a finite number is needed"):
+        score_row(rewards[:1], "p", "a", {})
+    for value in (math.inf, "1.0", [None]):
+        with pytest.raises(RewardError, match="finite number is needed"):
+            score(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)

@@ -62,7 +62,9 @@ def digits_reward(prompt, completion, **fields):
 
 
 def small_job(compose=PPO, sizes=SIZES, reward=digits_reward, **settings):
-    """A checked job of tiny sizes. Fields of `Settings` may be given by name."""
+    """A checked job of tiny sizes. Fields of `Settings` may be given by name; `reward` may be a function."""
+    if isinstance(reward, str):
+        settings, reward = settings | {"reward": reward}, None
     job = prepare(Settings(**SMALL | settings), compose)
     if sizes:
         job = resized(job, sizes)

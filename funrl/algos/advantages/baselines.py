@@ -18,7 +18,7 @@ from funrl.batch import Batch
 
 
 def group_center() -> Advantage:
-    """Takes the group's mean off each score: x_i - mean_G x, on [B].
+    """Take the group's mean off each score: x_i - mean_G x, on [B].
 
     Needs: group [B].
 
@@ -28,7 +28,7 @@ def group_center() -> Advantage:
 
 
 def group_scale(eps: float = 1e-6) -> Advantage:
-    """Divides each number by its group's standard deviation (n - 1 below) plus eps, on [B].
+    """Divide each number by its group's standard deviation (n - 1 below) plus eps, on [B].
 
     A group of equal numbers or of one row is left as it is, which after `group_center` is 0.
 
@@ -52,7 +52,7 @@ def group_scale(eps: float = 1e-6) -> Advantage:
 
 
 def batch_scale(eps: float = 1e-6) -> Advantage:
-    """Divides by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
+    """Divide by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
 
     Prompts whose rewards differ much then weigh more than others. Before `group_center` the deviation is that of the
     raw rewards, differences between prompts included, which is TRL's scale_rewards="batch" (eps 1e-4 there); after it,
@@ -73,7 +73,7 @@ def batch_scale(eps: float = 1e-6) -> Advantage:
 
 
 def leave_one_out() -> Advantage:
-    """Takes off the mean of the other rows of the group: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
+    """Take off the mean of the other rows of the group: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
 
     Needs: group [B].
     References: Kool et al., 2019; RLOO, Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740
@@ -89,7 +89,7 @@ def leave_one_out() -> Advantage:
 
 
 def win_rate() -> Advantage:
-    """How often a row beats another of its group, less one half: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
+    """Rate of a row beating another of its group, less one half: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
 
     A row is not compared with itself, so the rates of a group have a mean of 1/2 whatever its size. From -1/2 to 1/2,
     and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
@@ -111,7 +111,7 @@ def win_rate() -> Advantage:
 
 
 def greedy_baseline() -> Advantage:
-    """Takes off the score of a greedy completion of the same prompt: x_i - b_i. Needs: greedy_score [B].
+    """Take off the score of a greedy completion of the same prompt: x_i - b_i. Needs: greedy_score [B].
 
     References: ReMax, Li et al., 2024, https://arxiv.org/abs/2310.10505
     """
@@ -123,7 +123,7 @@ def greedy_baseline() -> Advantage:
 
 
 def length_weighted_center() -> Advantage:
-    """Takes off the group's mean weighted by length: x_i - sum_G l x / sum_G l.
+    """Take off the group's mean weighted by length: x_i - sum_G l x / sum_G l.
 
     The baseline of least variance when a completion's gradient has a squared norm that grows with its length l, the
     number of its sampled tokens, those included that a correction has rejected.
@@ -143,7 +143,7 @@ def length_weighted_center() -> Advantage:
 
 
 def informative_rescale() -> Advantage:
-    """Multiplies by rows / (rows of groups whose x are not all 0), so that groups that teach nothing do not dilute.
+    """Multiply by rows / (rows of groups whose x are not all 0), so that groups that teach nothing do not dilute.
 
     Comes after `group_center`, which makes x exactly 0 in a group of equal rewards.
 
@@ -190,6 +190,6 @@ def best_of_group(eps: float | None = 1e-6) -> Advantage:
 
 
 def check_eps(name: str, eps: float | None) -> None:
-    """Raises ValueError where eps is below 0."""
+    """Raise ValueError where eps is below 0."""
     if eps is not None and eps < 0:
         raise ValueError(f"{name}(eps={eps}): what is added to a deviation must be at least 0")

@@ -23,7 +23,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(group_B: Tensor) -> Groups:
-    """Numbers the groups densely."""
+    """Number the groups densely."""
     numbers, index_B, sizes = torch.unique(group_B, return_inverse=True, return_counts=True)
     return Groups(index_B, sizes[index_B], numbers.numel())
 

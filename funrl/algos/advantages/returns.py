@@ -80,9 +80,10 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
-        own_lambda = gae_lambda
         if callable(gae_lambda):
             own_lambda = gae_lambda(batch.mask.sum(1, keepdim=True).to(signal.x.dtype))
+        else:
+            own_lambda = gae_lambda
         out = generalised_advantages(signal.x, batch.value, signal.mask, gamma, own_lambda, critic_lambda)
         return signal._replace(x=out.advantage, returns=out.returns), state
 
@@ -149,11 +150,10 @@ def whiten(eps: float = 1e-8) -> Advantage:
 
     def standardise(x_BT: Tensor, batch: Batch) -> Tensor:
         mask_BT, dtype = batch.mask, x_BT.dtype
-        count = total(torch.ones_like(x_BT), mask_BT, batch)
-        lowest = batch.across.kth_largest(
-            torch.where(mask_BT, -x_BT, -torch.inf), count.new_ones((), dtype=torch.int64)
-        )
-        shifted_BT = where_masked(x_BT + lowest, mask_BT)
+        count = total(mask_BT, mask_BT, batch)
+        least_b1 = torch.where(mask_BT, x_BT, torch.inf).amin(1, keepdim=True)
+        least = batch.across.sums(least_b1).amin().to(dtype)  # the smallest number of all rows
+        shifted_BT = where_masked(x_BT - least, mask_BT)
         mean = total(shifted_BT, mask_BT, batch) / count
         centred_BT = where_masked(shifted_BT - mean.to(dtype), mask_BT)
         variance = total(centred_BT.square(), mask_BT, batch) / (count - 1).clamp_min(1)

@@ -73,7 +73,7 @@ def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
 
 
 def parse_weights(text: str) -> tuple[float, ...]:
-    """Numbers with commas between, as in "1,0.5".
+    """Number with commas between, as in "1,0.5".
 
     Raises:
       ValueError: something between commas is no finite number.

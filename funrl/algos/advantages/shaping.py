@@ -16,7 +16,7 @@ from funrl.batch import Batch
 
 
 def to_tokens() -> Advantage:
-    """Gives every sampled token of a row the row's number: [B] -> [B, T]."""
+    """Give every sampled token of a row the row's number: [B] -> [B, T]."""
 
     def spread(x_B: Tensor, batch: Batch) -> Tensor:
         return where_masked(batch.across.own(x_B)[:, None].expand(batch.mask.shape), batch.mask)
@@ -25,7 +25,7 @@ def to_tokens() -> Advantage:
 
 
 def to_last_token() -> Advantage:
-    """Turns outcomes [B] into token rewards [B, T]: the outcome at the last sampled token, plus `token_reward`.
+    """Turn outcomes [B] into token rewards [B, T]: the outcome at the last sampled token, plus `token_reward`.
 
     Adds batch.token_reward [B, T] where it is given. A row without sampled tokens gets none.
     """
@@ -84,7 +84,7 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
 
 
 def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
-    """Takes beta KL(old || ref) off the rewards: token by token on [B, T], summed over the row on [B].
+    """Take beta KL(old || ref) off the rewards: token by token on [B, T], summed over the row on [B].
 
     x[t] - beta kl(old_logp[t], ref_logp[t]), or x - beta sum_t kl. The state is beta; the controller moves it after
     the batch.
@@ -115,14 +115,14 @@ def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
 
 
 def clip_reward(low: float, high: float) -> Advantage:
-    """Clips to [low, high], on [B] or [B, T]."""
+    """Clip to [low, high], on [B] or [B, T]."""
     if low > high:
         raise ValueError(f"clip_reward({low}, {high}): low is above high")
     return stateless(lambda x, batch: x.clamp(low, high))
 
 
 def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
-    """Takes off a penalty that grows over the last `buffer` tokens before the limit, on [B].
+    """Take off a penalty that grows over the last `buffer` tokens before the limit, on [B].
 
     x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, those
     included that a correction has rejected.
@@ -150,7 +150,7 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
 
 
 def stop_properly(coefficient: float) -> Advantage:
-    """What a completion that ran into the length limit gets, on [B].
+    """Score of a completion that ran into the length limit, on [B].
 
     Args:
       coefficient: from 0 to 1, its score is multiplied by it; below 0, its score becomes it.

@@ -14,7 +14,7 @@ from funrl.batch import Batch
 
 
 def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advantage:
-    """Takes the optimal baseline of each token position off the reward to go, on [B, T].
+    """Take the optimal baseline of each token position off the reward to go, on [B, T].
 
     A[i, t] = G[i, t] - b[t],  b[t] = sum_i G[i, t] W[i, t] / sum_i W[i, t] over the rows i of the group,
     W[i, t] = sum_{s <= t} w[i, s],  w = 1 - 2 pi + sum_v pi_v^2, the squared norm of the gradient of log pi with
@@ -83,7 +83,7 @@ def slot_baseline(
 
 
 def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
-    """Adds the rewards of an implicit process model to the tokens, less the group's leave-one-out mean, on [B, T].
+    """Add the rewards of an implicit process model to the tokens, less the group's leave-one-out mean, on [B, T].
 
     q[i, t] = beta (log pi_implicit - log pi_ref) at token t,  x[i, t] += c (q[i, t] - mean_{j != i} mean_t q[j, t]).
 
@@ -106,7 +106,7 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
 
 
 def label_outcomes() -> Advantage:
-    """Sets `batch.label` to the row's raw score on all of its sampled tokens, rejected ones included.
+    """Set `batch.label` to the row's raw score on all of its sampled tokens, rejected ones included.
 
     It is what `implicit_reward_loss` learns from.
 

@@ -50,12 +50,12 @@ def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor, batch: Batch) -
 
 
 def share_of(mask_BT: Tensor, share: float, batch: Batch) -> Tensor:
-    """How many tokens a share of the mask is, rounded down, at least one."""
+    """Number of tokens in a share of the mask, rounded down, at least one."""
     return (share * total(mask_BT, mask_BT, batch)).long().clamp_min(1)
 
 
 def noise(rows_B: Tensor, width: int, draw: Tensor) -> Tensor:
-    """Numbers in [0, 1) from an integer hash of (draw, row, column): the same on every device and in every process."""
+    """Number in [0, 1) from an integer hash of (draw, row, column): the same on every device and in every process."""
     columns = torch.arange(width, device=draw.device)
     x = rows_B[:, None] * 0x1000000 + columns + draw * 0x9E3779B97F4A7C1
     for factor in (0xBF58476D1CE4E5B, 0x94D049BB133111E):
@@ -64,7 +64,7 @@ def noise(rows_B: Tensor, width: int, draw: Tensor) -> Tensor:
 
 
 def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: float = 5.0) -> Advantage:
-    """Selects tokens at random among those whose covariance of advantage and log-probability is in (low, high).
+    """Select tokens at random among those whose covariance of advantage and log-probability is in (low, high).
 
     Put it last in the chain: `signal.x` are the advantages. As many are taken as `share` of all tokens, at least one.
 
@@ -91,7 +91,7 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
 
 
 def select_highest_covariance(share: float = 0.0002) -> Advantage:
-    """Selects the tokens whose covariance of advantage and log-probability is highest: `share` of all, at least one.
+    """Select the tokens whose covariance of advantage and log-probability is highest: `share` of all, at least one.
 
     Put it last in the chain: `signal.x` are the advantages. The warning of `select_covariance_between` holds.
 
@@ -150,7 +150,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
 def adapt_entropy(
     target: float, step: float = 0.005, start: float = 0.0, low: float = 0.0, high: float = 1.0
 ) -> Advantage:
-    """Steers the mean entropy to a target by the coefficient of `adaptive_entropy_bonus`.
+    """Steer the mean entropy to a target by the coefficient of `adaptive_entropy_bonus`.
 
     The coefficient of a batch is c where the batch's mean entropy is at most the target and 0 where it is above; then
     c grows by `step` in the first case and shrinks by it in the second, within [low, high]. c is the state.
@@ -175,7 +175,7 @@ def adapt_entropy(
 
 
 def mark_positives(threshold: float = 0.0) -> Advantage:
-    """Marks the tokens of the rows whose outcome is above a threshold, rejected ones left out: VAPO imitates them.
+    """Mark the tokens of the rows whose outcome is above a threshold, rejected ones left out: VAPO imitates them.
 
         sum_losses(..., restrict(reduce(scale(0.1, negative_log_likelihood()), token_mean()), imitated_tokens))
 

@@ -77,7 +77,7 @@ def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0)
 
 
 def normalise_weights() -> Advantage:
-    """Divides the weights by their mean over the masked tokens of the batch, so that they do not shrink the step.
+    """Divide the weights by their mean over the masked tokens of the batch, so that they do not shrink the step.
 
     After `importance_weights`, which makes them. Needs: weight, of the signal.
 
@@ -94,7 +94,7 @@ def normalise_weights() -> Advantage:
 
 
 def check_bounds(over: str, low: float, high: float) -> None:
-    """Raises ValueError where over is unknown, or the bounds are not 0 <= low <= high."""
+    """Raise ValueError where over is unknown, or the bounds are not 0 <= low <= high."""
     if over not in OVER:
         raise ValueError(f"over is {over!r}; there are {list(OVER)}")
     if not 0 <= low <= high:

@@ -24,7 +24,7 @@ from funrl.batch import Batch
 
 
 def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_denominator: bool = False) -> Advantage:
-    """Takes out the tokens, or with "sequence" and "geometric" the rows, whose ratio is not in [low, high].
+    """Take out the tokens, or with "sequence" and "geometric" the rows, whose ratio is not in [low, high].
 
     Rejection by k1 is this, with the bounds on the ratio trainer / engine. Over tokens and beside
     `importance_weights("token", 0, high)` it is masked importance sampling (IcePop).
@@ -52,7 +52,7 @@ def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_de
 def reject_divergence(
     kind: str = "k3", over: str = "mean", high: float = 0.01, in_denominator: bool = False
 ) -> Advantage:
-    """Takes out the tokens or rows whose divergence between engine and trainer is above a bound.
+    """Take out the tokens or rows whose divergence between engine and trainer is above a bound.
 
     k2 = d^2 / 2, k3 = exp(d) - 1 - d, both of KL(engine || trainer) and never below 0.
 
@@ -84,7 +84,7 @@ def reject_divergence(
 
 
 def mask_truncated(in_denominator: bool = False) -> Advantage:
-    """Takes out the rows that ran into the length limit; before a group's statistics they still count in them.
+    """Take out the rows that ran into the length limit; before a group's statistics they still count in them.
 
     Args:
       in_denominator: leave their tokens in the mask, with a weight of 0.

@@ -10,7 +10,7 @@ from funrl.batch import Batch
 
 
 def unequal_scores() -> Filter:
-    """Keeps the groups whose scores differ; from the others a group-relative advantage learns nothing.
+    """Keep the groups whose scores differ; from the others a group-relative advantage learns nothing.
 
     Needs: score, group [B].
     References: DAPO's dynamic sampling, Yu et al., 2025, https://arxiv.org/abs/2503.14476
@@ -25,7 +25,7 @@ def unequal_scores() -> Filter:
 
 
 def mean_between(low: float, high: float) -> Filter:
-    """Keeps the groups whose mean score lies strictly between low and high: neither too hard nor too easy.
+    """Keep the groups whose mean score lies strictly between low and high: neither too hard nor too easy.
 
     Args:
       low, high: in units of reward.
@@ -42,7 +42,7 @@ def mean_between(low: float, high: float) -> Filter:
 
 
 def complete_groups(size: int) -> Filter:
-    """Keeps the groups of exactly `size` rows, where others are still being sampled or were lost. Needs: group [B]."""
+    """Keep the groups of exactly `size` rows, where others are still being sampled or were lost. Needs: group [B]."""
 
     def keep(batch: Batch) -> Tensor:
         return groups_of(batch.group).size == size

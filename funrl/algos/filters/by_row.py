@@ -10,7 +10,7 @@ from funrl.batch import Batch, as_dict, row_fields, select
 
 
 def not_truncated() -> Filter:
-    """Keeps the rows that ended by themselves; groups lose the others. Needs: truncated [B].
+    """Keep the rows that ended by themselves; groups lose the others. Needs: truncated [B].
 
     `mask_truncated` keeps them in the group's statistics instead.
     """
@@ -22,7 +22,7 @@ def not_truncated() -> Filter:
 
 
 def every(*filters: Filter) -> Filter:
-    """Keeps the rows that all filters keep.
+    """Keep the rows that all filters keep.
 
     Filters that read no groups judge single rows and come first: those that judge groups then see what these have left
     of them, so that a group that lost its only different row is not taken for an unequal one.

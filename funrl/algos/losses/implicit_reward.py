@@ -9,12 +9,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from funrl.algos.core import Loss
 from funrl.algos.losses.reductions import sequence_mean
 from funrl.algos.masks import clean, sequence_sums, where_masked
-from funrl.algos.metrics import Mean
+from funrl.algos.metrics import Mean, Metric
 from funrl.batch import Batch
 
 
 def implicit_reward_loss(beta: float = 0.05) -> Loss:
-    """Trains an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
+    """Train an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
 
     The sum is over the tokens of the mask. The trainer gives it the mask before corrections: a completion's outcome is
     that of all of its tokens.
@@ -29,7 +29,7 @@ def implicit_reward_loss(beta: float = 0.05) -> Loss:
     References: PRIME, Cui et al., 2025, https://arxiv.org/abs/2502.01456
     """
 
-    def numerators(logp_BT: Tensor, batch: Batch):
+    def numerators(logp_BT: Tensor, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Metric]]:
         mask_BT, segments_BT = batch.mask, batch.get("segments")
         batch = clean(batch)
         q_BT = beta * (where_masked(logp_BT, mask_BT) - batch.ref_logp)

@@ -36,7 +36,7 @@ def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def to_pair_tokens(x_P: Tensor, batch: Batch) -> Tensor:
-    """Gives every masked token the number of its own pair: from [P], as of `pair_sums`, to [B, T]."""
+    """Give every masked token the number of its own pair: from [P], as of `pair_sums`, to [B, T]."""
     both_P2 = x_P[:, None].expand(-1, 2)
     segments_BT = batch.get("segments")
     if segments_BT is None:
@@ -61,7 +61,7 @@ def chosen(batch: Batch) -> Tensor:
 
 
 def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
-    """Puts the two rows of each pair into one row of twice the width, as segments 1 and 2.
+    """Put the two rows of each pair into one row of twice the width, as segments 1 and 2.
 
     Args:
       batch: rows that are single sequences; `length` says where padding begins, None: nowhere.

@@ -145,7 +145,7 @@ def on_policy_weight() -> PairWeight:
     """
 
     def weight(logp_BT: Tensor, batch: Batch) -> Tensor:
-        relative_BT = logp_BT.detach() - where_masked(batch.sum_pi_squared.log(), batch.mask)
+        relative_BT = logp_BT.detach() - batch.sum_pi_squared.log()
         chosen_P, rejected_P = of_completions(relative_BT, batch, per_token=True)
         return (chosen_P + rejected_P).exp().clamp(max=1)
 

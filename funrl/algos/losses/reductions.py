@@ -17,10 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Reduction, value_of
+from funrl.algos.core import Reduction
 from funrl.algos.masks import sequence_sums, where_masked
-
-__all__ = ["constant_mean", "sequence_mean", "sequence_sum_mean", "token_mean", "token_sum", "value_of"]
 
 
 def token_mean() -> Reduction:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 from funrl.algos.core import Algorithm, Term, add, reduce, scale, sum_losses
 from funrl.algos.losses import pair_losses
@@ -74,7 +75,7 @@ def dpo(
         )
     terms: list[Term] = []
     for part, factor in parts.items():
-        own = {k: v for k, v in asked.items() if k in inspect.signature(LOSSES[part]).parameters}
+        own: dict[str, Any] = {k: v for k, v in asked.items() if k in inspect.signature(LOSSES[part]).parameters}
         term = aot(beta, **own) if part == "aot" else preference(PAIRS[part](beta, **own), reward, weight)
         terms.append(scale(factor, term))
     contrast = reduce(add(*terms), sequence_mean())

@@ -2,7 +2,7 @@
 
 References: Zhao et al., 2025, https://arxiv.org/abs/2507.20673.
 verl: a plain mean over the rows of each micro-batch, so the loss grows with the number of micro-batches.
-TRL: in its experimental trainers, with clips of the ratio.
+TRL: in its experimental trainers; it clips the log-ratio, as here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GSPO: GRPO with the ratio of the whole sequence, normalised by its length.
 
 References: Zheng et al., 2025, https://arxiv.org/abs/2507.18071.
-verl: clamps the log-ratio at 10 from above; forces the sequence mean in some versions. TRL: importance_sampling_level
+verl: clamps the log-ratio at 10 from above; any reduction, the sequence mean by default. TRL: importance_sampling_level
   "sequence" under whatever loss_type is set, with clips of 0.2 unless told otherwise.
 """
 

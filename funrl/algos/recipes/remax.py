@@ -1,7 +1,8 @@
 """ReMax: REINFORCE with the reward of a greedy completion of the prompt as a baseline.
 
 References: Li et al., 2024, https://arxiv.org/abs/2310.10505.
-verl: token mean; keeps the baseline at tool tokens; its default trainer does not carry the greedy reward. TRL has none.
+verl: token mean; keeps the return without baseline at tool tokens; its default trainer does not carry the greedy
+  reward. TRL has none.
 """
 
 from __future__ import annotations

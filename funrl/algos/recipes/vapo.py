@@ -37,9 +37,10 @@ def vapo(
     """
     surrogate = with_regularizers(clipped_surrogate(clip_low, clip_high), 0.0, entropy_coef)
     imitation = reduce(scale(imitation_coef, negative_log_likelihood()), token_mean())
-    estimate = gae(1.0, length_adaptive(alpha), critic_lambda=1.0)
     return Algorithm(
-        advantage=chain(to_last_token(), estimate, whiten(), mark_positives()),
+        advantage=chain(
+            to_last_token(), gae(1.0, length_adaptive(alpha), critic_lambda=1.0), whiten(), mark_positives()
+        ),
         losses={
             "critic": reduce(clipped_value_loss(value_clip), token_mean()),
             "policy": sum_losses(reduce(surrogate, token_mean()), restrict(imitation, imitated_tokens)),

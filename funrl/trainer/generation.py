@@ -42,7 +42,7 @@ class Rollout(NamedTuple):
     Attributes:
       completions: of all rows, the same on every rank.
       score: [R] rewards, the weighted sums of the next.
-      scores: [R, K] what each reward function gave.
+      scores: [R, K] what each reward function gave; NaN where one of several does not apply.
     """
 
     completions: Completions
@@ -98,7 +98,8 @@ def rollout(
     whole = [c.flatten(0, 1) for c in gather_rows(by_prompt, len(examples), mesh, mesh.row_axes)]
     tokens, logp, model_logp, lengths, finished, rewards_RK = whole
     assert len(tokens) == count
-    score_R = rewards_RK @ torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
+    factors_K = torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
+    score_R = (rewards_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     return Rollout(Completions(tokens, lengths, logp, model_logp, finished), score_R, rewards_RK)
 
 

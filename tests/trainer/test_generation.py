@@ -17,8 +17,8 @@ from funrl.models.model import Inputs
 from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Sampling
 from funrl.trainer import loop
+from funrl.trainer.generation import Example, Rollout, completion_texts, rollout, to_batch
 from funrl.trainer.loop import draw, learn_batch
-from funrl.trainer.rollout import Example, Rollout, completion_texts, rollout, to_batch
 
 # Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
 EXAMPLES = [Example([5, 6], "p", {}), Example([7, 8, 4, 3, 2, 6, 5], "q", {})]

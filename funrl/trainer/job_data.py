@@ -14,7 +14,7 @@ from funrl.rewards.load import check_fields, load_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_rewards, weights_of_rewards
 from funrl.trainer.declaration import SettingsError
-from funrl.trainer.rollout import Example
+from funrl.trainer.generation import Example
 from funrl.trainer.settings import NEW_TOKENS, Settings
 
 TEXTS = 4096  # made of the embedded task

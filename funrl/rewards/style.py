@@ -1,0 +1,82 @@
+"""Rewards for how a completion is written: without repetition, and as long as it needs to be.
+
+Each makes a function `(prompt, completion, **fields) -> float`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def words(text: str) -> int:
+    """How many words a text has, with blanks between."""
+    return len(text.split())
+
+
+def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]:
+    """A reward of -penalty times the share of a completion's n-grams of words that it has said before.
+
+    Args:
+      n: words of an n-gram, at least 1.
+      penalty: taken off where every n-gram but the first is a repetition; in units of reward, at least 0.
+    Raises:
+      ValueError: n is below 1 or the penalty below 0.
+
+    Example:
+      >>> repetition_penalty(n=2)("", "so it is so it is")  # so it, it is, is so, so it, it is: 3 of 5 are new
+      -0.4
+
+    References: Yeo et al., 2025, https://arxiv.org/abs/2502.03373. Upper and lower case are the same.
+    """
+    if n < 1 or penalty < 0:
+        raise ValueError(f"repetition_penalty(n={n}, penalty={penalty}): n is at least 1 and the penalty at least 0")
+
+    def reward(prompt: str, completion: str, **fields: Any) -> float:
+        said = completion.lower().split()
+        grams = [tuple(said[i : i + n]) for i in range(len(said) - n + 1)]
+        return -penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+    return reward
+
+
+def cosine_length(
+    right: Callable[..., float],
+    longest: int,
+    right_from: float = 1.0,
+    right_to: float = 0.5,
+    wrong_from: float = -1.0,
+    wrong_to: float = -0.5,
+    length: Callable[[str], int] = words,
+) -> Callable[..., float]:
+    """A reward that goes with length, as a half wave of the cosine: right answers short, wrong ones longer.
+
+    With t = length / longest, at most 1: to + (from - to) (1 + cos(pi t)) / 2.
+
+    Args:
+      right: (prompt, completion, **fields) -> number; above one half the completion is right.
+      longest: length at which the end of the wave is reached, above 0.
+      right_from, right_to: reward of a right completion of length 0 and of the longest one.
+      wrong_from, wrong_to: the same of a wrong one.
+      length: of a completion's text; a tokenizer's count instead of words, for example.
+    Raises:
+      ValueError: longest is not above 0.
+
+    Example:
+      >>> reward = cosine_length(lambda prompt, completion: completion.endswith("4"), longest=4)
+      >>> [reward("2+2=", text) for text in ("4", "it is 4", "5", "it must be 5")]
+      [0.9267766952966369, 0.5732233047033631, -0.9267766952966369, -0.5]
+
+    References: Yeo et al., 2025, https://arxiv.org/abs/2502.03373, which also takes a penalty off at the limit itself.
+    """
+    if longest <= 0:
+        raise ValueError(f"cosine_length(longest={longest}): it must be above 0")
+
+    def reward(prompt: str, completion: str, **fields: Any) -> float:
+        is_right = right(prompt, completion, **fields) > 0.5
+        begin, end = (right_from, right_to) if is_right else (wrong_from, wrong_to)
+        progress = min(length(completion) / longest, 1.0)
+        return end + (begin - end) * (1 + math.cos(math.pi * progress)) / 2
+
+    return reward

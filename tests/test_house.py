@@ -1,0 +1,116 @@
+"""The house stands as docs/design.md draws it, and what the page names exists."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tools/ is not part of the package
+from tools import house
+
+PAGES = ["docs/design.md", "CONTRIBUTING.md"]
+
+
+@pytest.fixture(scope="module")
+def built():
+    return house.read_house()
+
+
+def test_no_rule_is_broken(built):
+    assert house.problems(built) == []
+
+
+def test_the_picture_is_that_of_the_source(built):
+    text = house.PAGE.read_text()
+    assert text == house.drawn(text, built), "python tools/house.py draws it anew"
+
+
+def checkout(folder, files):
+    """A house of the packages that the order asks for, with some files: path below funrl -> text."""
+    for name in house.ORDER:
+        (folder / "funrl" / name).mkdir(parents=True)
+        (folder / "funrl" / name / "__init__.py").write_text("")
+    (folder / "funrl" / "__init__.py").write_text("")
+    for name, text in files.items():
+        (folder / "funrl" / name).write_text(text)
+    return house.read_house(folder)
+
+
+@pytest.mark.parametrize(
+    "files,problem",
+    [
+        ({"mesh/plan.py": "import funrl.models"}, "funrl/mesh/plan.py:1 imports funrl.models: models comes after mesh"),
+        (
+            {"mesh/plan.py": "def f():\n    from funrl.models.hf import load", "models/hf.py": ""},
+            "funrl/mesh/plan.py:2 imports funrl.models.hf: models comes after mesh",
+        ),
+        (
+            {"algos/core.py": "from funrl.mesh import rules", "mesh/rules.py": ""},
+            "funrl/algos/core.py:1 imports funrl.mesh.rules: algos may import only "
+            "trees, batch, seeds, compiled_kernels.scan, algos",
+        ),
+        (
+            {"models/a.py": "from funrl.models import b", "models/b.py": "if True:\n    import funrl.models.a"},
+            "circle: funrl.models.a -> funrl.models.b",
+        ),
+        ({"models/a.py": "", "optim/a.py": ""}, "a.py: a file of this name is in each of models, optim"),
+        (
+            {"trainer/loop.py": "import torch.distributed as dist"},
+            "funrl/trainer/loop.py:1 imports torch.distributed, which is for mesh/",
+        ),
+        (
+            {"trainer/loop.py": "from torch import distributed"},
+            "funrl/trainer/loop.py:1 imports torch.distributed, which is for mesh/",
+        ),
+        ({"stray.py": ""}, "funrl/stray: not in the order of tools/house.py"),
+    ],
+)
+def test_a_broken_rule_is_found(tmp_path, files, problem):
+    assert house.problems(checkout(tmp_path, files)) == [problem]
+
+
+def test_an_index_is_looked_through(tmp_path):
+    index = "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from funrl.models.hf import load\n"
+    files = {"models/__init__.py": index, "models/hf.py": "", "trainer/job.py": "from funrl.models import load"}
+    found = house.imports(checkout(tmp_path, files))
+    assert found == [house.Import("funrl.trainer.job", 1, "funrl.models.hf")]
+
+
+def test_an_arrow_that_follows_from_others_is_not_drawn(tmp_path):
+    files = {"batch/a.py": "import funrl.trees", "data/b.py": "import funrl.batch.a\nimport funrl.trees"}
+    drawn = house.picture(checkout(tmp_path, files))
+    assert "data --> batch" in drawn and "batch --> trees" in drawn and "data --> trees" not in drawn
+    assert "| `data` | trees, batch |" in drawn
+
+
+def test_importing_an_index_imports_no_other_file(built):
+    indexes = sorted(name for name, file in built.files.items() if file.name == "__init__.py")
+    packages = [name for name in indexes if name.count(".") < 2]
+    program = f"import sys, {', '.join(packages)}\nprint(*sorted(m for m in sys.modules if m.startswith('funrl')))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
+    assert set(done.stdout.split()) <= set(indexes)
+
+
+def names_in(file):
+    """Functions, classes and methods of a file."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_function_that_a_page_links_to_exists(page):
+    file = Path(__file__).parents[1] / page
+    links = re.findall(r"\[`([\w.]+)`\]\(([\w./]+\.py)\)", file.read_text())
+    assert links
+    missing = [(name, target) for name, target in links if name not in names_in(file.parent / target)]
+    assert missing == []

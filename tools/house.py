@@ -1,0 +1,226 @@
+"""The house: which package of funrl imports which, read from the source, as a picture and as rules.
+
+    python tools/house.py
+
+writes the picture and the table of docs/design.md anew and prints what breaks the rules. `tests/test_house.py` fails
+where the page has drifted or a rule is broken.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "design.md"
+BEGIN, END = "<!-- house: written by tools/house.py -->", "<!-- end of the house -->"
+
+# From the ground up: a package imports only from packages above it in this list.
+ORDER = (
+    "trees", "batch", "seeds", "loading", "mesh", "compiled_kernels", "models", "optim", "algos", "rollout", "rewards",
+    "data", "tasks", "trainer", "cost", "track", "experiments",
+)  # fmt: skip
+# Packages that may import less than their place allows: an algorithm knows no device.
+NARROW = {
+    "algos": ("trees", "batch", "seeds", "compiled_kernels.scan", "algos"),
+}
+# Only these may import torch.distributed. The dry run makes its fake process group in cost/estimate.py.
+DISTRIBUTED = ("mesh", "cost/estimate.py")
+# `Loss.reads` runs a piece on a recording batch, and what runs it has to know a Loss.
+CIRCLES = (frozenset({"funrl.algos.core", "funrl.algos.reading"}),)
+# An experiment has the name of its recipe.
+SHARED_NAMES = ("experiments", "algos/recipes")
+
+
+class Import(NamedTuple):
+    """One import of a module of funrl by another one."""
+
+    importer: str
+    line: int
+    imported: str
+
+
+class House(NamedTuple):
+    """The modules of funrl.
+
+    Attributes:
+      root: the directory that holds the package.
+      files: of each module, its file.
+      indexes: of each lazy `__init__`, the module that each of its names comes from.
+    """
+
+    root: Path
+    files: Mapping[str, Path]
+    indexes: Mapping[str, Mapping[str, str]]
+
+
+def read_house(root: Path = ROOT) -> House:
+    """Finds the modules of a checkout."""
+    files = {}
+    for file in sorted((root / "funrl").rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return House(root, files, {name: index(file) for name, file in files.items() if file.name == "__init__.py"})
+
+
+def index(file: Path) -> dict[str, str]:
+    """Names that a lazy `__init__` gives, and the modules that they come from: its imports for type checkers."""
+    blocks = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.If)]
+    found = {}
+    for node in (node for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING" for node in block.body):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.asname or alias.name: node.module for alias in node.names}
+    return found
+
+
+def imports(house: House) -> list[Import]:
+    """All imports between modules, those inside functions and for type checkers included.
+
+    The index of a package is looked through: `from funrl.models import place` imports funrl.models.placed. An import
+    of `funrl` itself, for its version or its folder, is none: it runs no other module.
+    """
+    found = []
+    for name, file in house.files.items():
+        tree = ast.parse(file.read_text())
+        hidden = set(house.indexes.get(name, {}).values())
+        for line, imported in _named(house, tree):
+            if imported not in (name, "funrl") and imported not in hidden:
+                found.append(Import(name, line, imported))
+    return sorted(set(found))
+
+
+def _named(house: House, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and module of each import of funrl in a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "funrl")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "funrl":
+            module = str(node.module)
+            given = house.indexes.get(module, {})
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield node.lineno, inner if inner in house.files else given.get(alias.name, module)
+
+
+def package(module: str) -> str:
+    """The package that a module of funrl is in: "" for the index of funrl itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def arrows(house: House) -> dict[str, tuple[str, ...]]:
+    """Of each package, the packages that it imports, both from the ground up."""
+    found = {(package(one.importer), package(one.imported)) for one in imports(house)}
+    return {a: tuple(b for b in ORDER if (a, b) in found and a != b) for a in ORDER}
+
+
+def problems(house: House) -> list[str]:
+    """What breaks a rule, each with its file and line; [] where nothing does."""
+    known = {package(name) for name in house.files} - {""}
+    found = [f"funrl/{name}: not in the order of tools/house.py" for name in sorted(known - set(ORDER))]
+    found += [f"{name}: in the order of tools/house.py, but not in funrl/" for name in ORDER if name not in known]
+    for one in imports(house):
+        importer, imported = package(one.importer), package(one.imported)
+        where = f"{house.files[one.importer].relative_to(house.root)}:{one.line} imports {one.imported}"
+        if importer not in ORDER or imported not in ORDER:
+            continue
+        if ORDER.index(imported) > ORDER.index(importer):
+            found.append(f"{where}: {imported} comes after {importer}")
+        elif importer in NARROW and not _within(one.imported, NARROW[importer]):
+            found.append(f"{where}: {importer} may import only {', '.join(NARROW[importer])}")
+    found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house) if one not in CIRCLES]
+    return found + shared_names(house) + distributed(house)
+
+
+def _within(module: str, allowed: tuple[str, ...]) -> bool:
+    return any(f"{module}.".startswith(f"funrl.{name}.") for name in allowed)
+
+
+def circles(house: House) -> list[frozenset[str]]:
+    """Sets of modules that import one another, directly or through others."""
+    direct: dict[str, set[str]] = {name: set() for name in house.files}
+    for one in imports(house):
+        direct[one.importer].add(one.imported)
+    reached = {name: _reached(name, direct) for name in direct}
+    found = {frozenset(b for b in reached[a] if a in reached[b]) for a in direct if a in reached[a]}
+    return sorted(found, key=sorted)
+
+
+def _reached(start: str, direct: Mapping[str, set[str]]) -> set[str]:
+    found, ahead = set[str](), [start]
+    while ahead:
+        new = direct.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
+
+
+def shared_names(house: House) -> list[str]:
+    """Files with the same name, but for experiments and their recipes."""
+    places: dict[str, list[str]] = {}
+    for file in house.files.values():
+        if file.name != "__init__.py":
+            places.setdefault(file.name, []).append(file.parent.relative_to(house.root / "funrl").as_posix())
+    return [
+        f"{name}: a file of this name is in each of {', '.join(sorted(folders))}"
+        for name, folders in sorted(places.items())
+        if len(folders) > 1 and set(folders) != set(SHARED_NAMES)
+    ]
+
+
+def distributed(house: House) -> list[str]:
+    """Imports of torch.distributed from outside the mesh."""
+    found = []
+    for file in house.files.values():
+        place = file.relative_to(house.root / "funrl")
+        if place.parts[0] in DISTRIBUTED or place.as_posix() in DISTRIBUTED:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            if any(f"{module}{alias.name}.".startswith("torch.distributed.") for alias in node.names):
+                found.append(f"funrl/{place}:{node.lineno} imports torch.distributed, which is for mesh/")
+    return found
+
+
+def picture(house: House) -> str:
+    """The packages as a Mermaid graph and a table.
+
+    An arrow goes from what imports to what is imported; one that follows from others is left out of the graph.
+    """
+    direct = arrows(house)
+    reached = {name: _reached(name, {a: set(b) for a, b in direct.items()}) for name in ORDER}
+    lines = ["```mermaid", "graph TD"]
+    for name in reversed(ORDER):
+        needed = [b for b in direct[name] if not any(b in reached[other] for other in direct[name])]
+        lines += [f"  {name} --> {b}" for b in reversed(needed)] or [f"  {name}"]
+    rows = [f"| `{name}` | {', '.join(direct[name]) or 'nothing'} |" for name in reversed(ORDER)]
+    return "\n".join([*lines, "```", "", "| package | imports |", "|---|---|", *rows])
+
+
+def drawn(text: str, house: House) -> str:
+    """A page with the house between its marks.
+
+    Raises:
+      ValueError: it has no marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{picture(house)}\n\n{END}{after}"
+
+
+def main() -> int:
+    house = read_house()
+    PAGE.write_text(drawn(PAGE.read_text(), house))
+    found = problems(house)
+    print("\n".join(found) if found else f"{PAGE.relative_to(ROOT)} is written; no rule is broken")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
