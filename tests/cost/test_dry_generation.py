@@ -23,7 +23,8 @@ def test_the_cache_has_its_closed_form():
 def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth(tmp_path):
     job = plain(
         "grpo", H100.memory, model=write_config(tmp_path, **LLAMA_70B), mesh="dp64,tp8", generate_mesh="dp64,tp8",
-        dtype="bfloat16", batch_prompts=1024, samples_per_prompt=16, max_new_tokens=32768, token_budget=65536, fsdp=True,
+        dtype="bfloat16", batch_prompts=1024, samples_per_prompt=16, max_new_tokens=32768, token_budget=65536,
+        fsdp=True,
     )  # fmt: skip
     found = dry_run.estimate(job, 512, H100).phases["generate"]
     row = 80 * 2 * (8 // 8) * 128 * 2 * (512 + 32768)  # layers, keys and values, a tensor rank's heads, bfloat16
@@ -44,7 +45,10 @@ def test_a_deep_model_is_on_the_line_however_many_rows_fit(together, monkeypatch
     row = trees.nbytes(job.model.init_cache(single(), 1, 32, job.dtype))
     engine = functools.partial(native_engine, cache_bytes=together * row)
     monkeypatch.setattr(trainer_build, "native_engine", engine)
-    shallow, parts = dry_run.estimate(job, 8, CPU).phases["generate"], trainer_build.build(job, single(), lambda _: None)
+    shallow, parts = (
+        dry_run.estimate(job, 8, CPU).phases["generate"],
+        trainer_build.build(job, single(), lambda _: None),
+    )
     monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
     whole = dry_run.estimate(job, 8, CPU).phases["generate"]
     assert parts.generator.engine.rows(32) == together

@@ -111,7 +111,9 @@ def test_the_reference_has_its_own_table_and_dtype(tmp_path):
     for name in ("generate", "advantage"):
         difference = policy[name].peak["weights"] - both[name].peak["weights"]
         assert difference == pytest.approx(2 * split * 3 / 4)  # bytes that three other ranks held
-    gathers = ["all_gather_into_tensor" in {op for op, _ in found["score_reference"].traffic} for found in (both, policy)]
+    gathers = [
+        "all_gather_into_tensor" in {op for op, _ in found["score_reference"].traffic} for found in (both, policy)
+    ]
     assert gathers == [True, False]
 
 
@@ -171,7 +173,9 @@ def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
 
 def test_512_ranks_and_sharding_over_data(tmp_path):
     flags = {"model": write_config(tmp_path), "mesh": "dp64,tp8", "batch_prompts": 128, "samples_per_prompt": 1}
-    whole, sharded = (dry_run.estimate(plain("ppo", H100.memory, fsdp=fsdp, **flags), 8, H100) for fsdp in (False, True))
+    whole, sharded = (
+        dry_run.estimate(plain("ppo", H100.memory, fsdp=fsdp, **flags), 8, H100) for fsdp in (False, True)
+    )
     assert sharded.phases["reshard"].peak["optimizer"] < 0.1 * whole.phases["reshard"].peak["optimizer"]
     operations = {op for op, _ in sharded.phases["update_policy"].traffic}
     assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"} <= operations
@@ -207,7 +211,12 @@ def layer_matrices(job):
 def test_muon_sends_matrices_where_they_are_whole(tmp_path):
     flags = {"model": write_config(tmp_path), "mesh": "dp4", "fsdp": True, "batch_prompts": 16}
     sent = [
-        {op for op, _ in dry_run.estimate(plain("grpo", optimizer=name, **flags), 8, CPU).phases["update_policy"].traffic}
+        {
+            op
+            for op, _ in dry_run.estimate(plain("grpo", optimizer=name, **flags), 8, CPU)
+            .phases["update_policy"]
+            .traffic
+        }
         for name in ("adamw", "muon")
     ]
     assert sent[1] - sent[0] == {"all_to_all_single"}
@@ -222,7 +231,7 @@ def test_a_configuration_is_enough_and_must_be_there(tmp_path):
     with pytest.raises(SettingsError, match="teacher"):
         plain("distillation", model=path)
     job = plain(model=path)
-    with pytest.raises(SettingsError, match="--prompt_tokens=4090 and --max_new_tokens=24.* 4096 positions"):
+    with pytest.raises(SettingsError, match=r"--prompt_tokens=4090 and --max_new_tokens=24.* 4096 positions"):
         dry_run.estimate(job, 4090, CPU)
 
 
