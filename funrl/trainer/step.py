@@ -55,7 +55,7 @@ def train_step(
     told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
     check_finite(told[0].item(), told[1].item(), what)
     metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
-    if told[2] == 0:
+    if told[2].item() == 0:
         return state, metrics
     assert role.optimizer is not None
     with torch.no_grad():
@@ -74,6 +74,7 @@ def gradient(
     for rows in micro_batches:
         (_, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators)
         grads = grad if grads is None else _accumulate(grads, grad)
+        del grad  # before the next one is made
         mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
         sums = mine if sums is None else trees.map(torch.add, sums, mine)
         most = {k: v.value for k, v in metrics.items() if isinstance(v, Max)}
