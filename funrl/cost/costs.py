@@ -188,10 +188,11 @@ class Tracer(TorchDispatchMode):
     def marked(self, optimizer: Transformation) -> Transformation:
         """The same optimizer; what its update makes is of the kind "optimizer"."""
 
-        def update(*args: Any, **kwargs: Any) -> Any:
+        def update(grads: trees.Tree, *args: Any, **kwargs: Any) -> Any:
+            self.hold_tree(grads, "gradients")
             self.optimizes = True
             try:
-                return optimizer.update(*args, **kwargs)
+                return optimizer.update(grads, *args, **kwargs)
             finally:
                 self.optimizes = False
 
@@ -269,6 +270,9 @@ class Tracer(TorchDispatchMode):
             faked = True
         if not faked:
             return func(*args, **kwargs)
+        if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
+            like = torch.empty(args[0].shape, dtype=args[0].dtype)  # never written: it takes no memory
+            return func(like, *args[1:], **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -341,6 +345,11 @@ _SPECIAL: dict[Any, Callable] = {  # what the program asks about numbers that ar
     aten.equal.default: lambda *_: True,
     aten.nonzero.default: lambda x: torch.ones(x.shape, dtype=torch.bool).nonzero(),
     aten.masked_select.default: lambda x, mask: x[mask],
+    aten.searchsorted.Tensor: lambda ordered, x, **_: torch.arange(x.numel()).view(x.shape),  # each its own place
 }
+_CONSTANT = (  # whole numbers and masks that are known, whatever they are shaped like
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+)  # fmt: skip
 _ROOM = (aten.empty.memory_format, aten.new_empty.default, aten.zeros.default)  # to pack and unpack what is sent
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)

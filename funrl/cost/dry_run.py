@@ -22,6 +22,7 @@ from funrl.algos.core import Algorithm, reads
 from funrl.batch import Batch
 from funrl.cost.costs import UPDATES, Costs, Tracer, Traffic, after, plus, times
 from funrl.cost.estimate import (
+    TRACED,
     Estimate,
     Trace,
     TracedClock,
@@ -206,8 +207,9 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     mesh = whole.mesh
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
-    at = functools.cache(lambda local: trace(job, parts, full_batch(job, tokens, local * ranks), hardware))
-    local, mini = math.ceil(rows / ranks), math.ceil(rows / job.settings.minibatches / ranks)
+    once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
+    at = functools.cache(lambda local: trace(once, parts, full_batch(job, tokens, local * ranks), hardware))
+    local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
     piece, found = micro_batch(job, width), {}
     if parts.generator is not None and whole.generator is not None:
         greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
@@ -216,19 +218,19 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
             for often, count in chunks(job, whole.generator, sampling, tokens):
                 costs = times(_chunk(job, parts.generator, sampling, tokens, count, hardware), often)
                 found["generate"] = after(found["generate"], costs) if "generate" in found else costs
-    found |= {n: c for n, c in at_rows(at, local, piece, ranks).items() if not n.startswith(UPDATES)}
-    for name, costs in at_rows(at, mini, piece, ranks).items():
+    found |= {n: c for n, c in at_rows(at, local, piece).items() if not n.startswith(UPDATES)}
+    some = at(min(mini, TRACED * piece))
+    for name, costs in at_rows(at, mini, piece).items():
         if name.startswith(UPDATES):
-            beyond = 2 * max(0, rows - mini * ranks) * at(min(mini, piece)).row_bytes  # in the batch, and in a copy
-            found[name] = plus(times(costs, job.settings.epochs * job.settings.minibatches), {"batch": beyond})
-    rests = at(min(mini, piece)).resting
+            beyond = 2 * max(0, rows - mini * ranks) * some.row_bytes  # in the batch, and in a copy
+            found[name] = plus(times(costs, settings.epochs * settings.minibatches), {"batch": beyond})
     if parts.generator is not None:
-        found["generate"] = plus(found["generate"], rests)
-    return found | {"rests": Costs({"other": rests})}
+        found["generate"] = plus(found["generate"], some.resting)
+    return found | {"rests": Costs({"other": some.resting})}
 
 
 def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
-    """Scores a batch and learns from it once, in one mini-batch, with the trainer's own functions.
+    """Scores a batch and learns from it with the trainer's own functions.
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
@@ -245,24 +247,22 @@ def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool =
         for name, role in roles.items()
     }
     frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
-    once = job._replace(settings=dataclasses.replace(job.settings, epochs=1, minibatches=1))
-    run = loop.Trainer(once, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
+    trainer = loop.Trainer(job, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
     tracer.hold_tree(batch, "batch")
     with tracer:
-        state = first_state(job, run.parts, weights, ())
+        state = first_state(job, trainer.parts, weights, ())
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         if "reward_model" in frozen:
-            texts = [
-                tokens[:length] for tokens, length in zip(batch.tokens.tolist(), batch.length.tolist(), strict=True)
-            ]
-            with run.clock.phase("score_reward_model"):
-                budget = job.settings.token_budget
-                completion_scores(roles["reward_model"], frozen["reward_model"], texts, job.pad, budget)
-        batch, state, _ = loop.score_batch(run, state, batch)
+            texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.length.tolist(), strict=True)]
+            with trainer.clock.phase("score_reward_model"):
+                judge = roles["reward_model"], frozen["reward_model"]
+                completion_scores(*judge, texts, job.pad, job.settings.token_budget)
+        batch, state, _ = loop.score_batch(trainer, state, batch)
+        tracer.hold_tree(batch, "batch")
         before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
-        loop.learn_batch(run, state._replace(step=before), batch)
+        loop.learn_batch(trainer, state._replace(step=before), batch)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
 
 

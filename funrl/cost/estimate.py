@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from funrl import trees
-from funrl.cost.costs import UPDATES, Costs, Tracer, along, plus
+from funrl.cost.costs import UPDATES, Costs, Tracer, along
 from funrl.cost.hardware import Hardware
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
@@ -22,6 +21,7 @@ from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 
 DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
+TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 
 class Estimate(NamedTuple):
@@ -163,20 +163,13 @@ def micro_batch(job: Job, width: int) -> int:
     return max(1, job.settings.token_budget // (-(-width // 8) * 8))
 
 
-def at_rows(at: Callable[[int], Trace], rows: int, piece: int, ranks: int) -> dict[str, Costs]:
-    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second, and
-    find no more in memory than it, their rows apart.
+def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
+    """Costs of `rows` rows of this rank in micro-batches of `piece`: the fourth and later ones are like the third.
 
     Args:
       at: the trace of a number of rows of this rank.
-      ranks: which hold the rows of all of them.
     """
-    if rows <= 2 * piece:
+    if rows <= TRACED * piece:
         return at(rows).phases
-    one, two = at(piece), at(2 * piece)
-    more = {"batch": (rows - 2 * piece) * ranks * two.row_bytes}
-    found = {}
-    for name, costs in two.phases.items():
-        many = along(one.phases[name], (costs, rows / piece - 1))
-        found[name] = plus(dataclasses.replace(many, peaks=costs.peaks), more)
-    return found
+    few, more = at((TRACED - 1) * piece).phases, at(TRACED * piece).phases
+    return {name: along(costs, (more[name], rows / piece - (TRACED - 1))) for name, costs in few.items()}

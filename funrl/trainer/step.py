@@ -58,7 +58,7 @@ def train_step(
     told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
     check_finite(told[0].item(), told[1].item(), what)
     metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
-    if told[2] == 0:
+    if told[2].item() == 0:
         return state, metrics
     assert role.optimizer is not None
     with torch.no_grad():
@@ -81,6 +81,7 @@ def gradient(
     for rows in micro_batches:
         (_, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, beside)
         grads = grad if grads is None else _accumulate(grads, grad)
+        del grad  # before the next one is made
         found = _joined(found, numerators, metrics)
     assert found is not None
     grads, sums = sum_rest(grads, found[0], role.placed.stored, role.placed.compute, role.placed.mesh)

@@ -1,0 +1,48 @@
+"""Small jobs to estimate, and configurations of models that have no weights."""
+
+import dataclasses
+import json
+
+from funrl.algos.recipes import recipe
+from funrl.cost import dry_run
+from funrl.cost.hardware import HARDWARE
+from funrl.models import decoder_model, with_value_head
+from funrl.trainer.settings import Settings
+
+H100, CPU = HARDWARE["h100"], HARDWARE["cpu"]
+SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 96, "vocab": 300}
+LLAMA_70B = {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def settings(**given):
+    chosen = {"batch_prompts": 8, "samples_per_prompt": 2, "max_new_tokens": 24, "token_budget": 256, "minibatches": 1}
+    return Settings(**chosen | given)
+
+
+def plain(algorithm="ppo", memory=CPU.memory, arguments=None, **given):
+    """The job of flags; `algorithm` is a recipe's name and `arguments` are the recipe's."""
+    return dry_run.plain_job(settings(**given), recipe(algorithm)(**arguments or {}), memory)
+
+
+def small(algorithm="ppo", arguments=None, sizes=None, **given):
+    """The same with models of tiny sizes, but for those that have a directory of their own."""
+    job = plain(algorithm, arguments=arguments, **given)
+    model = decoder_model(dataclasses.replace(job.model.config, **SIZES | (sizes or {})))
+    valued = with_value_head(model)
+    own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
+    return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
+
+
+def write_config(folder, **changes):
+    raw = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 128, "vocab_size": 512,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw | changes))
+    return str(path)

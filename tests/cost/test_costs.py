@@ -1,0 +1,63 @@
+"""The tracer, and arithmetic with costs."""
+
+import pytest
+import torch
+from dry_jobs import CPU, H100
+
+from funrl.cost.costs import Costs, Tracer, Traffic, after, along, plus, times
+from funrl.cost.hardware import collective_seconds, op_seconds
+
+
+def test_the_tracer_counts_what_lives():
+    tracer = Tracer(CPU)
+    with tracer, tracer.phase("all"):
+        x = torch.zeros(1000)
+        y = x + 1
+        del y
+        z = x * 2
+        w = z.view(10, 100) @ z.view(100, 10)
+        del x, z
+    costs = tracer.phases["all"]
+    assert costs.total == 4 * 2100 and costs.flops == 2 * 10 * 100 * 10
+    assert tracer.sum == w.numel() * 4
+
+
+def test_masks_that_are_not_known_are_true_everywhere():
+    tracer = Tracer(CPU)
+    with tracer:
+        x = torch.randn(4, 6)
+        assert x[torch.arange(24).view(4, 6) % 2 == 0].shape == (12,)
+        assert x[x > 0].shape == (24,)
+        assert torch.randperm(5, generator=torch.Generator().manual_seed(0)).sum().item() == 10
+        with pytest.raises(RuntimeError, match="whole number"):
+            x.argmax().item()
+
+
+def test_sums_of_costs():
+    a = Costs({"other": {"weights": 10.0}}, 1.0, 2.0, {("all_reduce", "g"): Traffic(1, 8)})
+    b = Costs({"other": {"weights": 14.0, "batch": 2.0}, "forward": {"weights": 1.0}}, 2.0, 2.5)
+    assert along(a, (b, 3)).peak == {"weights": 22.0, "batch": 6.0}
+    assert along(a, (b, 3)).flops == 4.0
+    assert times(a, 3).traffic["all_reduce", "g"] == (3, 24) and times(a, 3).total == 10
+    assert after(a, b).total == 16 and after(a, b).seconds == 4.5
+    assert plus(a, {"batch": 5}).total == 15
+
+
+def test_several_lines_from_one_point():
+    first = Costs({"other": {"weights": 10.0}}, 1.0, 1.0, {("all_reduce", "g"): Traffic(1, 8)})
+    policy = Costs({"other": {"weights": 12.0}}, 4.0, 2.0, {("all_reduce", "g"): Traffic(2, 16)})
+    teacher = Costs({"other": {"weights": 15.0, "cache": 1.0}}, 6.0, 1.0, {("all_gather", "g"): Traffic(1, 4)})
+    found = along(first, (policy, 10), (teacher, 2))
+    assert found.peak == {"weights": 10 + 10 * 2 + 2 * 5, "cache": 2.0}
+    assert found.flops == 1 + 10 * 3 + 2 * 5 and found.seconds == 11
+    assert found.traffic == {("all_reduce", "g"): (9, 72), ("all_gather", "g"): (2, 8)}
+    assert along(first) == first
+
+
+def test_time_is_bound_by_the_slowest():
+    flops, nbytes = 1e15, 1e6
+    assert op_seconds(H100, flops, nbytes, torch.bfloat16) == pytest.approx(1e15 / 989e12 / 0.5)
+    assert op_seconds(H100, 0, 3.35e12, torch.bfloat16) == pytest.approx(1 / 0.7)
+    assert op_seconds(H100, 0, 8, torch.bfloat16) == H100.launch
+    ring = collective_seconds(H100, "all_reduce", 0, 450e9, 2, near=True)
+    assert ring == pytest.approx(2 * 0.5 / 0.7)

@@ -1,0 +1,174 @@
+"""What a dry run prints, and what it proposes where a run does not fit."""
+
+import dataclasses
+import re
+
+import pytest
+from dry_jobs import CPU, H100, settings, small, write_config
+
+from funrl.cost import dry_report
+from funrl.cost.costs import Costs
+from funrl.cost.dry_report import verdict
+from funrl.cost.estimate import Estimate
+from funrl.experiments.run import main
+from funrl.trainer.settings import settings_flags
+
+PHASES = {  # of a step of each experiment, beside generate, advantage and reshard
+    "ppo": {"score_policy", "score_reference", "score_critic", "update_critic", "update_policy"},
+    "grpo": {"score_policy", "score_reference", "update_policy"},
+    "dapo": {"score_policy", "update_policy"},
+    "gspo": {"score_policy", "update_policy"},
+    "cispo": {"score_policy", "update_policy"},
+    "rloo": {"score_policy", "score_reference", "update_policy"},
+    "reinforce_plus_plus": {"score_policy", "score_reference", "update_policy"},
+    "remax": {"score_policy", "score_reference", "update_policy"},
+    "vapo": {"score_policy", "score_critic", "update_critic", "update_policy"},
+    "prime": {
+        "score_policy", "score_reference", "score_implicit_reward", "update_implicit_reward", "update_policy"
+    },
+    "sft": {"update_policy"},
+    "dpo": {"score_reference", "update_policy"},
+    "reward_model": {"update_reward_model"},
+}  # fmt: skip
+TEXTS = ("sft", "dpo", "reward_model")
+
+
+def phases_of(said):
+    rows = said.split("a step of a rank")[1].split("\nall ")[0].splitlines()[2:]
+    return {row.split()[0] for row in rows}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_every_experiment_is_estimated_by_its_command(name, capsys):
+    flags = ["--dry_run", "--batch_prompts=4"] + ["--minibatches=2"] * (name not in TEXTS)
+    assert main(name, [name, *flags], name) == 0
+    around = set() if name in TEXTS else {"generate", "advantage", "reshard"}
+    said = capsys.readouterr().out
+    assert phases_of(said) == PHASES[name] | around
+    assert "fits: the most that a rank holds" in said
+
+
+def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys):
+    folder = tmp_path / "teacher"
+    folder.mkdir()
+    teacher = write_config(folder, num_hidden_layers=5)
+    model = write_config(tmp_path)
+    flags = ["--algorithm=distillation", f"--teacher={teacher}", f"--model={model}", "--prompt_tokens=8", "--dry_run"]
+    assert main("rl", ["rl", *flags, "--batch_prompts=4", "--mesh=dp2,tp2", "--fsdp"]) == 0
+    said = capsys.readouterr().out
+    assert {"score_teacher", "update_policy"} <= phases_of(said) and "score_reference" not in said
+    assert main("rl", ["rl", *[flag for flag in flags if "teacher" not in flag]]) == 2
+    assert "give --teacher=DIR" in capsys.readouterr().err
+
+
+def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = write_config(tmp_path, num_hidden_layers=1)
+    flags = [f"--model={model}", "--mesh=dp2,tp2", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=8"]
+    assert main("grpo", ["grpo", *flags, "--prompt_tokens=8", "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    for word in (
+        "peak memory of a rank",
+        "update_policy",
+        "optimizer",
+        "all_reduce",
+        "fits: the most that a rank holds",
+    ):
+        assert word in said
+    assert not (tmp_path / "runs").exists()
+    for wrong, why in (("--hardware=tpu", "it must be one of a100"), ("--prompt_tokens=5000", "4096 positions")):
+        assert main("grpo", ["grpo", *flags, "--dry_run", wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert main("grpo", ["grpo", *flags, "--hardware=h200"]) == 2
+    assert "give --dry_run too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=4e6))
+    model = write_config(tmp_path, num_hidden_layers=2, vocab_size=2048)
+    flags = [f"--model={model}", "--mesh=dp4", "--batch_prompts=64", "--text_tokens=100", "--dry_run"]
+    assert main(name, [name, *flags], name) == 0
+    said = capsys.readouterr().out
+    assert "update_" in said and ("\nscore_reference " in said) == (name == "dpo") and "fits: " in said
+    assert "generate" not in said and "reshard" not in said and "not counted: tokenizer, files" in said
+    assert main(name, [name, *flags, "--hardware=cpu"], name) == 0
+    tried = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  with ")]
+    assert tried and set(re.findall(r"--(\w+)", " ".join(tried))) <= {
+        name for name, flag in settings_flags().items() if "supervised" in flag.kinds
+    }
+    assert not (tmp_path / "runs").exists()
+    for wrong, why in (
+        ("--text_tokens=5000", "--text_tokens=5000 is more than the model's 4096 positions"),
+        ("--text_tokens=0", "it must be at least 1"),
+        ("--prompt_tokens=8", "--prompt_tokens has no meaning in learning from given texts"),
+        ("--fsdp_models=critic", "does nothing without --fsdp; give --fsdp too"),
+    ):
+        assert main(name, [name, *flags, wrong], name) == 2
+        assert why in capsys.readouterr().err
+    assert main(name, [name, *flags, "--fsdp", "--fsdp_models=critic"], name) == 2
+    assert "--fsdp_models=critic: this run has no critic; it has " in capsys.readouterr().err
+    assert main(name, [name, "--text_tokens=9"], name) == 2
+    assert "--text_tokens=9 does nothing without --dry_run; give --dry_run too" in capsys.readouterr().err
+
+
+def test_what_is_left_out_is_said(capsys):
+    flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
+    assert main("dapo", ["dapo", *flags]) == 0
+    said = capsys.readouterr().out
+    for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "the time of its copies"):
+        assert words in said.split("not counted: ")[1]
+
+
+def made_up(job, **phases):
+    """An estimate with these bytes by kind in each phase."""
+    found = {name: Costs({"other": held}) for name, held in phases.items()}
+    return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, ())
+
+
+def test_what_does_not_fit_is_said_with_the_flag_that_helps():
+    job = small("grpo", sizes={"layers": 1})
+    job = job._replace(sizes=job.sizes | {"data": 4})
+    found = made_up(job, update_policy={"weights": 60e9, "optimizer": 40e9, "activations": 2e9})
+    helped = made_up(job, update_policy={"weights": 20e9})
+    tried = []
+
+    def costs(changed):
+        tried.append(changed)
+        return helped
+
+    said = verdict(found, settings(mesh="dp4"), H100, costs)
+    assert "does not fit: a rank needs 102 GB" in said and "with --fsdp: 20 GB, in update_policy (fits)" in said
+    assert len(tried) == 1 and tried[0].fsdp
+    assert verdict(helped, settings(), H100, costs).startswith("fits: ")
+
+
+def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
+    job = small("grpo", sizes={"layers": 1})
+    job = job._replace(sizes=job.sizes | {"data": 4})
+    found = made_up(job, update_policy={"weights": 40e9, "activations": 60e9})
+    tried = []
+
+    def costs(changed):
+        tried.append(changed)
+        if changed.remat == "full":
+            raise ValueError("not with this model")
+        return found
+
+    said = verdict(found, settings(mesh="dp4", token_budget=4096), H100, costs)
+    assert [(one.fsdp, one.remat, one.token_budget) for one in tried] == [
+        (True, "none", 4096), (True, "full", 4096), (True, "none", 1024)
+    ]  # fmt: skip
+    assert [line for line in said.splitlines() if line.startswith("  with ")] == [
+        "  with --fsdp: 100 GB, in update_policy",
+        "  with --fsdp --token_budget=1024: 100 GB, in update_policy",
+    ]
+
+
+def test_a_cache_that_is_too_large_asks_for_fewer_samples():
+    job = small("grpo", sizes={"layers": 1})
+    found = made_up(job, generate={"cache": 90e9})
+    asked = dry_report.remedies(found, settings(samples_per_prompt=8), H100, "generate")
+    assert {"samples_per_prompt": 4} in asked
+    assert dataclasses.replace(settings(), **asked[0]).samples_per_prompt == 4

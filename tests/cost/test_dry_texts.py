@@ -1,0 +1,83 @@
+"""The dry run of learning from given texts: its rows, its phases, its meshes."""
+
+import pytest
+import torch
+from dry_jobs import CPU, H100, plain, small, write_config
+
+from funrl import trees
+from funrl.cost import dry_run
+from funrl.mesh.mesh import single
+from funrl.trainer.build import build
+from funrl.trainer.declaration import SettingsError
+
+
+def test_rows_are_those_of_the_trainer():
+    batch = dry_run.full_batch(small("reward_model", {"margin": True}), 30, 4)
+    assert batch.tokens.shape == (4, 64) and batch.length.tolist() == [62] * 4  # two texts of 30 tokens and one to read
+    assert batch.mask.sum(1).tolist() == [2] * 4 and batch.margin is not None
+    batch = dry_run.full_batch(small("dpo"), 30, 4)
+    assert batch.mask.sum(1).tolist() == [58] * 4 and batch.segments.max() == 2
+    batch = dry_run.full_batch(small("sft"), 30, 4)
+    assert batch.tokens.shape == (4, 32) and batch.mask.sum(1).tolist() == [29] * 4
+
+
+@pytest.mark.parametrize(
+    "name, phases",
+    [
+        ("sft", ["update_policy"]),
+        ("dpo", ["score_reference", "update_policy"]),
+        ("simpo", ["update_policy"]),
+        ("reward_model", ["update_reward_model"]),
+    ],
+)
+def test_phases_are_scores_of_what_is_frozen_and_updates(name, phases):
+    job = small(name)
+    found = dry_run.estimate(job, 30, CPU)
+    assert list(found.phases) == phases
+    learns = next(iter(job.algorithm.losses))
+    assert found.parameters == trees.count(job.models[learns].shapes)
+    states = 4 * found.parameters
+    for costs in found.phases.values():
+        assert costs.peak["weights"] == states * (1 + (name == "dpo"))
+        assert costs.peak["optimizer"] == pytest.approx(2 * states, rel=1e-2)
+
+
+def test_deep_models_and_many_micro_batches_are_on_the_line():
+    job = small("dpo", sizes={"layers": 5}, batch_prompts=32)
+    parts = build(job, single(), lambda _: None)
+    exact = dry_run.trace(job, parts, dry_run.full_batch(job, 30, 32), CPU)
+    found = dry_run.estimate(job, 30, CPU)
+    for phase, costs in exact.phases.items():
+        assert found.phases[phase].total == pytest.approx(costs.total, rel=0.1), phase
+        assert found.phases[phase].flops == pytest.approx(costs.flops, rel=1e-6), phase
+
+
+def test_any_mesh_and_a_table_for_each_model(tmp_path):
+    model, mesh = write_config(tmp_path, num_hidden_layers=4), "dp4,tp2"
+    flags = {"model": model, "mesh": mesh, "dtype": "bfloat16", "batch_prompts": 16}
+    whole, both, policy = (
+        dry_run.estimate(plain("dpo", H100.memory, **flags, **fsdp), 64, H100).phases
+        for fsdp in ({}, {"fsdp": True}, {"fsdp": True, "fsdp_models": "policy"})
+    )
+    job = plain("dpo", model=model)
+    share = trees.count(job.model.shapes) / 2  # of a tensor rank, norms apart
+    norms = 2 * 64 * job.model.config.layers + 64
+    for found, reference in ((whole, 1), (both, 4), (policy, 1)):
+        trained = 1 if found is whole else 4
+        least = 4 * share / trained + 2 * share / reference
+        held = found["score_reference"].peak["weights"]
+        assert least <= held + 0.1 * least and (found is both or held <= least + 8 * norms + 2 * share)
+    assert policy["score_reference"].peak["weights"] > both["score_reference"].peak["weights"]
+    gathers = [{op for op, _ in found["score_reference"].traffic} for found in (whole, both, policy)]
+    assert ["all_gather_into_tensor" in ops for ops in gathers] == [False, True, False]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_text_may_be_as_long_as_the_models_positions_and_no_longer(tmp_path):
+    model = write_config(tmp_path)
+    job = plain("sft", model=model)
+    assert dry_run.check_width(job, 4096) == 4096 and dry_run.check_width(plain("dpo", model=model), 4096) == 2 * 4096
+    with pytest.raises(SettingsError, match="--text_tokens=4097 is more than the model's 4096 positions"):
+        dry_run.estimate(job, 4097, CPU)
+    with pytest.raises(SettingsError, match="--text_tokens=4096 "):  # a value head reads at one token more
+        dry_run.check_width(plain("reward_model", model=model), 4096)
