@@ -25,7 +25,7 @@ from torch.utils import _pytree
 
 from funrl import trees
 
-KINDS = ("row", "token", "token_k")  # [B] or [B, K], [B, T], [B, T, K]
+KINDS = ("row", "token", "token_k", "packing")  # [B] or [B, K], [B, T], [B, T, K], of a packed row as a whole
 WRITERS = {
     "source": "the source of the rows",
     "policy": "the trainer, from the policy before the first update on the batch",
@@ -45,7 +45,7 @@ class Field(NamedTuple):
     """Declaration of one field of a batch.
 
     Attributes:
-      kind: "row" ([B] or [B, K]), "token" ([B, T]) or "token_k" ([B, T, K]).
+      kind: "row" ([B] or [B, K]), "token" ([B, T]), "token_k" ([B, T, K]) or "packing" (of one packed row).
       writer: one of WRITERS.
       text: what it is and its unit; for a field of the chain also the pieces that make it.
       dtype: "float", "int" or "bool".
@@ -170,6 +170,7 @@ class Batch:
         Tensor, Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()")
     ]
     kl_baseline: Annotated[Tensor, Field("token", "source", "nats, KTO's reference point, as of reference_point()")]
+    offsets: Annotated[Tensor, Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", "int")]
     sampled: Annotated[Tensor, Field("token", "trainer", "the mask before corrections, set after the chain", "bool")]
     entropy: Annotated[Tensor, Field("token", "step", "nats, differentiable")]
     topk_logp: Annotated[Tensor, Field("token_k", "step", "nats, of the teacher's K tokens; differentiable")]
@@ -357,7 +358,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(),
+        "label": mask.double(), "offsets": torch.arange(3) * (T // 2),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:

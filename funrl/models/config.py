@@ -96,6 +96,14 @@ class Config:
         """Attention window of one layer; None: it sees all tokens before."""
         return None if self.windows is None else self.windows[layer]
 
+    def attention_cost(self, parameters: int) -> float:
+        """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.
+
+        Args:
+          parameters: of the model.
+        """
+        return 4 * self.layers * self.heads * self.head / (2 * parameters)
+
     def with_layers(self, layers: int) -> Config:
         """The same sizes with only the first `layers` layers."""
         windows = None if self.windows is None else self.windows[:layers]

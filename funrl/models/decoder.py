@@ -20,6 +20,7 @@ from funrl import trees
 from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
+from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import Config, ModelError
@@ -44,6 +45,8 @@ class Context(NamedTuple):
       causal: without a mask, token t sees slots up to t.
       kv_cache: this layer's keys and values [B, S, K, N], written in place.
       slots_BT: the slots of `kv_cache` where the tokens go; None: its first ones.
+      offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
+      window: with `offsets`, how many tokens back a token sees, itself included; None: all of its sequence.
     """
 
     rope: Rotary
@@ -51,6 +54,8 @@ class Context(NamedTuple):
     causal: bool
     kv_cache: tuple[Tensor, Tensor] | None = None
     slots_BT: Tensor | None = None
+    offsets: Tensor | None = None
+    window: int | None = None
 
 
 def decoder_model(config: Config) -> Model:
@@ -207,13 +212,15 @@ def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor,
 
 def _contexts(config: Config, inputs: Inputs, cache: Cache | None, dtype: torch.dtype) -> dict[int | None, Context]:
     """The context of layers with each attention window, less their caches."""
-    tokens_BT, positions, segments = inputs
+    tokens_BT, positions, segments, offsets = inputs
     T, device = tokens_BT.shape[1], tokens_BT.device
     wide = torch.promote_types(dtype, torch.float32)
     frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide, device)
     rope = rotary(torch.arange(T, device=device) if positions is None else positions, frequency, dtype)
     slots = None if cache is None or positions is None else positions.expand(tokens_BT.shape)
     length = T if cache is None or slots is None else cache.keys[0].shape[1]
+    if offsets is not None:
+        return {w: Context(rope, None, True, offsets=offsets, window=w) for w in set(config.windows or (None,))}
     contexts = {}
     for window in set(config.windows or (None,)):
         if slots is None and segments is None and (window is None or window >= T):
@@ -235,7 +242,10 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
     q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
     if context.kv_cache is not None:
         k_BTKN, v_BTKN = _write(context.kv_cache, k_BTKN, v_BTKN, context.slots_BT)
-    out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
+    if context.offsets is not None:
+        out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window)
+    else:
+        out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
     out_BTD = psum(F.linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
 

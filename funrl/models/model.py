@@ -31,11 +31,14 @@ class Inputs(NamedTuple):
       positions: [B, T] or [T] int64 position of each token in its sequence; None: 0, 1, 2, ...
       segments: [B, T] int64, the sequence of a packed row that a token belongs to; tokens see their own sequence only.
         0 is padding. None: every row is one sequence. Not with a cache.
+      offsets: [S + 1] int32, where the sequences of one packed row [1, T] begin and end: attention is then of variable
+        length, and no [T, T] mask is made. None: the mask is made of `segments`.
     """
 
     tokens: Tensor
     positions: Tensor | None = None
     segments: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 class Output(NamedTuple):

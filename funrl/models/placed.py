@@ -203,7 +203,7 @@ def place(
 
 def inputs_of(batch: Batch) -> Inputs:
     """The inputs of a forward pass over the rows of a batch."""
-    return Inputs(batch.tokens, batch.get("positions"), batch.get("segments"))
+    return Inputs(batch.tokens, batch.get("positions"), batch.get("segments"), batch.get("offsets"))
 
 
 def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:

@@ -11,7 +11,14 @@ from funrl import trees
 from funrl.models.model import Layer
 
 MODES = ("none", "full", "selective")
-_SAVED = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "flash_attn::")
+_SAVED = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_scaled_dot_product",
+    "flash_attn::",
+    "funrl::varlen_attention",
+)
 _SAVED_COLLECTIVES = ("_c10d_functional::all_reduce", "_c10d_functional::wait_tensor")
 
 

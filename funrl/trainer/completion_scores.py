@@ -12,7 +12,7 @@ from funrl.data.supervised import Text, TextExample, to_batch
 from funrl.mesh.collectives import psum
 from funrl.rewards.load import RewardError
 from funrl.trainer.generation import Example, Rollout
-from funrl.trainer.micro import own_micro_batches
+from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
 
 
@@ -33,7 +33,7 @@ def with_completion_scores(
       role, params: the reward model, and this rank's weights.
       weight: of its number in a row's score.
       pad: id of the padding token of its tokenizer.
-      token_budget: padded tokens in one forward pass of one device.
+      token_budget: tokens in one forward pass of one device.
 
     Raises:
       RewardError: a number is not finite; on every rank alike.
@@ -63,12 +63,12 @@ def completion_scores(
       role, params: a model with a value head, and this rank's weights.
       texts: token ids, the same on every rank.
       pad: id of the padding token.
-      token_budget: padded tokens in one forward pass of one device.
+      token_budget: tokens in one forward pass of one device.
     """
     mesh = role.placed.mesh
     whole = [TextExample((Text(list(tokens), [False] * len(tokens)),)) for tokens in texts]
     batch, score_R = to_batch(whole, pad, reader=True, device=mesh.device), None
-    for rows, piece in own_micro_batches(batch, mesh, token_budget):
+    for rows, _, piece in own_micro_batches(batch, mesh, token_budget, row_cost(role.placed)):
         value_N = role.placed.values(params, piece)[piece.mask]
         score_R = value_N.new_zeros(len(texts)) if score_R is None else score_R
         score_R[rows] = value_N

@@ -10,7 +10,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch
 from funrl.trainer.clock import Clock
-from funrl.trainer.micro import mini_batches, own_micro_batches
+from funrl.trainer.micro import mini_batches, own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.step import train_step
 
@@ -36,7 +36,7 @@ def learn(
       step, seed: they choose the mini-batches.
       epochs: passes over the batch.
       minibatches: optimizer steps a pass.
-      token_budget: padded tokens in one forward pass of one device.
+      token_budget: tokens in one forward pass of one device.
       clock: told the phases, "update_policy" and so on.
       frozen: weights of the companions, where roles have some.
 
@@ -71,7 +71,7 @@ def update(
     assert role.loss is not None
     rows = rows._replace(mask=getattr(rows, role.mask))
     denominators = role.loss.denominators(rows)
-    pieces = [piece for _, piece in own_micro_batches(rows, role.placed.mesh, token_budget)]
+    pieces = (piece.batch for piece in own_micro_batches(rows, role.placed.mesh, token_budget, row_cost(role.placed)))
     beside = (frozen or {})[role.companion.name] if role.companion is not None else None
     return train_step(role, state, pieces, denominators, rows.mask.count_nonzero(), what, beside)
 

@@ -1,16 +1,40 @@
-"""Which rows of a batch a rank computes, and in which forward passes."""
+"""Which rows of a batch a rank computes, and in which forward passes: packed end to end, with few sizes."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.batch import FIELDS, Batch, map_fields, select
-from funrl.data.packing import balance, micro_batches
+from funrl import trees
+from funrl.batch import Batch, as_dict, select, token_fields
+from funrl.compiled_kernels.varlen_attention import segment_offsets
+from funrl.data.micro_batch import Slots, pack_tokens, slots
+from funrl.data.packing import RowCost, pack, packed_sizes
 from funrl.mesh.mesh import Mesh
+from funrl.models import Placed
 from funrl.seeds import derived_seed
 
-WIDTH = 8  # rows are cut to a multiple of this, so that few widths occur
+MULTIPLE = 8  # sizes of micro-batches are multiples of it
+PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward pass.
+
+    Attributes:
+      rows: numbers of the rows, in the order of their tokens; none where this rank only keeps pace with others.
+      at: where each token is from.
+      batch: the per-token fields of the rows, [1, N, ...]; the mask is false at padding.
+    """
+
+    rows: Tensor
+    at: Slots
+    batch: Batch
 
 
 def mini_batches(batch: Batch, count: int, seed: int, step: int, epoch: int) -> list[Batch]:
@@ -21,28 +45,60 @@ def mini_batches(batch: Batch, count: int, seed: int, step: int, epoch: int) -> 
     return [select(batch, rows) for rows in parts if len(rows)]  # a filter may leave fewer rows than parts
 
 
-def own_micro_batches(batch: Batch, mesh: Mesh, token_budget: int) -> list[tuple[Tensor, Batch]]:
-    """Row numbers and rows of each micro-batch of this data rank: equal work over ranks, similar lengths together.
+def own_micro_batches(
+    batch: Batch,
+    mesh: Mesh,
+    token_budget: int,
+    cost: RowCost = RowCost(),  # noqa: B008  (immutable)
+) -> Iterator[MicroBatch]:
+    """The micro-batches of this data rank, each made when it is asked for; micro-batch i takes all ranks about equally
+    long.
 
-    Every data rank gets the same number of them, because a forward pass may hold collectives over data. A rank that
-    has fewer is given the shortest row with an empty mask: no row number, and no influence on any loss.
+    Every data rank gets the same number of them, because a forward pass may hold collectives over data. One without
+    rows is padding, and has no influence on any loss.
+
+    Args:
+      batch: all rows; the same on every rank.
+      token_budget: tokens of a forward pass; a longer row raises it.
+      cost: how the work of a row grows with its length.
     """
-    lengths = batch.length.tolist()
-    shares = balance(lengths, mesh.size(mesh.row_axes))
-    plans = [micro_batches([lengths[i] for i in share], token_budget, WIDTH) for share in shares]
-    mine, plan = shares[mesh.index(mesh.row_axes)], plans[mesh.index(mesh.row_axes)]
-    device = batch.tokens.device
-    pieces = []
-    for piece in plan:
-        rows = torch.tensor([mine[i] for i in piece], device=device)
-        pieces.append((rows, _trim(select(batch, rows))))
-    shortest = torch.tensor([lengths.index(min(lengths))], device=device)
-    idle = _trim(select(batch, shortest))
-    idle = idle._replace(mask=torch.zeros_like(idle.mask))
-    return pieces + [(shortest[:0], idle)] * (max(map(len, plans)) - len(pieces))
+    lengths = batch.length.cpu().numpy()
+    sizes = packed_sizes(token_budget, int(lengths.max()), MULTIPLE)
+    most = sizes[-1] // MULTIPLE + MULTIPLE
+    packing = pack(lengths, mesh.size(mesh.row_axes), sizes, max(most, 1), cost=cost)
+    for rows, size in packing.own(int(mesh.index(mesh.row_axes))):
+        yield micro_batch(batch, lengths, rows, size, most)
 
 
-def _trim(rows: Batch) -> Batch:
-    """The rows cut to the longest of them, in every field that is per token."""
-    width = min(-(-int(rows.length.max()) // WIDTH) * WIDTH, rows.tokens.shape[1])
-    return map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[:, :width], rows)
+@functools.lru_cache(maxsize=64)
+def row_cost(placed: Placed) -> RowCost:
+    """How the work of a row grows with its length in a model."""
+    config = placed.model.config
+    windows = set(config.windows or (None,))
+    return RowCost(
+        config.attention_cost(trees.count(placed.model.shapes)), windows.pop() if len(windows) == 1 else None
+    )
+
+
+def micro_batch(batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int) -> MicroBatch:
+    """Some rows end to end in [1, `size`], in the given order.
+
+    Args:
+      lengths: [B] tokens of each row.
+      rows: numbers of the rows, at most `max_rows`, which fixes the shape of `offsets`.
+    """
+    device, fields = batch.tokens.device, as_dict(batch)
+    at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows).to(device)
+    packed = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items() if n in PER_TOKEN}
+    inner = packed.get("segments")
+    if inner is None:
+        segments, offsets = at.segments, at.offsets
+    else:  # the row's own sequences, numbered on from row to row
+        segments = torch.where(at.used, inner + PARTS_OF_A_ROW * (at.segments - 1), 0)
+        offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
+    positions = packed.get("positions", at.positions)
+    packed |= {"positions": positions, "segments": segments, "offsets": offsets}
+    return MicroBatch(torch.from_numpy(rows).to(device), at, Batch(**packed))
+
+
+PER_TOKEN = frozenset(token_fields())

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.data.micro_batch import unpack_tokens
 from funrl.mesh.sums import psum_tree
 from funrl.trainer.clock import Clock
-from funrl.trainer.micro import own_micro_batches
+from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
 
 TOKEN_SCORES = ("logp", "entropy", "sum_pi_squared")
@@ -30,7 +31,7 @@ def score(
       roles: those without `writes` are passed over.
       params: of each role.
       batch: all rows; the same on every rank.
-      token_budget: padded tokens in one forward pass of one device.
+      token_budget: tokens in one forward pass of one device.
       clock: told the phases, "score_policy" and so on.
     """
     clock = clock or Clock()
@@ -45,12 +46,12 @@ def score(
 def score_role(role: Role, params: trees.Tree, batch: Batch, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [B, T, ...] each, known to all ranks."""
     mesh, whole = role.placed.mesh, []
-    for rows, piece in own_micro_batches(batch, mesh, token_budget):
-        outs = _outputs(role, params, piece)
+    for piece in own_micro_batches(batch, mesh, token_budget, row_cost(role.placed)):
+        outs = _outputs(role, params, piece.batch)
         if not whole:
             whole = [out.new_zeros(*batch.tokens.shape, *out.shape[2:]) for out in outs]
         for all_rows, out in zip(whole, outs, strict=True):
-            all_rows[rows, : out.shape[1]] = out[: len(rows)]
+            unpack_tokens(out, piece.at, all_rows)
     # Every row was computed by one data rank and is zero on the others: the sum is the union.
     return dict(zip(role.writes, psum_tree(whole, mesh, mesh.row_axes), strict=True))
 

@@ -19,7 +19,7 @@ from funrl.seeds import derived_seed
 from funrl.trainer.advantage_phase import on_cpu
 from funrl.trainer.clock import Clock
 from funrl.trainer.generation import Example, Rollout, completion_texts, to_batch
-from funrl.trainer.micro import own_micro_batches
+from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.score import score
 from funrl.trainer.step import DivergenceError, loss_value
@@ -176,7 +176,8 @@ def text_source(
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
         with clock.phase("eval"):
-            pieces = [piece for _, piece in own_micro_batches(held, role.placed.mesh, token_budget)]
+            cost = row_cost(role.placed)
+            pieces = (piece.batch for piece in own_micro_batches(held, role.placed.mesh, token_budget, cost))
             beside = None if role.companion is None else frozen[role.companion.name]
             metrics, value = loss_value(role, states[name].params, pieces, role.loss.denominators(held), beside)
         if not math.isfinite(value):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class DivergenceError(ArithmeticError):
 def train_step(
     role: Role,
     state: RoleState,
-    micro_batches: Sequence[Batch],
+    micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
     tokens: Tensor,
     what: str = "update",
@@ -41,7 +41,7 @@ def train_step(
 
     Args:
       role: one that learns.
-      micro_batches: this rank's rows of the mini-batch.
+      micro_batches: this rank's rows of the mini-batch, packed.
       denominators: of the role's loss, over the rows of all ranks.
       tokens: how many are trained on, over the rows of all ranks. Where there is none, nothing moves, not even the
         optimizer's momentum.
@@ -69,7 +69,7 @@ def train_step(
 def gradient(
     role: Role,
     params: trees.Tree,
-    micro_batches: Sequence[Batch],
+    micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
     beside: trees.Tree = None,
 ) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
@@ -92,7 +92,7 @@ def gradient(
 def loss_value(
     role: Role,
     params: trees.Tree,
-    micro_batches: Sequence[Batch],
+    micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
     beside: trees.Tree = None,
 ) -> tuple[dict[str, Tensor], Tensor]:

@@ -180,7 +180,7 @@ def hand_gradient(mesh, rows, budget):
     batch, params, _ = by_hand(rows)
     whole = {"w": Layout((5,), ((),), tuple(mesh.sizes.values()))}
     role = Role(Linear(mesh, stored=whole, compute=whole), loss=WEIGHTED)
-    pieces = [piece for _, piece in own_micro_batches(batch, mesh, budget)]
+    pieces = [piece.batch for piece in own_micro_batches(batch, mesh, budget)]
     grads, metrics, loss = gradient(role, params, pieces, WEIGHTED.denominators(batch))
     return grads, {k: float(v) for k, v in metrics.items()}, float(loss)
 
