@@ -109,11 +109,13 @@ class Advantage(NamedTuple):
       init: () -> state, a tree of tensors that is carried from step to step.
       update: (signal, state, batch) -> (signal, state), pure.
       pieces: of a chain, what it is made of.
+      whole_groups: whether it needs all tokens of a group on one rank.
     """
 
     init: Callable[[], Any]
     update: Callable[[Signal, Any, Batch], tuple[Signal, Any]]
     pieces: tuple[Advantage, ...] = ()
+    whole_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,8 @@ def chain(*pieces: Advantage) -> Advantage:
             after.append(now)
         return signal, tuple(after)
 
-    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces)
+    together = any(piece.whole_groups for piece in pieces)
+    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, together)
 
 
 def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
@@ -275,8 +278,13 @@ def begin(batch: Batch) -> Signal:
     return Signal(score_B, batch.mask)
 
 
-def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, Metric]]:
+def apply_advantage(
+    advantage: Advantage, state: Any, batch: Batch, choose: Callable[[Batch, Tensor], Batch] = select
+) -> tuple[Batch, Any, dict[str, Metric]]:
     """Run a chain on a batch.
+
+    Args:
+      choose: (batch, numbers of rows) -> batch, where the chain draws rows.
 
     Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
       (the mask before it) and the rows that it drew; the next state; metrics.
@@ -289,7 +297,7 @@ def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Bat
     made = {"advantage": signal.x, "mask": signal.mask, "sampled": batch.mask} | signal.extra
     made |= {k: x for k in ("returns", "weight") if (x := getattr(signal, k)) is not None}
     batch = batch._replace(**made)
-    return (batch if signal.rows is None else select(batch, signal.rows)), state, signal.metrics
+    return (batch if signal.rows is None else choose(batch, signal.rows)), state, signal.metrics
 
 
 # ---- terms and losses

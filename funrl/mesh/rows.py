@@ -17,7 +17,7 @@ from torch import Tensor
 from funrl.batch import Across, row_sums
 from funrl.mesh.collectives import psum
 from funrl.mesh.exchange import exchange
-from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.mesh import Axes, Mesh, coordinates
 
 DIGIT = 16  # bits that one count of `kth_largest` decides
 
@@ -139,25 +139,91 @@ def move_rows(
     """
     ranks, me = mesh.size(axes), int(mesh.index(axes))
     mine, coming = np.flatnonzero(owner == me), np.flatnonzero(to == me)
-    mine_by_peer = mine[np.argsort(to[mine], kind="stable")]
-    coming_by_peer = coming[np.argsort(owner[coming], kind="stable")]
-    send = np.bincount(to[mine], lengths[mine], ranks).astype(np.int64).tolist()
-    receive = np.bincount(owner[coming], lengths[coming], ranks).astype(np.int64).tolist()
-    width = -(-int(lengths[coming].max(initial=1)) // multiple) * multiple
-    fill = fill or {}
-    records = {name: _record(x) for name, x in fields.items()}
-    out = {}
+    sends = [mine[to[mine] == peer] for peer in range(ranks)]
+    receives = [coming[owner[coming] == peer] for peer in range(ranks)]
+    return _exchanged(fields, lengths, (mine, sends), (coming, receives), me, mesh, axes, fill or {}, multiple)
+
+
+def hand_over(
+    fields: Mapping[str, Tensor],
+    lengths: np.ndarray,
+    owner: np.ndarray,
+    source: Mesh,
+    to: np.ndarray,
+    target: Mesh,
+    fill: Mapping[str, float] | None = None,
+    multiple: int = 8,
+) -> Moved:
+    """`move_rows` between two meshes over the same processes, such as the one to generate on and the one to train on.
+
+    A row that several ranks of `source` hold alike is sent by one of them to each rank of `target` that needs it, and
+    by none to a rank that has it.
+
+    Args:
+      owner, to: [B] each row's rank before and after, as indices over the row axes of `source` and of `target`.
+    """
+    me, world, everyone = target.rank, target.world, tuple(target.sizes)
+    has, wants = row_indices(source), row_indices(target)
+    holders = [np.flatnonzero(has == index) for index in range(source.size(source.row_axes))]
+
+    def sender(index: int, peer: int) -> int:
+        return peer if has[peer] == index else int(holders[index][peer % len(holders[index])])
+
+    mine, coming = np.flatnonzero(owner == has[me]), np.flatnonzero(to == wants[me])
+    none = mine[:0]
+    sends = [mine[to[mine] == wants[peer]] if sender(int(has[me]), peer) == me else none for peer in range(world)]
+    from_peer = [sender(index, me) for index in range(len(holders))]
+    by_index = [coming[owner[coming] == index] for index in range(len(holders))]
+    receives = [none] * world
+    for index, peer in enumerate(from_peer):
+        receives[peer] = np.concatenate([receives[peer], by_index[index]])
+    return _exchanged(fields, lengths, (mine, sends), (coming, receives), me, target, everyone, fill or {}, multiple)
+
+
+def row_indices(mesh: Mesh) -> np.ndarray:
+    """[world] the index over the row axes of every rank of a mesh."""
+    at = [coordinates(mesh.sizes, rank) for rank in range(mesh.world)]
+    index = np.zeros(mesh.world, dtype=np.int64)
+    for axis in mesh.row_axes:
+        index = index * mesh.sizes[axis] + np.array([one[axis] for one in at])
+    return index
+
+
+def _exchanged(
+    fields: Mapping[str, Tensor],
+    lengths: np.ndarray,
+    before: tuple[np.ndarray, list[np.ndarray]],
+    after: tuple[np.ndarray, list[np.ndarray]],
+    me: int,
+    mesh: Mesh,
+    axes: Axes,
+    fill: Mapping[str, float],
+    multiple: int,
+) -> Moved:
+    """The rows after an exchange.
+
+    Args:
+      before: numbers of the rows that this rank has, and of those that it sends to each rank of `axes`.
+      after: numbers of the rows that this rank is to have, and of those that it receives of each.
+      me: this rank's place among the peers.
+    """
+    (mine, sends), (coming, receives) = before, after
     if not fields:
-        return Moved(out, 0, 0)
+        return Moved({}, 0, 0)
+    send = [int(lengths[rows].sum()) for rows in sends]
+    receive = [int(lengths[rows].sum()) for rows in receives]
+    sent_rows, received_rows = np.concatenate(sends), np.concatenate(receives)
+    width = -(-int(lengths[coming].max(initial=1)) // multiple) * multiple
+    records = {name: _record(x) for name, x in fields.items()}
     some = next(iter(fields.values()))
-    source = _tokens(np.searchsorted(mine, mine_by_peer), lengths[mine_by_peer], some.shape[1]).to(some.device)
+    source = _tokens(np.searchsorted(mine, sent_rows), lengths[sent_rows], some.shape[1]).to(some.device)
     flat = torch.cat(
         [_bytes(x.flatten(0, 1)[source].to(records[name].dtype)) for name, x in fields.items()], 1
     )  # one line of bytes a token
     arrived = exchange(flat, send, receive, mesh, axes)
     del flat
-    target = _tokens(np.searchsorted(coming, coming_by_peer), lengths[coming_by_peer], width).to(some.device)
-    begin = 0
+    target = _tokens(np.searchsorted(coming, received_rows), lengths[received_rows], width).to(some.device)
+    begin, out = 0, {}
     for name, x in fields.items():
         record = records[name]
         column = arrived[:, begin : begin + record.bytes].clone(memory_format=torch.contiguous_format)

@@ -1,67 +1,107 @@
-"""Advantages of a scored batch, and what there is to say of it."""
+"""Advantages of scored rows, and what there is to say of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from funrl import trees
+import numpy as np
+import torch
+from torch import Tensor
+
 from funrl.algos import core
-from funrl.algos.core import Advantage
+from funrl.algos.core import Advantage, Max, Mean
+from funrl.algos.masks import total, where_masked
 from funrl.batch import Batch
+from funrl.mesh.collectives import pmax
+from funrl.trainer.rows import Rows, mapped, on_cpu, take
 from funrl.trainer.step import engine_gap
 
 
-def advantages(chain: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, float]]:
-    """Runs an advantage chain on scored rows; its sums have one order, that of the CPU, on every rank.
+def advantages(chain: Advantage, state: Any, rows: Rows) -> tuple[Rows, Any, dict[str, float]]:
+    """Runs an advantage chain on scored rows; its sums have one order, whatever the mesh.
 
     Args:
       state: of the chain; begins as `chain.init()`.
-      batch: the same on every rank.
 
     Returns: the rows to train on, with what the chain makes; the chain's state; metrics.
     """
-    here = on_cpu(batch)
-    made, state, metrics = core.apply_advantage(chain, state, here)
+    here, drawn = on_cpu(rows), list[Tensor]()
+
+    def choose(batch: Batch, numbers: Tensor) -> Batch:
+        drawn.append(numbers)
+        return batch
+
+    made, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
     told = describe(here, made) | {name: float(metric.value) for name, metric in metrics.items()}
-    return trees.map(lambda x: x.to(batch.tokens.device), made), state, told
+    result = mapped(here._replace(batch=made), lambda x: x.to(rows.batch.tokens.device))
+    return (take(result, drawn[0].numpy()) if drawn else result), state, told
 
 
-def on_cpu(batch: Batch) -> Batch:
-    """The batch where every sum has one order. A GPU may add the rows of a group in another order on every rank, and
-    ranks that differ in a last bit may keep other rows."""
-    return trees.map(lambda x: x.cpu(), batch)
-
-
-def describe(batch: Batch, made: Batch) -> dict[str, float]:
-    """Metrics of a scored batch; what no token has is left out.
+def describe(rows: Rows, made: Batch) -> dict[str, float]:
+    """Metrics of scored rows; what no token has is left out.
 
     Args:
-      batch, made: before and after the advantage chain; without one, the same.
+      rows, made: before and after the advantage chain; without one, the same.
     """
-    mask, score_B = batch.mask, batch.get("score")
-    response = mask.sum(1).double()
-    advantage = mask.new_zeros(0) if made.get("advantage") is None else made.advantage[made.mask]
-    out = {} if score_B is None else {
-        "reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min(),
-    }  # fmt: skip
-    out |= {
-        "response_length/mean": response.mean(), "response_length/max": response.max(),
-        "response_length/min": response.min(), "response_length/clip_ratio": batch.truncated.double().mean(),
-        "rollout/logp_mean": batch.rollout_logp[mask].mean(),
+    batch, mask = rows.batch, rows.batch.mask
+    response_B = batch.across.sums(mask.double())
+    out = {
+        "response_length/mean": response_B.mean(), "response_length/max": response_B.max(),
+        "response_length/min": response_B.min(), "response_length/clip_ratio": batch.truncated.double().mean(),
+        "rollout/logp_mean": _mean(batch.rollout_logp, mask, batch),
         "perf/total_num_tokens": batch.length.sum(),
     }  # fmt: skip
-    if len(advantage):
-        out |= {"critic/advantages/mean": advantage.mean(), "critic/advantages/max": advantage.max()}
-        out |= {"critic/advantages/min": advantage.min()}
-    if batch.get("old_logp") is not None:
-        out |= {name: metric.value for name, metric in engine_gap(batch).items()}
-    scores = batch.get("scores")
-    if scores is not None and scores.shape[1] > 1:
-        out |= {f"reward/{i}/mean": column.nanmean() for i, column in enumerate(scores.unbind(1), 1)}
-    if made.get("value") is not None and made.get("returns") is not None and len(advantage):
-        returns, values = made.returns[made.mask], made.value[made.mask]
-        out |= {"critic/values/mean": values.mean(), "critic/returns/mean": returns.mean()}
-        if len(returns) > 1:
-            unexplained = (returns - values).var() / returns.var().clamp_min(1e-12)
+    score_B, scores_BK = batch.get("score"), batch.get("scores")
+    if score_B is not None:
+        out |= {"reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min()}
+    if scores_BK is not None and scores_BK.shape[1] > 1:
+        out |= {f"reward/{i}/mean": column.nanmean() for i, column in enumerate(scores_BK.unbind(1), 1)}
+    count, peaks = total(torch.ones_like(mask, dtype=torch.float64), made.mask, batch), {}
+    advantage, values, returns = made.get("advantage"), made.get("value"), made.get("returns")
+    if advantage is not None and count > 0:
+        out["critic/advantages/mean"] = _mean(advantage, made.mask, batch)
+        peaks |= {
+            "critic/advantages/max": (advantage, made.mask, 1),
+            "critic/advantages/min": (advantage, made.mask, -1),
+        }
+    if values is not None and returns is not None and count > 0:
+        out |= {"critic/values/mean": _mean(values, made.mask, batch)}
+        out |= {"critic/returns/mean": _mean(returns, made.mask, batch)}
+        if count > 1:
+            unexplained = _variance(returns - values, made.mask, batch) / _variance(
+                returns, made.mask, batch
+            ).clamp_min(1e-12)
             out |= {"critic/vf_explained_var": 1 - unexplained}
-    return {name: float(value) for name, value in out.items()}
+    if batch.get("old_logp") is not None:
+        gap = engine_gap(batch)
+        mean, most = gap["rollout/logprob_gap_mean"], gap["rollout/logprob_gap_max"]
+        assert isinstance(mean, Mean) and isinstance(most, Max)
+        out["rollout/logprob_gap_mean"] = _mean((batch.old_logp - batch.rollout_logp).abs(), mask, batch)
+        peaks["rollout/logprob_gap_max"] = (most.value.reshape(1), torch.ones(1, dtype=torch.bool), 1)
+    return {name: float(value) for name, value in (out | _peaks(peaks, rows)).items()}
+
+
+def _mean(x_bT: Tensor, mask_bT: Tensor, batch: Batch) -> Tensor:
+    """The mean of x over the mask and all rows of the step, in float64."""
+    return total(x_bT, mask_bT, batch) / total(torch.ones_like(x_bT), mask_bT, batch)
+
+
+def _variance(x_bT: Tensor, mask_bT: Tensor, batch: Batch) -> Tensor:
+    """The unbiased variance of x over the mask and all rows of the step."""
+    count = total(torch.ones_like(x_bT), mask_bT, batch)
+    off_bT = x_bT.double() - _mean(x_bT, mask_bT, batch)
+    return total(where_masked(off_bT, mask_bT).square(), mask_bT, batch) / (count - 1)
+
+
+def _peaks(wanted: dict[str, tuple[Tensor, Tensor, int]], rows: Rows) -> dict[str, Tensor]:
+    """The largest (sign 1) or smallest (-1) number of x on a mask, over all ranks, in one collective.
+
+    Args:
+      wanted: name -> x, mask, sign.
+    """
+    if not wanted:
+        return {}
+    low = torch.tensor(-np.inf, dtype=torch.float64)
+    mine = [torch.where(mask, sign * x.double(), low).max() if x.numel() else low for x, mask, sign in wanted.values()]
+    most = pmax(torch.stack(mine).to(rows.mesh.device), rows.mesh, rows.mesh.row_axes).cpu()
+    return {name: sign * x for (name, (_, _, sign)), x in zip(wanted.items(), most, strict=True)}

@@ -8,27 +8,24 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.data.packing import pack, packed_sizes
 from funrl.data.supervised import Text, TextExample, to_batch
-from funrl.mesh.collectives import psum
+from funrl.mesh.rows import gather_table
 from funrl.rewards.load import RewardError
-from funrl.trainer.generation import Example, Rollout
+from funrl.trainer.generation import Example
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
+from funrl.trainer.rows import Rows, moved, rows_of
 
 
 def with_completion_scores(
-    done: Rollout,
-    examples: Sequence[Example],
-    role: Role,
-    params: trees.Tree,
-    weight: float,
-    pad: int,
-    token_budget: int = 16384,
-) -> Rollout:
-    """The rollout with a reward model's numbers: its last column of scores, and part of every score.
+    rows: Rows, examples: Sequence[Example], role: Role, params: trees.Tree, weight: float, pad: int, token_budget: int
+) -> Rows:
+    """The rows with a reward model's numbers: its last column of scores, and part of every score.
+
+    They move to the ranks of the reward model's mesh, where each is read.
 
     Args:
-      done: completions of the examples, the same on every rank.
       examples: prompts, each with the same number of rows.
       role, params: the reward model, and this rank's weights.
       weight: of its number in a row's score.
@@ -38,39 +35,45 @@ def with_completion_scores(
     Raises:
       RewardError: a number is not finite; on every rank alike.
     """
-    samples = len(done.score) // len(examples)
-    rows = zip(done.completions.tokens.tolist(), done.completions.lengths.tolist(), strict=True)
-    texts = [[*examples[i // samples].tokens, *tokens[:length]] for i, (tokens, length) in enumerate(rows)]
-    score_R = completion_scores(role, params, texts, pad, token_budget).to(done.score)
-    bad = (~score_R.isfinite()).nonzero().flatten().tolist()
+    mesh = role.placed.mesh
+    sizes = packed_sizes(token_budget, int(rows.lengths.max()), 8)
+    to = pack(rows.lengths, mesh.size(mesh.row_axes), sizes, len(rows.lengths), cost=row_cost(role.placed)).rank
+    rows = moved(rows, to, mesh)
+    score_B = completion_scores(role, params, rows, pad, token_budget)
+    bad = (~score_B.isfinite()).nonzero().flatten().tolist()
     if bad:
-        example = examples[bad[0] // samples]
+        example = examples[bad[0] * len(examples) // len(score_B)]
         raise RewardError(
-            f"the reward model gave {score_R[bad[0]].item()} for a completion of the prompt {example.text!r}; its "
+            f"the reward model gave {score_B[bad[0]].item()} for a completion of the prompt {example.text!r}; its "
             "weights may have diverged"
         )
-    return done._replace(score=done.score + weight * score_R, scores=torch.cat([done.scores, score_R[:, None]], 1))
+    before, columns = rows.batch.get("score"), rows.batch.get("scores")
+    score_B = score_B.to(rows.batch.rollout_logp.dtype)
+    total = weight * score_B if before is None else before + weight * score_B
+    all_columns = score_B[:, None] if columns is None else torch.cat([columns, score_B[:, None]], 1)
+    return rows.with_fields(score=total, scores=all_columns)
 
 
 @torch.no_grad()
-def completion_scores(
-    role: Role, params: trees.Tree, texts: Sequence[Sequence[int]], pad: int, token_budget: int = 16384
-) -> Tensor:
-    """The value at the end of each text, [R], known to all ranks. It is read as in training: at one token more than
-    the last that is not padding, so that it has seen the whole text.
+def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, token_budget: int = 16384) -> Tensor:
+    """The value at the end of each row, [B], known to all ranks. It is read as in training: at one token more than the
+    last that is not padding, so that it has seen the whole text.
 
     Args:
       role, params: a model with a value head, and this rank's weights.
-      texts: token ids, the same on every rank.
       pad: id of the padding token.
       token_budget: tokens in one forward pass of one device.
     """
-    mesh = role.placed.mesh
-    whole = [TextExample((Text(list(tokens), [False] * len(tokens)),)) for tokens in texts]
-    batch, score_R = to_batch(whole, pad, reader=True, device=mesh.device), None
-    for rows, _, piece in own_micro_batches(batch, mesh, token_budget, row_cost(role.placed)):
+    lengths = rows.lengths[rows.own].tolist()
+    texts = [tokens[:length] for tokens, length in zip(rows.batch.tokens.tolist(), lengths, strict=True)]
+    whole = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in texts]
+    batch = to_batch(whole, pad, reader=True, device=rows.mesh.device)
+    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
+    read = rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)
+    score_b = None
+    for places, _, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
         value_N = role.placed.values(params, piece)[piece.mask]
-        score_R = value_N.new_zeros(len(texts)) if score_R is None else score_R
-        score_R[rows] = value_N
-    assert score_R is not None
-    return psum(score_R, mesh, mesh.row_axes)  # zero on all data ranks but the one that computed it
+        score_b = value_N.new_zeros(len(texts)) if score_b is None else score_b
+        score_b[places] = value_N
+    assert score_b is not None
+    return gather_table({"score": score_b}, rows.owner, rows.mesh, rows.mesh.row_axes)["score"]

@@ -1,8 +1,7 @@
-"""From prompts to a batch: generate, reward, gather. Every rank ends with the same whole batch.
+"""From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
 
-Each data rank of the generate mesh completes its own share of the prompts and rewards what it wrote; one collective
-then gives all rows to all ranks. What follows (advantages, filters, mini-batches) is computed on the whole batch by
-every rank alike, so no statistic depends on how many ranks there are.
+Each data rank of the generate mesh completes its own share of the prompts and rewards what it wrote. The rows stay
+there; one collective gives lengths, ends and scores to all ranks, so that every rank filters and chooses alike.
 """
 
 from __future__ import annotations
@@ -11,15 +10,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl.batch import Batch
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.sums import gather_rows, own_range
+from funrl.mesh.rows import gather_table
+from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Engine, Sampling
+from funrl.trainer.rows import Rows, rows_of
 
 
 class Example(NamedTuple):
@@ -40,20 +42,27 @@ class Rollout(NamedTuple):
     """Completions of all prompts, rewarded. Row r is sample `r % samples` of prompt `r // samples`.
 
     Attributes:
-      completions: of all rows, the same on every rank.
+      completions: of this rank's own rows, in their order.
+      lengths: [R] tokens of every completion.
+      finished: [R] bool, ended by a stop token rather than by the limit.
       score: [R] rewards, the weighted sums of the next; 0 where there is none.
-      scores: [R, K] what each reward function gave, and after them a reward model; NaN where one of several functions
-        does not apply.
+      scores: [R, K] what each reward function gave; NaN where one of several functions does not apply.
+      owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
+      mesh: the generate mesh.
     """
 
     completions: Completions
+    lengths: Tensor
+    finished: Tensor
     score: Tensor
     scores: Tensor
+    owner: np.ndarray
+    mesh: Mesh
 
     @property
-    def scored(self) -> bool:
-        """Whether anything rewards the completions."""
-        return self.scores.shape[1] > 0
+    def own(self) -> np.ndarray:
+        """Numbers of this rank's rows, ascending."""
+        return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
 
 Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]
@@ -96,17 +105,15 @@ def rollout(
     _raise_everywhere(problem, mesh)
     own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(rows), len(weights))
     own = collectives.psum(own, mesh, "tensor")
-    count = len(examples) * sampling.samples
-    columns = [_widen(done.tokens, sampling), _widen(done.logp, sampling), _widen(done.model_logp, sampling)]
-    columns += [done.lengths, done.finished, own]
-    # Shares are of prompts, and every prompt has as many rows: gather by prompt.
-    by_prompt = [c.reshape(len(mine), sampling.samples, *c.shape[1:]) for c in columns]
-    whole = [c.flatten(0, 1) for c in gather_rows(by_prompt, len(examples), mesh, mesh.row_axes)]
-    tokens, logp, model_logp, lengths, finished, rewards_RK = whole
-    assert len(tokens) == count
-    factors_K = torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
-    score_R = (rewards_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
-    return Rollout(Completions(tokens, lengths, logp, model_logp, finished), score_R, rewards_RK)
+    ranks = mesh.size(mesh.row_axes)
+    shares = [len(examples) * (i + 1) // ranks - len(examples) * i // ranks for i in range(ranks)]
+    owner = np.repeat(np.arange(ranks), np.array(shares) * sampling.samples)
+    columns = {"lengths": done.lengths, "finished": done.finished, "scores": own}
+    table = gather_table(columns, owner, mesh, mesh.row_axes)
+    scores_RK = table["scores"]
+    factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
+    score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
+    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh)
 
 
 def completion_texts(
@@ -132,18 +139,20 @@ def completion_texts(
     return texts
 
 
-def to_batch(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int) -> Batch:
-    """Prompt and completion joined in rows, padded on the right to a multiple of 8."""
-    completions, samples = done.completions, sampling.samples
+def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
+    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8."""
+    completions, samples, own = done.completions, sampling.samples, done.own
     device = completions.tokens.device
     prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], device=device)
-    length_R = prompt_R + completions.lengths
-    width = math.ceil(int(length_R.max()) / 8) * 8
-    tokens = torch.full((len(prompt_R), width), pad, dtype=torch.int64, device=device)
-    for i, example in enumerate(examples):
-        tokens[i * samples : (i + 1) * samples, : len(example.tokens)] = torch.tensor(example.tokens, device=device)
-    at_RT = torch.arange(width, device=device)
-    mask = (at_RT >= prompt_R[:, None]) & (at_RT < length_R[:, None])
+    length_R, here = prompt_R + done.lengths, torch.from_numpy(own).to(device)
+    prompt_r, length_r = prompt_R[here], length_R[here]
+    width = math.ceil(int(length_r.max()) / 8) * 8 if len(own) else 8
+    tokens = torch.full((len(own), width), pad, dtype=torch.int64, device=device)
+    for row, number in enumerate(own.tolist()):
+        prompt = examples[number // samples].tokens
+        tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    at_rT = torch.arange(width, device=device)
+    mask = (at_rT >= prompt_r[:, None]) & (at_rT < length_r[:, None])
     written = torch.arange(completions.tokens.shape[1], device=device) < completions.lengths[:, None]
     tokens[mask] = completions.tokens[written]
     # The sampling distribution is the tempered model as long as nothing is truncated away; see settings' check.
@@ -151,21 +160,38 @@ def to_batch(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad
     engine_logp = completions.model_logp if truncated else completions.logp
     rollout_logp = torch.zeros(tokens.shape, dtype=engine_logp.dtype, device=device)
     rollout_logp[mask] = engine_logp[written]
-    return Batch(
+    scored = done.scores.shape[1] > 0
+    batch = Batch(
         tokens=tokens,
         mask=mask,
         length=length_R,
         group=first_group + torch.arange(len(prompt_R), device=device) // samples,
-        score=done.score.to(engine_logp.dtype) if done.scored else None,
-        scores=done.scores.to(engine_logp.dtype) if done.scored else None,
-        truncated=~completions.finished,
+        score=done.score.to(engine_logp.dtype) if scored else None,
+        scores=done.scores.to(engine_logp.dtype) if scored else None,
+        truncated=~done.finished,
         rollout_logp=rollout_logp,
     )
+    return rows_of(batch, done.owner, done.mesh)
 
 
-def _widen(x_RT: Tensor, sampling: Sampling) -> Tensor:
-    """Columns up to the limit of new tokens, the same on every rank."""
-    return torch.nn.functional.pad(x_RT, (0, sampling.max_new_tokens - x_RT.shape[1]))
+def first_texts(
+    done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str], before: Sequence[int]
+) -> list[str]:
+    """The texts of some rows, which may be on any ranks; every rank gets them.
+
+    Args:
+      numbers: of the rows.
+      decode, before: as in `completion_texts`, `before` of these rows.
+    """
+    own = done.own
+    mine = [i for i, number in enumerate(numbers) if number in own]
+    at = torch.from_numpy(np.searchsorted(own, [numbers[i] for i in mine]).astype(np.int64))
+    some = Completions(*(x[at.to(x.device)] for x in done.completions))
+    texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
+    found: dict[int, str] = {}
+    for others in collectives.gather_objects(texts, done.mesh):
+        found |= others
+    return [found[i] for i in range(len(numbers))]
 
 
 def _raise_everywhere(problem: str | None, mesh: Mesh) -> None:

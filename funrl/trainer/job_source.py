@@ -6,14 +6,17 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import reads
-from funrl.batch import Batch
+from funrl.batch import select
 from funrl.data.supervised import to_batch
 from funrl.data.tokenizer import load_tokenizer
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import gather_table
 from funrl.rewards.load import score_row
 from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
@@ -21,6 +24,7 @@ from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
+from funrl.trainer.rows import Rows, rows_of
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 
 
@@ -28,7 +32,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     """The source of the rows that a job trains on."""
     settings, task = job.settings, job.task
     if not isinstance(task, Task):
-        to_rows = functools.partial(text_rows, job, device=parts.mesh.device)
+        to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
             settings.token_budget, clock,
@@ -63,8 +67,8 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
 
 def rescoring(
     job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]
-) -> Callable[[Rollout, Sequence[Example]], Rollout] | None:
-    """What adds the reward model's numbers to a rollout; None where the run has no reward model."""
+) -> Callable[[Rows, Sequence[Example]], Rows] | None:
+    """What adds the reward model's numbers to rows; None where the run has no reward model."""
     params = frozen.get("reward_model")
     if params is None:
         return None
@@ -95,8 +99,15 @@ def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> li
     return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]
 
 
-def text_rows(job: Job, examples: Sequence[Any], device: torch.device) -> Batch:
-    """Given texts as rows, one an example."""
-    batch = to_batch(examples, job.pad, job.lead == "reward_model", device)
-    margin = batch.get("margin")
-    return batch if margin is None else batch._replace(margin=margin.to(job.master))
+def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
+    """Given texts as rows, one an example; each rank reads its own part."""
+    ranks = mesh.size(mesh.row_axes)
+    owner = np.arange(len(examples)) * ranks // len(examples)
+    own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))]
+    # A rank without texts has the same fields of no rows.
+    some = to_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
+    mine = select(some, slice(len(own)))
+    margin = mine.get("margin")
+    mine = mine if margin is None else mine._replace(margin=margin.to(job.master))
+    table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
+    return rows_of(mine._replace(length=table["length"]), owner, mesh)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch
+from funrl.data.packing import RowCost
+from funrl.mesh.collectives import psum
 from funrl.trainer.clock import Clock
-from funrl.trainer.micro import mini_batches, own_micro_batches, row_cost
+from funrl.trainer.micro import max_rows_of, packed, plan_epoch, row_cost
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.rows import Rows, moved, own_batch
 from funrl.trainer.step import train_step
 
 
 def learn(
     roles: Mapping[str, Role],
     states: Mapping[str, RoleState],
-    batch: Batch,
+    rows: Rows,
     step: int = 1,
     epochs: int = 1,
     minibatches: int = 1,
@@ -26,19 +29,21 @@ def learn(
     token_budget: int = 16384,
     clock: Clock | None = None,
     frozen: Mapping[str, trees.Tree] | None = None,
+    cost: RowCost | None = None,
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
     """Updates every role that has a loss, in the order of `roles`, on each mini-batch; the same rows on every mesh.
 
     Args:
       roles: those without a loss, and those whose first step is a later one, are passed over.
       states: of the roles that learn; donated.
-      batch: scored rows with advantages; the same on every rank.
+      rows: scored, with advantages. They move where another assignment to ranks is better balanced, once a pass.
       step, seed: they choose the mini-batches.
       epochs: passes over the batch.
       minibatches: optimizer steps a pass.
       token_budget: tokens in one forward pass of one device.
       clock: told the phases, "update_policy" and so on.
       frozen: weights of the companions, where roles have some.
+      cost: how the work of a row grows with its length; None: as in the model that learns last.
 
     Returns: the states after it, and the metrics' means over the updates.
 
@@ -47,33 +52,49 @@ def learn(
     """
     clock, states, told = clock or Clock(), dict(states), dict[str, list[Tensor]]()
     learning = {name: role for name, role in roles.items() if role.loss is not None and step >= role.first_step}
+    if not learning:
+        return states, {}
+    mesh, cost = rows.mesh, cost or row_cost(next(reversed(learning.values())).placed)
     for epoch in range(epochs):
-        for rows in mini_batches(batch, minibatches, seed, step, epoch):
+        plan = plan_epoch(rows.lengths, mesh.size(mesh.row_axes), minibatches, seed, step, epoch, token_budget, cost)
+        rows, most = moved(rows, plan.to, mesh), max_rows_of(rows.lengths, token_budget)
+        totals = denominators(learning, rows, plan.parts)
+        for part, packing, total in zip(plan.parts, plan.packings, totals, strict=True):
             for name, role in learning.items():
+                pieces = (piece.batch for piece in packed(rows, packing, part, most, role.mask))
+                beside = (frozen or {})[role.companion.name] if role.companion is not None else None
                 with clock.phase(f"update_{name}"):
-                    states[name], metrics = update(
-                        role, states[name], rows, token_budget, f"step {step}, {name}", frozen
+                    dens, tokens = total[name]
+                    states[name], metrics = train_step(
+                        role, states[name], pieces, dens, tokens, f"step {step}, {name}", beside
                     )
                 for key, value in metrics.items():
                     told.setdefault(key, []).append(value)
     return states, means(told)
 
 
-def update(
-    role: Role,
-    state: RoleState,
-    rows: Batch,
-    token_budget: int,
-    what: str = "update",
-    frozen: Mapping[str, trees.Tree] | None = None,
-) -> tuple[RoleState, dict[str, Tensor]]:
-    """One update of one role on a mini-batch; see `train_step` and `learn`."""
-    assert role.loss is not None
-    rows = rows._replace(mask=getattr(rows, role.mask))
-    denominators = role.loss.denominators(rows)
-    pieces = (piece.batch for piece in own_micro_batches(rows, role.placed.mesh, token_budget, row_cost(role.placed)))
-    beside = (frozen or {})[role.companion.name] if role.companion is not None else None
-    return train_step(role, state, pieces, denominators, rows.mask.count_nonzero(), what, beside)
+def denominators(
+    roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]
+) -> list[dict[str, tuple[tuple[Tensor, ...], Tensor]]]:
+    """Of each mini-batch and role, the denominators of its loss and the number of tokens that it trains on.
+
+    They are sums over the rows of all ranks, in one collective.
+
+    Args:
+      parts: numbers of the rows of each mini-batch.
+    """
+    mine, counts = [], []
+    for part in parts:
+        here = own_batch(rows, part[rows.owner[part] == rows.index])
+        for role in roles.values():
+            assert role.loss is not None
+            masked = here._replace(mask=getattr(here, role.mask))
+            found = [*role.loss.denominators(masked), masked.mask.count_nonzero()]
+            mine += [x.double().reshape(()) for x in found]
+            counts.append(len(found))
+    summed = psum(torch.stack(mine).to(rows.mesh.device), rows.mesh, rows.mesh.row_axes).split(counts)
+    each = iter([(tuple(part[:-1].unbind()), part[-1]) for part in summed])
+    return [{name: next(each) for name in roles} for _ in parts]
 
 
 def means(told: Mapping[str, list[Tensor]]) -> dict[str, float]:

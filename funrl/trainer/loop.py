@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from funrl import trees
-from funrl.batch import Batch
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
 from funrl.trainer import checkpoint, offload, warmstart
-from funrl.trainer.advantage_phase import advantages, describe, on_cpu
+from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, peak_memory_gb
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
+from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
+from funrl.trainer.rows import Rows, moved, on_cpu
 from funrl.trainer.score import score
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
@@ -54,7 +55,7 @@ class Trainer(NamedTuple):
 
 
 def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
-    """The whole trainer, on this rank.
+    """The whole run, on this rank.
 
     Args:
       job: what to do; the same on every rank.
@@ -77,11 +78,11 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
         first = last = trainer.source.evaluate(state.roles, state.step)
         for step in range(state.step + 1, settings.steps + 1):
             trainer, state = place(trainer, state, "generate")
-            batch, state, metrics = draw(trainer, state)
+            rows, state, metrics = draw(trainer, state)
             trainer, state = place(trainer, state, "score")
-            batch, state, scored = score_batch(trainer, state, batch)
+            rows, state, scored = score_batch(trainer, state, rows)
             trainer, state = place(trainer, state, "update")
-            state, learned = learn_batch(trainer, state, batch)
+            state, learned = learn_batch(trainer, state, rows)
             state = sync(trainer.parts, state, trainer.clock)
             metrics |= scored | learned
             if step == 1:  # as it was before the first update
@@ -109,29 +110,41 @@ def begin(
     return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
 
 
-def draw(trainer: Trainer, state: State) -> tuple[Batch, State, dict[str, float]]:
-    """The rows of the next step; the state with the source's place; metrics."""
-    batch, at, metrics = trainer.source.draw(state.source, state.step + 1)
-    return batch, state._replace(source=at), metrics
+def draw(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
+    """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
+    rows, at, metrics = trainer.source.draw(state.source, state.step + 1)
+    return settled(trainer, rows, state.step + 1), state._replace(source=at), metrics
 
 
-def score_batch(trainer: Trainer, state: State, batch: Batch) -> tuple[Batch, State, dict[str, float]]:
+def settled(trainer: Trainer, rows: Rows, step: int) -> Rows:
+    """The rows on the ranks where the first pass over them is balanced; or whole groups where advantages need these."""
+    mesh, settings = trainer.parts.mesh, trainer.job.settings
+    cost = row_cost(trainer.parts.roles[trainer.job.lead].placed)
+    chain = trainer.job.algorithm.advantage
+    if chain is not None and chain.whole_groups:
+        return moved(rows, ranks_of_groups(rows, mesh, settings.token_budget, cost), mesh)
+    ranks = mesh.size(mesh.row_axes)
+    plan = plan_epoch(rows.lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost)
+    return moved(rows, plan.to, mesh)
+
+
+def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
-    batch = score(trainer.parts.roles, weights, batch, trainer.job.settings.token_budget, trainer.clock)
+    rows = score(trainer.parts.roles, weights, rows, trainer.job.settings.token_budget, trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here = on_cpu(batch)
-        return batch, state, describe(here, here) if trainer.job.generates else {}
+        here = on_cpu(rows)
+        return rows, state, describe(here, here.batch) if trainer.job.generates else {}
     with trainer.clock.phase("advantage"):
-        batch, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, batch)
-    return batch, state._replace(advantage=chain), metrics
+        rows, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, rows)
+    return rows, state._replace(advantage=chain), metrics
 
 
-def learn_batch(trainer: Trainer, state: State, batch: Batch) -> tuple[State, dict[str, float]]:
+def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[str, float]]:
     """The state after the step's updates, and their metrics."""
     settings, step = trainer.job.settings, state.step + 1
     roles, metrics = learn(
-        trainer.parts.roles, state.roles, batch, step, settings.epochs, settings.minibatches, settings.seed,
-        settings.token_budget, trainer.clock, trainer.frozen,
+        trainer.parts.roles, state.roles, rows, step, settings.epochs, settings.minibatches, settings.seed,
+        settings.token_budget, trainer.clock, trainer.frozen, row_cost(trainer.parts.roles[trainer.job.lead].placed),
     )  # fmt: skip
     return state._replace(roles=roles, step=step), metrics

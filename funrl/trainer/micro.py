@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch, as_dict, select, token_fields
+from funrl.batch import Batch, as_dict, token_fields
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
-from funrl.data.packing import RowCost, pack, packed_sizes
+from funrl.data.packing import Packing, RowCost, pack, packed_sizes
 from funrl.mesh.mesh import Mesh
 from funrl.models import Placed
 from funrl.seeds import derived_seed
+from funrl.trainer.rows import Rows
 
 MULTIPLE = 8  # sizes of micro-batches are multiples of it
 PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
@@ -27,7 +28,7 @@ class MicroBatch(NamedTuple):
     """Rows of one forward pass.
 
     Attributes:
-      rows: numbers of the rows, in the order of their tokens; none where this rank only keeps pace with others.
+      rows: places of the rows among this rank's own, in the order of their tokens; none where it only keeps pace.
       at: where each token is from.
       batch: the per-token fields of the rows, [1, N, ...]; the mask is false at padding.
     """
@@ -37,37 +38,101 @@ class MicroBatch(NamedTuple):
     batch: Batch
 
 
-def mini_batches(batch: Batch, count: int, seed: int, step: int, epoch: int) -> list[Batch]:
-    """All rows in a random order, in `count` parts of about the same size; the same on every mesh."""
+class Epoch(NamedTuple):
+    """One pass over the rows of a step.
+
+    Attributes:
+      parts: numbers of the rows of each mini-batch.
+      packings: of each mini-batch, by places in its numbers.
+      to: [B] the rank that trains each row.
+    """
+
+    parts: list[np.ndarray]
+    packings: list[Packing]
+    to: np.ndarray
+
+
+def mini_batches(rows: int, count: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
+    """Numbers of all rows in a random order, in `count` parts of about the same size; the same on every mesh."""
     generator = torch.Generator().manual_seed(derived_seed(seed, step, epoch))
-    order = torch.randperm(len(batch.tokens), generator=generator).to(batch.tokens.device)
-    parts = order.tensor_split(count)
-    return [select(batch, rows) for rows in parts if len(rows)]  # a filter may leave fewer rows than parts
+    order = torch.randperm(rows, generator=generator)
+    return [part.numpy() for part in order.tensor_split(count) if len(part)]  # a filter may leave fewer rows than parts
+
+
+def plan_epoch(
+    lengths: np.ndarray, ranks: int, count: int, seed: int, step: int, epoch: int, token_budget: int, cost: RowCost
+) -> Epoch:
+    """Mini-batches of a pass, and the rank and micro-batch of every row; every rank computes the same.
+
+    Args:
+      lengths: [B] tokens of each row.
+      ranks: how many share the rows.
+      count, seed, step, epoch: as in `mini_batches`.
+      token_budget: tokens of a forward pass; a longer row raises it.
+      cost: how the work of a row grows with its length.
+    """
+    parts = mini_batches(len(lengths), count, seed, step, epoch)
+    sizes, most = _sizes(lengths, token_budget)
+    packings, to = [], np.zeros(len(lengths), dtype=np.int64)
+    for part in parts:
+        packings.append(pack(lengths[part], ranks, sizes, most, cost=cost))
+        to[part] = packings[-1].rank
+    return Epoch(parts, packings, to)
+
+
+def ranks_of_groups(rows: Rows, mesh: Mesh, token_budget: int, cost: RowCost) -> np.ndarray:
+    """[B] a rank for each row such that those of one group are together, and the ranks have about equal work."""
+    lengths, group = rows.lengths, rows.batch.group.cpu().numpy()
+    totals = np.bincount(np.unique(group, return_inverse=True)[1], lengths)
+    sizes, _ = _sizes(totals, token_budget)
+    return pack(lengths, mesh.size(mesh.row_axes), sizes, len(lengths), example=group, cost=cost).rank
 
 
 def own_micro_batches(
-    batch: Batch,
-    mesh: Mesh,
+    rows: Rows,
     token_budget: int,
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
+    mask: str = "mask",
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of this data rank, each made when it is asked for; micro-batch i takes all ranks about equally
-    long.
+    """The micro-batches of all rows on the ranks that have them, each made when it is asked for.
 
     Every data rank gets the same number of them, because a forward pass may hold collectives over data. One without
     rows is padding, and has no influence on any loss.
 
     Args:
-      batch: all rows; the same on every rank.
       token_budget: tokens of a forward pass; a longer row raises it.
       cost: how the work of a row grows with its length.
+      mask: field that becomes the mask.
     """
-    lengths = batch.length.cpu().numpy()
-    sizes = packed_sizes(token_budget, int(lengths.max()), MULTIPLE)
-    most = sizes[-1] // MULTIPLE + MULTIPLE
-    packing = pack(lengths, mesh.size(mesh.row_axes), sizes, max(most, 1), cost=cost)
-    for rows, size in packing.own(int(mesh.index(mesh.row_axes))):
-        yield micro_batch(batch, lengths, rows, size, most)
+    lengths = rows.lengths
+    sizes, most = _sizes(lengths, token_budget)
+    ranks = rows.mesh.size(rows.mesh.row_axes)
+    yield from packed(rows, pack(lengths, ranks, sizes, most, cost=cost, owner=rows.owner), None, most, mask)
+
+
+def packed(
+    rows: Rows, packing: Packing, part: np.ndarray | None, max_rows: int, mask: str = "mask"
+) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of a packing.
+
+    Args:
+      part: numbers of the rows that the packing is of; None: all.
+    """
+    lengths, own = rows.lengths, rows.own
+    for places, size in packing.own(rows.index):
+        numbers = places if part is None else part[places]
+        yield micro_batch(rows.batch, lengths[own], np.searchsorted(own, numbers), size, max_rows, mask)
+
+
+def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
+    """How many rows a micro-batch has at most."""
+    return _sizes(lengths, token_budget)[1]
+
+
+def _sizes(lengths: np.ndarray, token_budget: int) -> tuple[tuple[int, ...], int]:
+    """Sizes of micro-batches, and how many rows one has at most."""
+    sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE)
+    return sizes, sizes[-1] // MULTIPLE + MULTIPLE
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,25 +145,31 @@ def row_cost(placed: Placed) -> RowCost:
     )
 
 
-def micro_batch(batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int) -> MicroBatch:
+def micro_batch(
+    batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int, mask: str = "mask"
+) -> MicroBatch:
     """Some rows end to end in [1, `size`], in the given order.
 
     Args:
-      lengths: [B] tokens of each row.
-      rows: numbers of the rows, at most `max_rows`, which fixes the shape of `offsets`.
+      batch: its per-token fields are of this rank's rows.
+      lengths: [b] tokens of each of these.
+      rows: their places, at most `max_rows`, which fixes the shape of `offsets`.
+      mask: field that becomes the mask.
     """
     device, fields = batch.tokens.device, as_dict(batch)
+    fields = {n: x for n, x in (fields | {"mask": fields[mask]}).items() if n in PER_TOKEN}
+    if not len(batch.tokens):  # a rank without rows computes padding
+        fields = {n: x.new_zeros(1, 1, *x.shape[2:]) for n, x in fields.items()}
     at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows).to(device)
-    packed = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items() if n in PER_TOKEN}
-    inner = packed.get("segments")
+    laid = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
+    inner = laid.get("segments")
     if inner is None:
         segments, offsets = at.segments, at.offsets
     else:  # the row's own sequences, numbered on from row to row
         segments = torch.where(at.used, inner + PARTS_OF_A_ROW * (at.segments - 1), 0)
         offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
-    positions = packed.get("positions", at.positions)
-    packed |= {"positions": positions, "segments": segments, "offsets": offsets}
-    return MicroBatch(torch.from_numpy(rows).to(device), at, Batch(**packed))
+    laid |= {"positions": laid.get("positions", at.positions), "segments": segments, "offsets": offsets}
+    return MicroBatch(torch.from_numpy(rows).to(device), at, Batch(**laid))
 
 
 PER_TOKEN = frozenset(token_fields())

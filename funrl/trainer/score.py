@@ -10,10 +10,10 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch
 from funrl.data.micro_batch import unpack_tokens
-from funrl.mesh.sums import psum_tree
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
+from funrl.trainer.rows import Rows
 
 TOKEN_SCORES = ("logp", "entropy", "sum_pi_squared")
 
@@ -21,16 +21,15 @@ TOKEN_SCORES = ("logp", "entropy", "sum_pi_squared")
 def score(
     roles: Mapping[str, Role],
     params: Mapping[str, trees.Tree],
-    batch: Batch,
+    rows: Rows,
     token_budget: int = 16384,
     clock: Clock | None = None,
-) -> Batch:
-    """The batch with the fields that the roles write, without gradient.
+) -> Rows:
+    """The rows with the fields that the roles write, without gradient; each is computed where it is.
 
     Args:
       roles: those without `writes` are passed over.
       params: of each role.
-      batch: all rows; the same on every rank.
       token_budget: tokens in one forward pass of one device.
       clock: told the phases, "score_policy" and so on.
     """
@@ -38,22 +37,21 @@ def score(
     for name, role in roles.items():
         if role.writes:
             with clock.phase(f"score_{name}"):
-                batch = batch._replace(**score_role(role, params[name], batch, token_budget))
-    return batch
+                rows = rows.with_fields(**score_role(role, params[name], rows, token_budget))
+    return rows
 
 
 @torch.no_grad()
-def score_role(role: Role, params: trees.Tree, batch: Batch, token_budget: int) -> dict[str, Tensor]:
-    """The fields that one role writes, [B, T, ...] each, known to all ranks."""
-    mesh, whole = role.placed.mesh, []
-    for piece in own_micro_batches(batch, mesh, token_budget, row_cost(role.placed)):
+def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
+    """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
+    whole: list[Tensor] = []
+    for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)):
         outs = _outputs(role, params, piece.batch)
         if not whole:
-            whole = [out.new_zeros(*batch.tokens.shape, *out.shape[2:]) for out in outs]
+            whole = [out.new_zeros(*rows.batch.tokens.shape, *out.shape[2:]) for out in outs]
         for all_rows, out in zip(whole, outs, strict=True):
             unpack_tokens(out, piece.at, all_rows)
-    # Every row was computed by one data rank and is zero on the others: the sum is the union.
-    return dict(zip(role.writes, psum_tree(whole, mesh, mesh.row_axes), strict=True))
+    return dict(zip(role.writes, whole, strict=True))
 
 
 def _outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:

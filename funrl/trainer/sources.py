@@ -7,20 +7,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Filter
-from funrl.batch import Batch, select
 from funrl.data.prompts import prompt_batch
 from funrl.rollout.completions import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.advantage_phase import on_cpu
 from funrl.trainer.clock import Clock
-from funrl.trainer.generation import Example, Rollout, completion_texts, to_batch
+from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
+from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.rows import Rows, join, on_cpu, take
 from funrl.trainer.score import score
 from funrl.trainer.step import DivergenceError, loss_value
 
@@ -37,7 +38,7 @@ class Source(NamedTuple):
     """
 
     init: Callable[[], trees.Tree]
-    draw: Callable[[trees.Tree, int], tuple[Batch, trees.Tree, dict[str, float]]]
+    draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
 
 
@@ -51,14 +52,6 @@ class Show(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class PromptGroup(NamedTuple):
-    """The rewarded completions of one prompt; `kept` [S] bool, the rows that the filter keeps."""
-
-    example: Example
-    rows: Rollout
-    kept: Tensor
-
-
 class Generation(NamedTuple):
     """What generating needs.
 
@@ -68,7 +61,7 @@ class Generation(NamedTuple):
       prompts, heldout: to train on, and to evaluate on.
       solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation; None: that is not told.
       sampling, eval_sampling: how completions are drawn.
-      rescore: adds what a reward model gives; None: there is none.
+      rescore: (rows, prompts) -> rows with what a reward model gives; None: there is none.
       filter: batch -> [B] bool, rows worth training on; None: all.
       pad: id of the padding token.
       batch_prompts: prompts of a batch.
@@ -85,7 +78,7 @@ class Generation(NamedTuple):
     solved: Callable[[Tensor], Tensor] | None
     sampling: Sampling
     eval_sampling: Sampling
-    rescore: Callable[[Rollout, Sequence[Example]], Rollout] | None = None
+    rescore: Callable[[Rows, Sequence[Example]], Rows] | None = None
     filter: Filter | None = None
     pad: int = 0
     batch_prompts: int = 128
@@ -104,42 +97,51 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """
     g = generation
 
-    def draw(state: trees.Tree, step: int) -> tuple[Batch, trees.Tree, dict[str, float]]:
-        consumed, groups, sampled, passed = state["prompts_consumed"], list[PromptGroup](), 0, 0
+    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        begin = consumed = state["prompts_consumed"]
+        found: list[Chosen] = []
+        sampled = passed = dropped_rows = 0
         for refill in range(g.max_refills if g.filter else 1):
             drawn = prompt_batch(g.prompts, g.batch_prompts, g.seed, consumed)
-            done = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
+            done, rows = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
             if refill == 0 and g.shows(step):
-                _show(g, show, step, drawn[:8], done, g.sampling.samples)
-            found = _groups(g, drawn, done)
-            useful = [group for group in found if group.kept.any()]
+                _show(g, show, step, drawn[:8], done, rows, g.sampling.samples)
+            kept_PS = _kept(g, rows, len(drawn))
+            room = g.batch_prompts - sum(len(one.examples) for one in found)
+            useful = kept_PS.any(1).nonzero()[0]
             consumed, sampled, passed = consumed + len(drawn), sampled + len(drawn), passed + len(useful)
-            groups += useful[: g.batch_prompts - len(groups)]
-            if len(groups) == g.batch_prompts:
+            found.append(_chosen(drawn, rows, useful[:room], kept_PS))
+            dropped_rows += int((~kept_PS[useful[:room]]).sum())
+            if len(useful) >= room:
                 break
+        count = sum(len(one.examples) for one in found)
         metrics = {
             "filter_groups/kept_share": passed / sampled,
             "filter_groups/sampled_prompts": sampled,
             "filter_groups/dropped_prompts": sampled - passed,
-            "filter_groups/surplus_prompts": passed - len(groups),
-            "filter_groups/dropped_rows": sum(int((~group.kept).sum()) for group in groups),
+            "filter_groups/surplus_prompts": passed - count,
+            "filter_groups/dropped_rows": dropped_rows,
         }
-        if not groups:
+        if not count:
             show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
-            groups = [group._replace(kept=torch.ones_like(group.kept)) for group in found]
-        elif len(groups) < g.batch_prompts:
+            found = [_chosen(drawn, rows, np.arange(len(drawn)), np.ones_like(kept_PS))]
+        elif count < g.batch_prompts:
             show.note(
-                f"step {step}: the filter kept {passed} of {sampled} prompts; the batch has {len(groups)} and not "
+                f"step {step}: the filter kept {passed} of {sampled} prompts; the batch has {count} and not "
                 f"{g.batch_prompts}; a --max_refills above {g.max_refills} may fill it"
             )
-        batch = _join(g, groups, consumed, clock)
+        batch = _joined(g, [one for one in found if one.examples], begin, clock)
         return batch, {"prompts_consumed": consumed}, metrics if g.filter else {}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        done = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
-        _show(g, show, step, g.heldout[:8], done, 1)
-        told = {"eval/reward": done.score.mean().item()} if done.scored else {}
-        return told if g.solved is None else told | {"eval/accuracy": g.solved(done.scores).double().mean().item()}
+        done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
+        _show(g, show, step, g.heldout[:8], done, rows, 1)
+        scores, told = rows.batch.get("scores"), {}
+        if scores is not None:
+            told["eval/reward"] = rows.batch.score.double().mean().item()
+        if g.solved is not None and scores is not None:
+            told["eval/accuracy"] = g.solved(scores.double()).double().mean().item()
+        return told
 
     return Source(lambda: {"prompts_consumed": 0}, draw, evaluate)
 
@@ -147,7 +149,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
 def text_source(
     examples: Sequence[Any],
     heldout: Sequence[Any],
-    to_rows: Callable[[Sequence[Any]], Batch],
+    to_rows: Callable[[Sequence[Any]], Rows],
     roles: Mapping[str, Role],
     frozen: Mapping[str, trees.Tree],
     batch_examples: int,
@@ -159,7 +161,7 @@ def text_source(
 
     Args:
       examples, heldout: to train on, and to evaluate on.
-      to_rows: examples -> batch.
+      to_rows: examples -> rows.
       roles, frozen: of the run; the weights of those that do not learn.
       batch_examples: of a batch.
     """
@@ -167,19 +169,19 @@ def text_source(
     scoring = {n: r for n, r in roles.items() if n in frozen}
     held = score(scoring, frozen, to_rows(heldout), token_budget)
 
-    def draw(state: trees.Tree, step: int) -> tuple[Batch, trees.Tree, dict[str, float]]:
+    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
         rows = to_rows(prompt_batch(examples, batch_examples, seed, consumed))
-        tokens = {"perf/total_num_tokens": float(rows.length.sum())}
+        tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
         return rows, {"examples_consumed": consumed + batch_examples}, tokens
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
         with clock.phase("eval"):
-            cost = row_cost(role.placed)
-            pieces = (piece.batch for piece in own_micro_batches(held, role.placed.mesh, token_budget, cost))
+            pieces = (piece.batch for piece in own_micro_batches(held, token_budget, row_cost(role.placed)))
             beside = None if role.companion is None else frozen[role.companion.name]
-            metrics, value = loss_value(role, states[name].params, pieces, role.loss.denominators(held), beside)
+            ((dens, _),) = (total[name] for total in denominators({name: role}, held, [np.arange(len(held.owner))]))
+            metrics, value = loss_value(role, states[name].params, pieces, dens, beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise DivergenceError(f"the held-out loss is {value.item()} {when}")
@@ -191,41 +193,58 @@ def text_source(
 
 def _rolled(
     g: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
-) -> Rollout:
-    """Completions with all their rewards. Phases of the clock are "generate" and "score_reward_model", or the one."""
+) -> tuple[Rollout, Rows]:
+    """Completions, and their rows with all rewards. Phases are "generate" and "score_reward_model", or `phase`."""
     with clock.phase(phase or "generate"):
         done = g.roll(examples, sampling, seed)
+        rows = to_rows(examples, done, sampling, g.pad)
     if g.rescore is None:
-        return done
+        return done, rows
     with clock.phase(phase or "score_reward_model"):
-        return g.rescore(done, examples)
+        return done, g.rescore(rows, examples)
 
 
-def _groups(g: Generation, examples: Sequence[Example], done: Rollout) -> list[PromptGroup]:
-    """The completions by prompt, with the rows that the filter keeps."""
-    samples = g.sampling.samples
-    kept = torch.ones(len(done.score), dtype=torch.bool)
-    if g.filter is not None:
-        kept = g.filter(on_cpu(to_batch(examples, done, g.sampling, g.pad, 0)))
-    kept = kept.to(done.score.device).view(len(examples), samples)
-    rows = [trees.map(lambda x, i=i: x[i * samples : (i + 1) * samples], done) for i in range(len(examples))]
-    return [PromptGroup(*group) for group in zip(examples, rows, kept, strict=True)]
+def _kept(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, the rows that the filter keeps."""
+    if g.filter is None:
+        return np.ones((prompts, g.sampling.samples), dtype=bool)
+    return g.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, g.sampling.samples)
 
 
-def _join(g: Generation, groups: Sequence[PromptGroup], first_group: int, clock: Clock) -> Batch:
-    """The kept rows of the groups as a batch."""
-    examples = [group.example for group in groups]
-    done = trees.map(lambda *xs: torch.cat(xs), *[group.rows for group in groups])
-    batch = to_batch(examples, done, g.sampling, g.pad, first_group)
-    if g.greedy_baseline:
-        greedy = _rolled(g, clock, examples, dataclasses.replace(g.sampling, greedy=True, samples=1), 0)
-        batch = batch._replace(greedy_score=greedy.score.to(batch.score).repeat_interleave(g.sampling.samples))
-    kept = torch.cat([group.kept for group in groups])
-    return batch if kept.all() else select(batch, kept)
+class Chosen(NamedTuple):
+    """Prompts that the batch takes, their rows, and the samples of each that are kept."""
+
+    examples: list[Example]
+    rows: Rows
+    samples: np.ndarray
 
 
-def _show(g: Generation, show: Show, step: int, examples: Sequence[Example], done: Rollout, samples: int) -> None:
+def _chosen(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
+    """The kept rows of some prompts."""
+    samples = kept_PS.shape[1]
+    numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
+    return Chosen([examples[i] for i in prompts], take(rows, numbers), kept_PS[prompts].sum(1))
+
+
+def _joined(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock) -> Rows:
+    """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps."""
+    rows, counts = join([one.rows for one in found]), np.concatenate([one.samples for one in found])
+    device = rows.batch.group.device
+    rows = rows.with_fields(group=torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device))
+    if not g.greedy_baseline:
+        return rows
+    examples = [example for one in found for example in one.examples]
+    _, greedy = _rolled(g, clock, examples, dataclasses.replace(g.sampling, greedy=True, samples=1), 0)
+    scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
+    return rows.with_fields(greedy_score=scores.to(rows.batch.score))
+
+
+def _show(
+    g: Generation, show: Show, step: int, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
+) -> None:
     """The first sample of each of the first prompts."""
-    first = trees.map(lambda x: x[: len(examples) * samples : samples], done)
-    texts = completion_texts(first.completions, g.decode, [e.tokens[-1] for e in examples])
-    show.samples(step, examples, texts, first.score.tolist() if first.scored else [None] * len(texts))
+    numbers = [i * samples for i in range(len(examples))]
+    texts = first_texts(done, numbers, g.decode, [e.tokens[-1] for e in examples])
+    score_B = rows.batch.get("score")
+    scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
+    show.samples(step, examples, texts, scores)

@@ -149,7 +149,7 @@ def engine_gap(batch: Batch) -> dict[str, Metric]:
     gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), batch.mask)
     return {
         "rollout/logprob_gap_mean": token_mean_of(gap_BT, batch.mask),
-        "rollout/logprob_gap_max": Max(gap_BT.max()),
+        "rollout/logprob_gap_max": Max(gap_BT.max() if gap_BT.numel() else gap_BT.new_zeros(())),
     }
 
 

@@ -34,9 +34,11 @@ from funrl.models.placed import Placed
 from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.job import Job
-from funrl.trainer.learn import update
+from funrl.trainer.learn import learn
+from funrl.trainer.micro import plan_epoch, row_cost
 from funrl.trainer.observing import WarmstartObserver
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.rows import split
 
 BATCH = 128  # demonstrations a step
 LR = 3e-3
@@ -84,13 +86,15 @@ def supervise(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObs
     )
     loss = reduce(negative_log_likelihood(), token_mean())
     role = Role(placed, loss=loss, optimizer=optimizer, metric="train/loss")
-    state = RoleState(weights, optimizer.init(weights))
+    states = {"policy": RoleState(weights, optimizer.init(weights))}
+    budget, mesh, cost = job.settings.token_budget, placed.mesh, row_cost(placed)
     for step in range(1, steps + 1):
-        rows = demonstration_batch(job, step, placed.mesh.device)
-        state, metrics = update(role, state, rows, job.settings.token_budget, f"warm start, step {step}")
+        batch = demonstration_batch(job, step, mesh.device)
+        plan = plan_epoch(batch.length.cpu().numpy(), mesh.size(mesh.row_axes), 1, 0, step, 0, budget, cost)
+        states, metrics = learn({"policy": role}, states, split(batch, plan.to, mesh), step, token_budget=budget)
         if step % 10 == 0 or step == steps:
-            stage.supervised(step, steps, {"train/loss": metrics["train/loss"].item()})
-    return state.params
+            stage.supervised(step, steps, {"train/loss": metrics["train/loss"]})
+    return states["policy"].params
 
 
 def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:

@@ -3,12 +3,15 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from funrl import trees
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
+from funrl.batch import FIELDS, Batch, as_dict
+from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import STORED, layouts
@@ -16,6 +19,7 @@ from funrl.models import decoder_model, with_value_head
 from funrl.trainer import loop
 from funrl.trainer.build import sync
 from funrl.trainer.job import prepare
+from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.settings import Settings
 from funrl.trainer.step import gradient
@@ -108,20 +112,35 @@ class Gradient(NamedTuple):
     metrics: dict[str, float]
 
 
-def gradients(run, state, batch, token_budget=None):
-    """The gradients of every role that learns, over all rows of a batch."""
+def gradients(run, state, rows, token_budget=None):
+    """The gradients of every role that learns, over all rows."""
     found = {}
     for name, role in run.parts.roles.items():
         if role.loss is not None:
-            rows = batch._replace(mask=getattr(batch, role.mask))
-            pieces = own_micro_batches(rows, run.parts.mesh, token_budget or run.job.settings.token_budget)
-            dens = role.loss.denominators(rows)
-            rows_of_rank = [piece.batch for piece in pieces]
+            budget = token_budget or run.job.settings.token_budget
+            ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
+            rows_of_rank = [piece.batch for piece in own_micro_batches(rows, budget, mask=role.mask)]
             beside = None if role.companion is None else run.frozen[role.companion.name]
             grads, metrics, loss = gradient(role, state.roles[name].params, rows_of_rank, dens, beside)
             whole = unshard(grads, role.placed.stored, run.parts.mesh)
             found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
     return found
+
+
+def whole_batch(rows):
+    """The rows of all ranks as one batch, in the order of their numbers; its fields as wide as the longest row."""
+    width = -(-int(rows.lengths.max()) // 8) * 8
+    fields = as_dict(rows.batch)
+    tokens = {name: x for name, x in fields.items() if FIELDS[name].kind != "row"}
+    mine = dict(zip(rows.own.tolist(), range(len(rows.own)), strict=True))
+    parts = gather_objects({number: {n: x[i] for n, x in tokens.items()} for number, i in mine.items()}, rows.mesh)
+    known = {number: row for part in parts for number, row in part.items()}
+
+    def widened(x):
+        return torch.nn.functional.pad(x[:width], (*(0, 0) * (x.ndim - 1), 0, max(0, width - len(x))))
+
+    whole = {n: torch.stack([widened(known[i][n]) for i in range(len(rows.owner))]) for n in tokens}
+    return Batch(**{name: whole.get(name, x) for name, x in fields.items()})
 
 
 def whole_weights(run, state):
@@ -138,7 +157,7 @@ def steps_program(job, steps):
         batches, grads, metrics = [], [], []
         for _ in range(steps):
             batch, state, told = scored_batch(run, state)
-            batches.append(batch)
+            batches.append(whole_batch(batch))
             grads.append(gradients(run, state, batch))
             state, learned = loop.learn_batch(run, state, batch)
             state = sync(run.parts, state)

@@ -45,7 +45,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
         compared_BT = torch.where(rows_BT > 1, signal.x - baseline_BT, lonely_BT)
         return signal._replace(x=where_masked(compared_BT, mask_BT & (groups.size > 1)[:, None])), state
 
-    return Advantage(lambda: (), update)
+    return Advantage(lambda: (), update, whole_groups=True)
 
 
 def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
@@ -125,4 +125,4 @@ def label_outcomes() -> Advantage:
         label_BT = where_masked(batch.across.own(score_B)[:, None].expand(batch.mask.shape), batch.mask)
         return signal._replace(extra=signal.extra | {"label": label_BT}), state
 
-    return Advantage(lambda: (), update)
+    return Advantage(lambda: (), update, whole_groups=True)
