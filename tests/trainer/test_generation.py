@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
-from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job
+from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job, whole_batch
 
 from funrl import trees
 from funrl.algos import corrected, mask_truncated, unequal_scores
@@ -17,7 +18,7 @@ from funrl.models.model import Inputs
 from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Sampling
 from funrl.trainer import loop
-from funrl.trainer.generation import Example, Rollout, completion_texts, rollout, to_batch
+from funrl.trainer.generation import Example, Rollout, completion_texts, first_texts, rollout, to_rows
 from funrl.trainer.loop import draw, learn_batch
 
 # Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
@@ -30,12 +31,15 @@ DONE = Completions(
     finished=torch.tensor([False, True, True, False]),
 )
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.25, 0.0]], dtype=torch.float64)
-ROLLOUT = Rollout(DONE, SCORES @ torch.tensor([1.0, 0.5], dtype=torch.float64), SCORES)
+ROLLOUT = Rollout(
+    DONE, DONE.lengths, DONE.finished, SCORES @ torch.tensor([1.0, 0.5], dtype=torch.float64), SCORES,
+    np.zeros(4, dtype=np.int64), single(),
+)  # fmt: skip
 SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
 
 
 def test_position_t_of_a_batch_speaks_of_token_t():
-    batch = to_batch(EXAMPLES, ROLLOUT, SAMPLING, pad=0, first_group=40)
+    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING, pad=0, first_group=40).batch
     assert batch.tokens.shape == (4, 16)  # 7 + 3 tokens at most, rounded up to a multiple of 8
     assert batch.tokens[1].tolist() == [5, 6, 9] + [0] * 13
     assert batch.tokens[3].tolist() == [7, 8, 4, 3, 2, 6, 5, 15, 16, 17] + [0] * 6
@@ -53,7 +57,7 @@ def test_position_t_of_a_batch_speaks_of_token_t():
 
 def test_the_model_s_own_distribution_is_reported_where_tokens_were_truncated_away():
     for sampling in (Sampling(top_k=3, samples=2, stop=(9,)), Sampling(top_p=0.9, samples=2, stop=(9,))):
-        batch = to_batch(EXAMPLES, ROLLOUT, sampling, 0, 0)
+        batch = to_rows(EXAMPLES, ROLLOUT, sampling, 0, 0).batch
         assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
 
 
@@ -78,13 +82,14 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count):
 
     def program(mesh):
         score = lambda rows, texts: [[r.fields["n"], len(t)] for r, t in zip(rows, texts, strict=True)]  # noqa: E731
-        return rollout(Echo(), examples, SAMPLING, 0, score, lambda ids: "x" * len(ids), mesh, (1.0, 0.01))
+        done = rollout(Echo(), examples, SAMPLING, 0, score, lambda ids: "x" * len(ids), mesh, (1.0, 0.01))
+        rows = to_rows(examples, done, SAMPLING, pad=0)
+        return whole_batch(rows), first_texts(done, range(0, 2 * count, 2), str, [0] * count)
 
-    whole = launch(program, parse("dp3,tp2"), "cpu")
-    expected = program(single())
-    for a, b in zip((*whole.completions, *whole[1:]), (*expected.completions, *expected[1:]), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, torch.nn.functional.pad(b, (0, a.shape[-1] - b.shape[-1])) if a.ndim == 2 else b)
+    (whole, texts), (expected, others) = launch(program, parse("dp3,tp2"), "cpu"), program(single())
+    assert texts == others
+    for name in expected.names():
+        assert whole.get(name).dtype == expected.get(name).dtype and torch.equal(whole.get(name), expected.get(name))
     assert whole.score.tolist() == [
         e.fields["n"] + 0.01 * n for e in examples for n in [len(e.tokens) - (len(e.tokens) > 1)] * 2
     ]
@@ -120,7 +125,8 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
 def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
     job = small_job(dtype=dtype, max_new_tokens=12, **settings)
     run, state = begin(job, single())
-    batch, _, metrics = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
+    batch = rows.batch
     assert batch.mask.sum() > 20
     assert (batch.old_logp - batch.rollout_logp).abs()[batch.mask].max() < bound
     assert metrics["rollout/logprob_gap_max"] < bound
@@ -131,7 +137,7 @@ def test_old_log_probabilities_are_those_of_the_plain_model():
     """Token by token, from the softmax of the logits of the tokens before it, without batching."""
     job = small_job(temperature=0.7)
     run, state = begin(job, single())
-    batch, _, _ = scored_batch(run, state)
+    batch = scored_batch(run, state)[0].batch
     model, params = job.model, state.roles["policy"].params
     for row in range(4):
         n = int(batch.length[row])
@@ -144,7 +150,8 @@ def test_old_log_probabilities_are_those_of_the_plain_model():
 def test_rewards_and_samples_stay_with_their_prompts():
     job = small_job(reward=lambda prompt, completion, **fields: len(prompt) + len(completion) / 10)
     run, state = begin(job, single())
-    batch, after, _ = scored_batch(run, state)
+    rows, after, _ = scored_batch(run, state)
+    batch = rows.batch
     drawn = prompt_batch(job.task.prompts, 4, 0, 0)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     for row, (tokens, mask) in enumerate(zip(batch.tokens, batch.mask, strict=True)):
@@ -196,7 +203,8 @@ def filtered(keep=None):
 def test_refills_replace_what_the_filter_drops():
     job = small_job(filtered, max_refills=40)
     run, state = begin(job, single())
-    batch, after, metrics = draw(run, state)
+    rows, after, metrics = draw(run, state)
+    batch = rows.batch
     assert batch.tokens.shape[0] == 8
     assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
     assert metrics["filter_groups/sampled_prompts"] == after.source["prompts_consumed"] > 4  # some were thrown away
@@ -211,7 +219,8 @@ def test_refills_are_bounded_and_a_short_batch_is_reported():
     job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
     show = Quiet()
     run, state = begin(job, single(), show)
-    batch, after, metrics = draw(run, state)
+    rows, after, metrics = draw(run, state)
+    batch = rows.batch
     assert after.source["prompts_consumed"] == 3 * 4
     assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
     assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
@@ -235,7 +244,8 @@ def test_what_is_sampled_and_not_used_is_counted():
     job = small_job(lambda: filtered(keep))
     show = Quiet()
     run, state = begin(job, single(), show)
-    batch, _, metrics = draw(run, state)
+    rows, _, metrics = draw(run, state)
+    batch = rows.batch
     # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
     assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
     assert len(batch.tokens) == 7 and show.notes == []
@@ -248,11 +258,11 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
     job = small_job(lambda: corrected(compose(), mask_truncated()))
     run, state = begin(job, single())
     for cut in (False, True):
-        batch, state, _ = draw(run, state)
-        batch = batch._replace(truncated=torch.full_like(batch.truncated, cut))
-        batch, state, scored = loop.score_batch(run, state, batch)
+        rows, state, _ = draw(run, state)
+        rows = rows.with_fields(truncated=torch.full_like(rows.batch.truncated, cut))
+        rows, state, scored = loop.score_batch(run, state, rows)
         before = trees.clone(state.roles)
-        state, learned = learn_batch(run, state, batch)
+        state, learned = learn_batch(run, state, rows)
         same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(state.roles), strict=True))
         assert same == cut
         assert all(map(math.isfinite, (scored | learned).values()))
@@ -264,7 +274,8 @@ def test_a_filter_that_drops_everything_is_said_and_ends():
     job = small_job(lambda: filtered(lambda batch: torch.zeros(len(batch.score), dtype=torch.bool)), max_refills=2)
     show = Quiet()
     run, state = begin(job, single(), show)
-    batch, after, metrics = draw(run, state)
+    rows, after, metrics = draw(run, state)
+    batch = rows.batch
     assert after.source["prompts_consumed"] == 8 and len(batch.tokens) == 8
     assert any("dropped all of 8" in note for note in show.notes)
     assert metrics["filter_groups/kept_share"] == 0
@@ -274,12 +285,13 @@ def test_a_filter_of_rows_leaves_groups_of_unequal_sizes_that_train():
     """Every third row is dropped: groups keep two samples or one, and the rows keep their own rewards."""
     job = small_job(lambda: filtered(lambda batch: torch.arange(len(batch.score)) % 3 != 2))
     run, state = begin(job, single())
-    batch, state, _ = scored_batch(run, state)
+    rows, state, _ = scored_batch(run, state)
+    batch = rows.batch
     assert [batch.group.tolist().count(g) for g in sorted(set(batch.group.tolist()))] == [2, 1, 1, 2]
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     texts = [decode(t[m].tolist()) for t, m in zip(batch.tokens, batch.mask, strict=True)]
     assert batch.score.tolist() == [digits_reward("", text) for text in texts]
-    _, learned = learn_batch(run, state, batch)
+    _, learned = learn_batch(run, state, rows)
     assert math.isfinite(learned["actor/grad_norm"])
 
 
@@ -288,7 +300,7 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
     def program(job):
         def run(mesh):
             started, state = begin(job, mesh)
-            return draw(started, state)[0]
+            return whole_batch(draw(started, state)[0])
 
         return run
 
@@ -300,6 +312,7 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
 def test_without_a_filter_nothing_is_sampled_twice():
     job = small_job(PPO)
     run, state = begin(job, single())
-    batch, after, metrics = draw(run, state)
+    rows, after, metrics = draw(run, state)
+    batch = rows.batch
     assert metrics == {} and after.source == {"prompts_consumed": 4}
     assert math.isclose(batch.rollout_logp[batch.mask].exp().mean().item(), 1 / 16, rel_tol=0.5)  # nearly uniform

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch._dynamo  # checkpointing imports it: here once, and not in every rank
-from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job
+from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job, whole_batch
 
 from funrl import trees
 from funrl.mesh.launch import launch
@@ -48,7 +48,8 @@ def _of_reference(job, mesh):
     run, state = begin(job, mesh)
     weights = [*(state.roles[name].params for name in ("policy", "critic")), run.frozen["reference"]]
     memory = [x.untyped_storage().data_ptr() for tree in weights for x in trees.leaves(tree)]
-    batch, state, _ = scored_batch(run, state)
+    rows, state, _ = scored_batch(run, state)
+    batch = whole_batch(rows)
     dtypes = [{x.dtype for x in trees.leaves(tree)} for tree in weights]
     return batch.old_logp, batch.ref_logp, dtypes, len(memory) == len(set(memory))
 

@@ -29,7 +29,7 @@ def some_steps(mode):
         grads = gradients(run, state, batch, token_budget=64 + 32 * step)  # micro-batches of other sizes
         state, learned = learn_batch(run, state, batch)
         state = sync(run.parts, state)
-        done.append((batch, grads, metrics | learned))
+        done.append((batch.batch, grads, metrics | learned))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return done, graphs
 

@@ -74,7 +74,8 @@ def test_all_recipes_are_here():
 def test_a_step_provides_what_an_algorithm_reads_and_computes_nothing_else(name, teacher):
     algorithm = MAKERS[name]()
     run, state = start(MAKERS[name], **taught(algorithm, teacher))
-    batch, state, _ = scored_batch(run, state)
+    rows, state, _ = scored_batch(run, state)
+    batch = rows.batch
     needed = reads(algorithm).required
     for field in needed - set(fields_by("step")):
         x = getattr(batch, field)
@@ -82,7 +83,7 @@ def test_a_step_provides_what_an_algorithm_reads_and_computes_nothing_else(name,
     ids = {"teacher_topk"} if "topk_logp" in needed else set()
     for field in COMPUTED:
         assert (field in batch.names()) == (field in needed | ids), field
-    _, metrics = loop.learn_batch(run, state, batch)
+    _, metrics = loop.learn_batch(run, state, rows)
     assert all(x == x for x in metrics.values()), metrics
 
 
@@ -138,10 +139,10 @@ def test_a_flag_that_would_do_nothing_is_refused(flags, make):
 def test_a_teacher_scores_by_its_own_weights_and_a_copy_of_the_policy_as_the_policy(teacher, tmp_path):
     run, state = start(distillation, teacher=teacher)
     hf.save(tmp_path, run.job.model, state.roles["policy"].params, arithmetic.tokenizer())
-    batch, _, _ = scored_batch(run, state)
+    batch = scored_batch(run, state)[0].batch
     assert (batch.teacher_logp - batch.rollout_logp)[batch.mask].abs().max() > 1e-3
     run, state = start(distillation, teacher=str(tmp_path))
-    copy, _, _ = scored_batch(run, state)
+    copy = scored_batch(run, state)[0].batch
     torch.testing.assert_close(copy.teacher_logp, copy.rollout_logp, rtol=0, atol=1e-5)
 
 
@@ -151,14 +152,15 @@ def test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it(teacher
         check_algorithm(make(), Settings())
     for k in (3, 64):
         run, state = start(make, teacher=teacher, teacher_top_k=k, lr=1e-2, minibatches=1)
-        batch, state, _ = scored_batch(run, state)
+        rows, state, _ = scored_batch(run, state)
+        batch = rows.batch
         assert "teacher_logp" not in batch.names() and "old_logp" not in batch.names()
         expected = (*batch.tokens.shape, min(k, TINY.config.vocab))
         assert batch.teacher_topk.shape == batch.teacher_topk_logp.shape == expected
         assert (batch.teacher_topk_logp.diff(dim=-1)[batch.mask] <= 0).all()
         losses = []
         for _ in range(12):
-            state, metrics = loop.learn_batch(run, state, batch)
+            state, metrics = loop.learn_batch(run, state, rows)
             losses.append(metrics["distillation/loss"])
         assert losses[-1] < 0.5 * losses[0]
     assert metrics["distillation/teacher_mass"] == pytest.approx(1, abs=1e-5)  # all tokens
@@ -182,7 +184,8 @@ def test_old_entropy_is_that_of_the_policy():
         return dataclasses.replace(grpo(kl_coef=0), advantage=chain(adapt_entropy(1.0, 0.1), grpo().advantage))
 
     run, state = start(make)
-    batch, _, metrics = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
+    batch = rows.batch
     entropy = batch.old_entropy[batch.mask]
     assert ((entropy > 0) & (entropy <= torch.tensor(float(TINY.config.vocab)).log() + 1e-5)).all()
     # The mean of -log p over samples estimates it.
@@ -198,7 +201,8 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
     both = ",".join(f"{tmp_path / 'two_rewards.py'}:{f}" for f in ("first", "second"))
     flags = {"prompts": str(tmp_path / "prompts.jsonl"), "reward": both, "warmstart_steps": 0, "max_new_tokens": 4}
     run, state = start(gdpo, **flags, reward_weights="2,-0.5")
-    batch, _, metrics = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
+    batch = rows.batch
     torch.testing.assert_close(batch.score, batch.scores @ torch.tensor([2.0, -0.5]))
     assert batch.scores.shape == (8, 2) and (batch.scores[:, 1] == 4).all()
     assert metrics["reward/2/mean"] == 4 and metrics["reward/1/mean"] == batch.scores[:, 0].mean().item()
@@ -210,10 +214,11 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
 
 def test_the_implicit_reward_model_begins_as_the_policy_and_learns_on_its_own():
     run, state = start(prime)
-    batch, state, _ = scored_batch(run, state)
+    rows, state, _ = scored_batch(run, state)
+    batch = rows.batch
     torch.testing.assert_close(batch.implicit_logp, batch.ref_logp)
     before, reference = (trees.clone(tree) for tree in (state.roles["implicit_reward"].params, run.frozen["reference"]))
-    state, metrics = loop.learn_batch(run, state, batch)
+    state, metrics = loop.learn_batch(run, state, rows)
     assert {"implicit_reward/loss", "implicit_reward/grad_norm"} <= set(metrics)
     after = state.roles["implicit_reward"].params
     assert not all(map(torch.equal, trees.leaves(before), trees.leaves(after)))
@@ -226,11 +231,11 @@ def test_the_implicit_reward_model_learns_from_whole_completions_whatever_is_rej
     for pieces in ((), (mask_truncated(),)):
         make = lambda pieces=pieces: corrected(dataclasses.replace(prime(), filter=None), *pieces)  # noqa: E731
         run, state = start(make)
-        batch, state, _ = loop.draw(run, state)
-        batch = batch._replace(truncated=torch.arange(len(batch.tokens)) % 2 == 0)
-        batch, state, _ = loop.score_batch(run, state, batch)
-        assert batch.sampled.sum() > batch.mask.sum() or not pieces
-        state, metrics = loop.learn_batch(run, state, batch)
+        rows, state, _ = loop.draw(run, state)
+        rows = rows.with_fields(truncated=torch.arange(len(rows.owner)) % 2 == 0)
+        rows, state, _ = loop.score_batch(run, state, rows)
+        assert rows.batch.sampled.sum() > rows.batch.mask.sum() or not pieces
+        state, metrics = loop.learn_batch(run, state, rows)
         params = trees.leaves(state.roles["implicit_reward"].params)
         ends.append((params, metrics["implicit_reward/loss"], metrics["actor/pg_loss"]))
     assert all(map(torch.equal, ends[0][0], ends[1][0])) and ends[0][1] == ends[1][1]
@@ -261,7 +266,7 @@ def test_the_state_of_a_controller_goes_from_step_to_step():
 def test_a_filter_drops_single_rows_too():
     half = lambda batch: torch.arange(len(batch.score)) % 2 == 0  # noqa: E731
     run, state = start(lambda: dataclasses.replace(grpo(), filter=half))
-    batch, _, _ = loop.draw(run, state)
+    batch = loop.draw(run, state)[0].batch
     assert len(batch.tokens) == 4 and len(set(batch.group.tolist())) == 4
 
 

@@ -32,9 +32,9 @@ def two_steps(compose, mesh, score_old):
             run = run._replace(parts=run.parts._replace(roles=roles))
         told = []
         for _ in range(2):
-            batch, state, metrics = scored_batch(run, state)
-            assert ("old_logp" in batch.names()) == score_old
-            state, learned = learn_batch(run, state, batch)
+            rows, state, metrics = scored_batch(run, state)
+            assert ("old_logp" in rows.batch.names()) == score_old
+            state, learned = learn_batch(run, state, rows)
             state = sync(run.parts, state)
             told.append(metrics | learned)
         return told, whole_weights(run, state)
@@ -57,11 +57,12 @@ def test_a_pass_less_gives_the_same_updates_and_metrics(name, mesh):
 def test_the_gap_to_the_engine_is_that_of_the_worst_token():
     job = small_job(GRPO, minibatches=1, samples_per_prompt=3, token_budget=BUDGET)
     run, state = begin(job, single())
-    batch, state, _ = scored_batch(run, state)
+    rows, state, _ = scored_batch(run, state)
+    batch = rows.batch
     row, column = batch.mask.nonzero()[5].tolist()
     off = torch.zeros_like(batch.rollout_logp)
     off[row, column] = 0.25
-    _, metrics = learn_batch(run, state, batch._replace(rollout_logp=batch.rollout_logp + off))
+    _, metrics = learn_batch(run, state, rows.with_fields(rollout_logp=batch.rollout_logp + off))
     assert metrics["rollout/logprob_gap_max"] == pytest.approx(0.25, abs=1e-9)
     assert metrics["rollout/logprob_gap_mean"] == pytest.approx(0.25 / batch.mask.sum().item(), abs=1e-9)
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from small_runs import GRPO, PPO, assert_same, assert_same_gradients, begin, gap, gradients, run_steps, small_job
@@ -10,13 +11,14 @@ from small_runs import scored_batch as scored_of
 
 from funrl import trees
 from funrl.algos.core import Loss, Sum, token_mean_of
-from funrl.batch import Batch, map_fields, select, token_fields
+from funrl.batch import Batch, map_fields, token_fields
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import Layout, shard
 from funrl.trainer.build import build
 from funrl.trainer.micro import mini_batches, own_micro_batches
 from funrl.trainer.roles import Role
+from funrl.trainer.rows import split, take
 from funrl.trainer.score import score_role
 from funrl.trainer.step import gradient
 
@@ -32,9 +34,9 @@ def scored(compose, mesh="dp1"):
     job = job._replace(task=job.task._replace(prompts=[*map(longer, job.task.prompts[:40])]))
     run, state = begin(job, single())
     state = state._replace(roles={n: r._replace(params=trees.map(jiggle, r.params)) for n, r in state.roles.items()})
-    batch, state, _ = scored_of(run, state)
-    assert len(set(batch.length.tolist())) > 4 and batch.tokens.shape[1] > 16
-    return run, state, batch
+    rows, state, _ = scored_of(run, state)
+    assert len(set(rows.lengths.tolist())) > 4 and rows.batch.tokens.shape[1] > 16
+    return run, state, rows
 
 
 def longer(example):
@@ -70,45 +72,45 @@ def norm(tree):
 
 @compositions()
 def test_micro_batches_change_nothing(compose):
-    run, state, batch = scored(compose)
+    run, state, rows = scored(compose)
     state = moved(state)
-    whole = gradients(run, state, batch, MANY)
+    whole = gradients(run, state, rows, MANY)
     assert all(norm(one.tree) > 1e-2 for one in whole.values())
     for budget in (1, FEW, 100):
-        assert_equal(gradients(run, state, batch, budget), whole)
+        assert_equal(gradients(run, state, rows, budget), whole)
 
 
 @compositions()
 def test_padding_changes_nothing(compose):
     """Wider rows, other pad tokens, and anything at all in the fields outside of the mask."""
-    run, state, batch = scored(compose)
+    run, state, rows = scored(compose)
     state = moved(state)
-    whole = gradients(run, state, batch, MANY)
-    at_T = torch.arange(batch.tokens.shape[1] + 24)
+    whole = gradients(run, state, rows, MANY)
+    at_T = torch.arange(rows.batch.tokens.shape[1] + 24)
 
     def widen(name, x):
         filler = 7 if x.dtype == torch.int64 else False if x.dtype == torch.bool else float("nan")
         return torch.nn.functional.pad(x, (0, 24), value=filler) if name in token_fields() else x
 
-    wide = map_fields(widen, batch)
-    beyond = at_T >= batch.length[:, None]
-    wide = wide._replace(tokens=torch.where(beyond, 11, wide.tokens))
+    wide = map_fields(widen, rows.batch)
+    beyond = at_T >= wide.length[:, None]
+    wide = rows._replace(batch=wide._replace(tokens=torch.where(beyond, 11, wide.tokens)))
     for budget in (MANY, FEW):
         assert_equal(gradients(run, state, wide, budget), whole)
 
 
 @compositions()
 def test_the_order_of_rows_changes_nothing(compose):
-    run, state, batch = scored(compose)
-    order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(0))
-    shuffled = select(batch, order)
-    assert_equal(gradients(run, state, shuffled, 100), gradients(run, state, batch, MANY))
+    run, state, rows = scored(compose)
+    order = torch.randperm(len(rows.owner), generator=torch.Generator().manual_seed(0))
+    shuffled = take(rows, order.numpy())
+    assert_equal(gradients(run, state, shuffled, 100), gradients(run, state, rows, MANY))
 
 
 def test_the_gradient_is_that_of_the_loss_written_out():
     """GRPO on one batch: the mean over rows of the mean over tokens of -min(r A, clip(r) A) + beta k3."""
-    run, state, batch = scored(functools.partial(GRPO, kl_coef=0.1, dual_clip=1e9))
-    state, placed = moved(state), run.parts.roles["policy"].placed
+    run, state, rows = scored(functools.partial(GRPO, kl_coef=0.1, dual_clip=1e9))
+    state, placed, batch = moved(state), run.parts.roles["policy"].placed, rows.batch
 
     def loss(params):
         logp = placed.token_scores(params, Batch(tokens=batch.tokens)).logp
@@ -122,19 +124,19 @@ def test_the_gradient_is_that_of_the_loss_written_out():
         return total, ()
 
     (value, _), grads = trees.value_and_grad(loss)(state.roles["policy"].params)
-    ours = gradients(run, state, batch, 100)["policy"]
+    ours = gradients(run, state, rows, 100)["policy"]
     assert ours.loss.item() == pytest.approx(value.item(), abs=1e-12)
     assert gap(ours.tree, grads) < 1e-12
     assert ours.metrics["actor/pg_clipfrac"] > 0.1  # the clip was at work
 
 
 def test_scores_of_several_micro_batches_are_those_of_one():
-    run, state, batch = scored(PPO)
+    run, state, rows = scored(PPO)
     role = run.parts.roles["policy"]._replace(writes={"old_logp": "logp", "old_entropy": "entropy"})
     params = state.roles["policy"].params
-    one = score_role(role, params, batch, MANY)
+    one, batch = score_role(role, params, rows, MANY), rows.batch
     for budget in (1, FEW, 100):
-        for name, found in score_role(role, params, batch, budget).items():
+        for name, found in score_role(role, params, rows, budget).items():
             assert found.shape == batch.tokens.shape and not found.requires_grad
             assert (found - one[name]).abs().max() < 1e-12
     assert one["old_entropy"][batch.mask].min() > 0
@@ -180,7 +182,8 @@ def hand_gradient(mesh, rows, budget):
     batch, params, _ = by_hand(rows)
     whole = {"w": Layout((5,), ((),), tuple(mesh.sizes.values()))}
     role = Role(Linear(mesh, stored=whole, compute=whole), loss=WEIGHTED)
-    pieces = [piece.batch for piece in own_micro_batches(batch, mesh, budget)]
+    owner = np.arange(rows) % mesh.size(mesh.row_axes)
+    pieces = [piece.batch for piece in own_micro_batches(split(batch, owner, mesh), budget)]
     grads, metrics, loss = gradient(role, params, pieces, WEIGHTED.denominators(batch))
     return grads, {k: float(v) for k, v in metrics.items()}, float(loss)
 
@@ -207,8 +210,8 @@ def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
 @pytest.mark.parametrize("compose", [PPO, GRPO], ids=["ppo", "grpo"])
 def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
     """Two rows on four data ranks, of two tensor ranks each, with real models: two data ranks only keep pace."""
-    run, state, batch = scored(compose)
-    few = select(batch, torch.tensor([0, 7]))
+    run, state, rows = scored(compose)
+    few = take(rows, np.array([0, 7]))
     expected = gradients(run, state, few, MANY)
     sizes = {**run.job.sizes, "data": 4, "tensor": 2}
     job = run.job._replace(sizes=sizes, generate_sizes=sizes)
@@ -219,7 +222,8 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
             name: role._replace(params=shard(role.params, parts.roles[name].placed.stored, mesh))
             for name, role in state.roles.items()
         }
-        return gradients(run._replace(job=job, parts=parts), state._replace(roles=roles), few, 8)
+        there = split(few.batch, np.array([3, 1]), mesh)  # two data ranks have no row
+        return gradients(run._replace(job=job, parts=parts), state._replace(roles=roles), there, 8)
 
     assert_equal(launch(program, sizes, "cpu"), expected, 1e-11)
 
@@ -233,9 +237,7 @@ def test_a_run_whose_mini_batches_have_fewer_rows_than_ranks(mesh):
 
 @pytest.mark.parametrize("rows, minibatches, sizes", [(8, 2, [4, 4]), (9, 6, [2, 2, 2, 1, 1, 1]), (3, 6, [1, 1, 1])])
 def test_a_pass_has_the_mini_batches_of_the_schedule(rows, minibatches, sizes):
-    whole = torch.arange(rows)[:, None]
-    batch = Batch(tokens=whole, mask=torch.ones_like(whole, dtype=torch.bool))
-    parts = mini_batches(batch, minibatches, seed=0, step=1, epoch=0)
-    assert [len(part.tokens) for part in parts] == sizes
-    order = torch.cat([part.tokens for part in parts]).flatten()
-    assert order.tolist() != list(range(rows)) and sorted(order.tolist()) == list(range(rows))
+    parts = mini_batches(rows, minibatches, seed=0, step=1, epoch=0)
+    assert [len(part) for part in parts] == sizes
+    order = np.concatenate(parts).tolist()
+    assert order != list(range(rows)) and sorted(order) == list(range(rows))
