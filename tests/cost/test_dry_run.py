@@ -22,7 +22,7 @@ TEACHED = ("distillation", "gkd")
 
 def trace(job, tokens, rows, real=False):
     parts = build(job, single(), lambda _: None)
-    return dry_run.trace(job, parts, dry_run.full_batch(job, tokens, rows), CPU, real=real)
+    return dry_run.trace_step(job, parts, dry_run.full_batch(job, tokens, rows), CPU, real=real)
 
 
 def assert_alike(found, exact, flops=1e-6):
