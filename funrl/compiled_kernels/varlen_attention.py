@@ -7,6 +7,7 @@ take it, and no graph depends on where sequences begin, for that is data and not
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -123,11 +124,12 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
-    for queries, keys, band in _blocks(offsets, window, q):
+    for block in _blocks(offsets, window, q):
+        band = block.band
         found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q, queries), *_shared(k, v, keys, q), 0.0, band is None, attn_mask=band
+            *_heads_first(block, q, k, v), 0.0, band is None, attn_mask=band
         )
-        out[queries], lse[:, queries] = found[0].transpose(0, 1), sums[0]
+        out[block.queries], lse[:, block.queries] = _tokens_first(found), sums.transpose(0, 1).flatten(1)
     return out, lse, q.new_empty(0, dtype=torch.uint64)
 
 
@@ -145,14 +147,17 @@ def _backward(
     generator: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys, band in _blocks(offsets, window, q):
+    for block in _blocks(offsets, window, q):
+        queries, band = block.queries, block.band
+        d_out_part, out_part = (_segments_of(x, queries, block.count) for x in (d_out, out))
+        sums = lse[:, queries].unflatten(1, (block.count, -1)).transpose(0, 1).contiguous()
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(d_out, queries).contiguous(), _heads_first(q, queries), *_shared(k, v, keys, q),
-            _heads_first(out, queries), lse[None, :, queries].contiguous(), 0.0, band is None, attn_mask=band,
-        )  # fmt: skip
-        d_q[queries] = found[0][0].transpose(0, 1)
+            d_out_part.contiguous(), *_heads_first(block, q, k, v), out_part, sums, 0.0, band is None, attn_mask=band
+        )
+        d_q[queries] = _tokens_first(found[0])
         for whole, part in ((d_k, found[1]), (d_v, found[2])):
-            whole[keys] += part[0].unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+            # Keys within a window are seen by the queries of several blocks.
+            whole[block.keys] = _tokens_first(part) if band is None else whole[block.keys] + _tokens_first(part)
     return d_q, d_k, d_v
 
 
@@ -162,8 +167,8 @@ def _forward_cuda(q, k, v, offsets, window, longest):
         out, lse, generator = flash_kernel().forward(q, k, v, offsets, longest, window)
         return _without_padding(out, offsets), lse, generator
     out = torch.zeros_like(q)
-    for queries, keys, band in _blocks(offsets, window, q):
-        out[queries] = _by_matrix(q[queries], k[keys], v[keys], band)
+    for block in _blocks(offsets, window, q):
+        out[block.queries] = _by_matrix(q[block.queries], k[block.keys], v[block.keys], block)
     return out, q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q)), q.new_empty(0, dtype=torch.uint64)
 
 
@@ -174,10 +179,11 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
         grads = flash_kernel().backward(d_out, q, k, v, out, lse, offsets, longest, window, generator)
         return tuple(_without_padding(grad, offsets) for grad in grads)
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys, band in _blocks(offsets, window, q):
+    for block in _blocks(offsets, window, q):
+        queries, keys = block.queries, block.keys
         with torch.enable_grad():
             q_part, k_part, v_part = (x.detach().requires_grad_() for x in (q[queries], k[keys], v[keys]))
-            out_part = _by_matrix(q_part, k_part, v_part, band)
+            out_part = _by_matrix(q_part, k_part, v_part, block)
             found = torch.autograd.grad(out_part, (q_part, k_part, v_part), d_out[queries])
         d_q[queries] = found[0]
         d_k[keys] += found[1]
@@ -218,38 +224,62 @@ class _VarlenAttention(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _blocks(offsets: Tensor, window: int, q: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that they see, and a mask of 0 and -inf between them; None: as many keys, seen causally.
+class _Block(NamedTuple):
+    """Queries and the keys that they see: of `count` segments of one length, which are a batch, or of part of one.
 
-    A segment is one block, or blocks of `_BLOCK` queries where the window is shorter than the segment.
+    Attributes:
+      band: a mask of 0 and -inf between queries and keys; None: there are as many, and they are seen causally.
     """
-    for part in _segments(offsets):
-        if not 0 < window < part.stop - part.start:
-            yield part, part, None
+
+    queries: slice
+    keys: slice
+    count: int
+    band: Tensor | None
+
+
+def _blocks(offsets: Tensor, window: int, q: Tensor) -> Iterator[_Block]:
+    """All queries: neighbouring segments of one length together, `_BLOCK` of them where the window is shorter."""
+    for length, run in itertools.groupby(_segments(offsets), lambda part: part.stop - part.start):
+        parts = list(run)
+        if not 0 < window < length:
+            whole = slice(parts[0].start, parts[-1].stop)
+            yield _Block(whole, whole, len(parts), None)
             continue
-        for begin in range(part.start, part.stop, _BLOCK):
-            end = min(begin + _BLOCK, part.stop)
-            first = max(part.start, begin - window + 1)
-            behind = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-            band = torch.zeros_like(behind, dtype=q.dtype).masked_fill((behind < 0) | (behind >= window), -torch.inf)
-            yield slice(begin, end), slice(first, end), band
+        for part in parts:
+            for begin in range(part.start, part.stop, _BLOCK):
+                end = min(begin + _BLOCK, part.stop)
+                first = max(part.start, begin - window + 1)
+                behind = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+                band = torch.zeros_like(behind, dtype=q.dtype).masked_fill(
+                    (behind < 0) | (behind >= window), -torch.inf
+                )
+                yield _Block(slice(begin, end), slice(first, end), 1, band)
 
 
-def _heads_first(x_THN: Tensor, part: slice) -> Tensor:
-    return x_THN[part].transpose(0, 1).unsqueeze(0)
+def _segments_of(x_THN: Tensor, part: slice, count: int) -> Tensor:
+    """Part of a row, which is `count` segments, as [count, H, tokens, N]."""
+    return x_THN[part].unflatten(0, (count, -1)).transpose(1, 2)
 
 
-def _shared(k: Tensor, v: Tensor, part: slice, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [1, H, S, N] of a part of the row, each head as often as it is used."""
-    group = q.shape[1] // k.shape[1]
-    return _heads_first(k, part).repeat_interleave(group, 1), _heads_first(v, part).repeat_interleave(group, 1)
+def _tokens_first(x: Tensor) -> Tensor:
+    """The inverse of `_segments_of`."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
-def _by_matrix(q: Tensor, k: Tensor, v: Tensor, band: Tensor | None) -> Tensor:
-    everything = slice(None)
-    keys, values = _shared(k, v, everything, q)
-    out = F.scaled_dot_product_attention(_heads_first(q, everything), keys, values, band, is_causal=band is None)
-    return out[0].transpose(0, 1)
+def _heads_first(block: _Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a block, each [count, heads, tokens, N]."""
+    keys, values = (_segments_of(x, block.keys, block.count) for x in (k, v))
+    return _segments_of(q, block.queries, block.count), keys, values
+
+
+def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> Tensor:
+    """Attention of a block, of which q, k and v are the tokens, by torch's own function."""
+    everything = block._replace(queries=slice(None), keys=slice(None))
+    queries, keys, values = _heads_first(everything, q, k, v)
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (keys, values))
+    return _tokens_first(
+        F.scaled_dot_product_attention(queries, keys, values, block.band, is_causal=block.band is None)
+    )
 
 
 def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ STRUCTURES = {  # tokens of each segment, and padding behind them
     "one": ([23], 0),
     "one token each": ([1, 1, 1], 0),
     "uneven": ([7, 1, 12, 3], 0),
+    "equal neighbours": ([4, 4, 4, 2, 5, 5], 0),
     "empty segments": ([0, 5, 0, 0, 8, 0], 0),
     "padding": ([4, 9, 0], 6),
     "nothing but padding": ([0, 0], 5),
@@ -78,8 +79,8 @@ def test_offsets_from_the_numbers_of_segments():
 
 def test_a_packed_row_is_its_rows_one_at_a_time():
     q, k, v, _ = draw(30)
-    out = varlen_attention(q, k, v, offsets_of([11, 19]))
-    for part in (slice(0, 11), slice(11, 30)):
+    out = varlen_attention(q, k, v, offsets_of([11, 7, 7, 5]))
+    for part in (slice(0, 11), slice(11, 18), slice(18, 25), slice(25, 30)):
         alone = attention(q[:, part], k[:, part], v[:, part], causal=True)
         assert (out[:, part] - alone).abs().max() < 1e-12
         own = varlen_attention(q[:, part], k[:, part], v[:, part], offsets_of([part.stop - part.start]))
