@@ -110,9 +110,9 @@ def test_every_leaf_comes_back_by_name(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path):
     _, state, layouts, path = saved(tmp_path)
     other = small_job(GRPO)
-    run, wrong = loop.begin(other, single(), Quiet())
-    with pytest.raises(CheckpointError, match="state of another run: missing .*, unknown .*critic"):
-        checkpoint.load(path, wrong, checkpoint.state_layouts(run.parts, wrong), single())
+    trainer, wrong = loop.begin(other, single(), Quiet())
+    with pytest.raises(CheckpointError, match=r"state of another run: missing .*, unknown .*critic"):
+        checkpoint.load(path, wrong, checkpoint.state_layouts(trainer.parts, wrong), single())
     (path / checkpoint.NUMBERS).write_text(json.dumps({"step": 7})[:-1])
     with pytest.raises(CheckpointError, match="it cannot be read"):
         checkpoint.load(path, state, layouts, single())

@@ -266,7 +266,7 @@ def test_a_filter_drops_single_rows_too():
 
 
 def test_every_leaf_of_the_state_has_a_name():
-    run, state = start(ppo)
+    _, state = start(ppo)
     names = [name for name, _ in trees.named(state)]
     assert len(set(names)) == len(names)
     for part in ("roles/policy/params/layers/0/attn/q", "roles/critic/params/value", "source/prompts_consumed", "step"):

@@ -7,6 +7,7 @@ here none does.
 
 Example:
   >>> loss, mask = torch.tensor([[1.0, 2.0], [6.0, 7.0]]), torch.tensor([[True, True], [True, False]])
+  >>> from funrl.algos.core import value_of
   >>> forms = token_mean(), token_sum(), sequence_mean(), sequence_sum_mean()
   >>> [value_of(form.numerators(loss, mask, None), form.denominators(mask, None)).item() for form in forms]
   [3.0, 9.0, 3.75, 4.5]
