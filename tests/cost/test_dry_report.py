@@ -117,7 +117,12 @@ def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
     assert main("dapo", ["dapo", *flags]) == 0
     said = capsys.readouterr().out
-    for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "the time of its copies"):
+    for words in (
+        "rewards, gathering completions, tokenizer, files",
+        "evaluation every 7 steps",
+        "7 more batches",
+        "the time of its copies",
+    ):
         assert words in said.split("not counted: ")[1]
 
 
