@@ -26,6 +26,7 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
     topk_logp: Tensor | None = None  # nats, of K other tokens at the same position
+    divergence: Tensor | None = None  # nats, of that distribution from a teacher's; by `linear_divergence`
 
 
 def linear_logprob(

@@ -49,7 +49,8 @@ from funrl.trainer import job as jobs
 from funrl.trainer import loop, offload
 from funrl.trainer.build import Generator, Parts, build, first_state
 from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError
+from funrl.trainer.completion_scores import completion_scores
+from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
 from funrl.trainer.job_source import text_rows
@@ -73,13 +74,13 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     """
     sizes = meshes.parse(settings.mesh)
     model = decoder_model(arithmetic.model_config()) if settings.model is None else read_model(settings.model)
-    kind = "supervised" if algorithm.advantage is None else "rl"
+    kind = run_kind(algorithm, settings.data)
     settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
     jobs.check_algorithm(algorithm, settings)
     models, directories = jobs.models_of(algorithm, settings, model, None, read_model)
     generating = jobs.check_meshes(settings, models, sizes, memory)
-    if algorithm.advantage is None:
+    if kind == "supervised":
         task = Texts("dry run", (), (), jobs.kind_of(algorithm), None)
     else:
         task = Task("dry run", (), (), (), (1.0,), None, jobs.new_tokens(settings))
@@ -106,7 +107,7 @@ def read_model(path: str) -> Model:
 
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task."""
-    if algorithm.advantage is None:
+    if run_kind(algorithm, settings.data) == "supervised":
         if settings.text_tokens is not None:
             return settings.text_tokens
         if settings.model is not None or settings.data is not None:
@@ -257,6 +258,11 @@ def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool =
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
+        if "reward_model" in frozen:
+            texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.length.tolist(), strict=True)]
+            with trainer.clock.phase("score_reward_model"):
+                judge = roles["reward_model"], frozen["reward_model"]
+                completion_scores(*judge, texts, job.pad, job.settings.token_budget)
         batch, state, _ = loop.score_batch(trainer, state, batch)
         tracer.hold_tree(batch, "batch")
         before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
@@ -307,19 +313,22 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
     Args:
       rests: bytes of weights and optimizers, by kind.
     """
-    frozen = [role.placed.stored for role in parts.roles.values() if role.loss is None]
-    reference = sum(math.prod(lay.local_shape(0)) for lay in trees.leaves(frozen)) * job.dtype.itemsize
+    stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
+    stored = {name: trees.leaves(role.placed.stored) for name, role in parts.roles.items() if role.loss is None}
+    frozen = {name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in lay)) for name, lay in stored.items()}
     shared = 0.0 if parts.generator is None else _engine_bytes(parts.generator, job.master)[1]
     of_part = {
         "optimizer": {"optimizer": rests["optimizer"]},
-        "reference": {"weights": float(reference)},
-        "params": {"weights": rests["weights"] - reference - shared},
+        "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
     }
     away = offload.parse(job.settings.offload)
     for name, costs in found.items():
-        needs = offload.NEEDS["update" if name == "reshard" else stage_of(name)]
-        for part in away.difference(needs):
+        stage = "update" if name == "reshard" else stage_of(name)
+        for part in away.difference(offload.NEEDS[stage], ["reference"]):
             costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
+        if "reference" in away:
+            gone = sum(nbytes for role, nbytes in frozen.items() if stage not in stages.get(role, {stage}))
+            costs = plus(costs, {"weights": -gone})
         found[name] = costs
     return found
 

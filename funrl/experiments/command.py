@@ -23,7 +23,7 @@ from funrl.experiments.arguments import (
 from funrl.loading import locate
 from funrl.track.run_directory import RunDirectory, check_unused
 from funrl.trainer.checks import check_files, check_settings
-from funrl.trainer.declaration import KINDS, Flag, SettingsError
+from funrl.trainer.declaration import Flag, SettingsError, kinds_of, run_kind
 from funrl.trainer.settings import Settings, for_kind, resolved, settings_flags
 
 
@@ -81,11 +81,6 @@ class Command(NamedTuple):
         return find_recipe(self.source)(**dict(self.arguments))
 
 
-def kind_of(algorithm: Any) -> str:
-    """The kind of run that an algorithm makes: without an advantage there is nothing to sample for."""
-    return "supervised" if getattr(algorithm, "advantage", None) is None else "rl"
-
-
 def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:
     """Read and check a command line.
 
@@ -110,10 +105,13 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     flags.refuse_unknown(every.unknown, every.values)
     known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
     command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
-    kind = kind_of(command.compose())
-    flags.refuse_idle(every.given, kind, source)
+    from funrl.trainer.roles import reads_scores
+
+    algorithm = command.compose()
+    kind = run_kind(algorithm, settings.data)
+    flags.refuse_idle(every.given - set(arguments.flags), kind, source)
     settings = for_kind(settings, kind)
-    check_settings(settings, kind)
+    check_settings(settings, kind, kind == "rl" and reads_scores(algorithm))
     return command._replace(settings=settings, kind=kind)
 
 
@@ -150,6 +148,6 @@ def help_of(experiment: Experiment, argv: Sequence[str]) -> str:
     arguments, own = experiment.arguments(source)
     known = {flag.name: flag.default for flag in (*experiment.common, *own)}
     known["max_new_tokens"] = resolved(Settings()).max_new_tokens
-    kind = kind_of(find_recipe(source)(**{name: known[name] for name in arguments.flags}))
-    assert kind in KINDS
+    kinds = kinds_of(find_recipe(source)(**{name: known[name] for name in arguments.flags}))
+    kind = kinds[0] if len(kinds) == 1 else None
     return flags.help_text(program, summary or first_line(source), [*experiment.common, *own], kind)

@@ -17,7 +17,7 @@ import torch
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
-from funrl.experiments.arguments import find_recipe
+from funrl.experiments.arguments import arguments_of, find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
@@ -26,14 +26,14 @@ from funrl.rollout.native import native_engine
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run
-from funrl.trainer.declaration import SettingsError
+from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_data import Given
 from funrl.trainer.job_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome
 from funrl.trainer.loop import train as run_loop
-from funrl.trainer.settings import Settings
+from funrl.trainer.settings import Settings, resolved, settings_flags
 
 Reward = Callable[..., float]
 
@@ -139,19 +139,20 @@ def train(
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
       mesh: devices by axis, such as "dp4,tp2".
       on_step: called with the number and the metrics of every step, in the process of rank 0.
-      settings: any flag by its name.
+      settings: any flag by its name, the arguments of a recipe that is named included.
 
     Raises:
       SettingsError: a setting that does not exist or cannot work; before anything is started.
       WorkerError: a rank failed.
     """
-    known = {field.name for field in dataclasses.fields(Settings)}
+    arguments = {} if isinstance(recipe, Algorithm) else recipe_flags(recipe)
+    known = {*settings_flags(), *arguments}
     unknown = sorted(set(settings) - known)
     if unknown:
         raise SettingsError(
             f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
         )
-    compose = (lambda: recipe) if isinstance(recipe, Algorithm) else find_recipe(recipe)
+    own = {name: settings.pop(name) for name in arguments if name in settings and name not in settings_flags()}
     given = Given(
         model if isinstance(model, Model) else None,
         tokenizer,
@@ -161,13 +162,13 @@ def train(
     named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
     if isinstance(model, (str, Path)):
         named["model"] = str(find_model(model))
-    algorithm = compose()
+    algorithm = recipe if isinstance(recipe, Algorithm) else composed(recipe, Settings(**settings), own)
     if isinstance(prompts, (str, Path)):
-        named["data" if algorithm.advantage is None else "prompts"] = str(prompts)
+        named["data" if run_kind(algorithm, settings.get("data")) == "supervised" else "prompts"] = str(prompts)
     chosen = Settings(**named, **settings)
     job = prepare(chosen, lambda: algorithm, given)
     name = recipe if isinstance(recipe, str) else "run"
-    config = dataclasses.asdict(chosen) | {"algorithm": str(recipe)}
+    config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
     run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
     program = functools.partial(_rank, job, run_dir, on_step, source)
     outcome = launch(program, job.sizes, job.device, timeout=datetime.timedelta(minutes=chosen.timeout))
@@ -181,6 +182,28 @@ def train(
 def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
         return run_loop(job, mesh, observer, source or make_source)
+
+
+def recipe_flags(recipe: str) -> Mapping[str, Flag]:
+    """The arguments of a recipe that is named. Raises: LoadError, SettingsError."""
+    return arguments_of(find_recipe(recipe), recipe).flags
+
+
+def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorithm:
+    """The algorithm of a recipe that is named; arguments that are settings too have the settings' values.
+
+    Args:
+      own: values of other arguments; those that are not there have their defaults.
+
+    Raises:
+      SettingsError: a value cannot be that argument's.
+    """
+    values, common = {}, dataclasses.asdict(resolved(settings))
+    for name, flag in recipe_flags(recipe).items():
+        values[name] = common[name] if name in common else own.get(name, flag.default)
+        if problem := flag.problem(values[name]):
+            raise SettingsError(f"{name}={values[name]!r}: {problem}")
+    return find_recipe(recipe)(**values)
 
 
 def find_model(model: str | Path) -> Path:

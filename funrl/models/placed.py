@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob as kernel
+from funrl.compiled_kernels.linear_divergence import linear_divergence
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import copied
@@ -56,8 +57,9 @@ class Placed:
         want: tuple[str, ...] = ("logp",),
         temperature: float = 1.0,
         topk: Tensor | None = None,
+        teacher: Teacher | None = None,
     ) -> TokenScores:
-        """Log-probability, entropy and collision probability of every token.
+        """Log-probability, entropy and collision probability of every token, and its divergence from a teacher.
 
         Args:
           params: weights in the layouts `stored`.
@@ -65,16 +67,26 @@ class Placed:
           want: some of "logp", "entropy", "sum_pi_squared".
           temperature: logits are divided by it.
           topk: [B, T, K] int64 ids of other tokens whose log-probabilities at each position are wanted too.
+          teacher: the divergence from it over the whole vocabulary is wanted too. Its hidden states are computed
+            here, without a gradient, and what is [tokens, vocabulary] is never whole.
 
         Returns: [B, T] each, differentiable; `topk_logp` [B, T, K].
 
         Raises:
-          ModelError: the model has a value head and no probabilities.
+          ModelError: the model, or the teacher, has a value head and no probabilities.
+          ValueError: the teacher's vocabulary has another size.
         """
         hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
         topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N]
         after_N = batch.tokens[:, 1:].flatten()[at_N]
         scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
+        if teacher is not None:
+            with torch.no_grad():
+                teacher_NE, teacher_VE, *_ = teacher.placed._before_tokens(teacher.params, batch)
+            divergence_N = linear_divergence(
+                hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature
+            )
+            scores = scores._replace(divergence=divergence_N)
         return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
 
     def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -148,6 +160,20 @@ class Placed:
             return before_MD, w_VD, over, slice(None)
         at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
         return before_MD[at_N], w_VD, over, at_N
+
+
+class Teacher(NamedTuple):
+    """A frozen model that a student is compared with over the whole vocabulary.
+
+    Attributes:
+      placed, params: the model, on the student's mesh, and this rank's shards of its weights.
+      beta, temperature: of the divergence; see `linear_divergence`.
+    """
+
+    placed: Placed
+    params: trees.Tree
+    beta: float = 0.5
+    temperature: float = 1.0
 
 
 def place(

@@ -74,7 +74,9 @@ class RunObserver:
         if step == steps:
             self.warmstart.__exit__(None, None, None)
 
-    def samples(self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> None:
+    def samples(
+        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+    ) -> None:
         if self.run is None:
             return
         given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]

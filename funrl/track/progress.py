@@ -160,14 +160,15 @@ class Progress:
         elif step in (1, stage.total) or step * 10 // max(stage.total, 1) > (step - 1) * 10 // max(stage.total, 1):
             self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(values)}  {_remaining(stage)}"))
 
-    def sample(self, prompt: str, completion: str, reward: float, step: int | None = None) -> None:
+    def sample(self, prompt: str, completion: str, reward: float | None, step: int | None = None) -> None:
         """Prints a sample above the table, unless one was printed a moment ago. It is of the latest step or `step`."""
         if time.monotonic() < self._next_sample:
             return
         self._next_sample = time.monotonic() + self._sample_seconds
         text = Text("sample ", style="dim")
         text.append(f"step {self._now.step if step is None else step}  ", style="dim")
-        text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
+        if reward is not None:
+            text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
         encoding = self._console.encoding
         text.append("  " + _one_line(prompt, encoding, keep_end=True), style="dim")
         text.append(_one_line(completion, encoding), style="bold")

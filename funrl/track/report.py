@@ -370,11 +370,12 @@ def _samples(run: RunFiles) -> str:
 def _sample(sample: Sample) -> str:
     reward = sample.reward
     if isinstance(reward, (int, float)):
-        tone, shown = ("good" if reward > 0.5 else "some" if reward > 0 else "bad"), number(reward)
+        tone = "good" if reward > 0.5 else "some" if reward > 0 else "bad"
+        pill = f' <span class="pill {tone}">reward {number(reward)}</span>'
     else:
-        tone, shown = "bad", "not finite"
+        pill = ""
     return (
-        f'<article class="card"><p class="about">step {sample.step} <span class="pill {tone}">reward {shown}</span></p>'
+        f'<article class="card"><p class="about">step {sample.step}{pill}</p>'
         f"<pre><span>{_cut(sample.prompt)}</span>{_cut(sample.completion) or '<em>(empty)</em>'}</pre></article>"
     )
 

@@ -10,7 +10,7 @@ from funrl.track.run_directory import open_lines, read_lines
 
 
 class Sample(NamedTuple):
-    """One completion: after how many steps, of which prompt, and the reward it got (None: not finite)."""
+    """One completion: after how many steps, of which prompt, and the reward it got (None: nothing rewards it)."""
 
     step: int
     prompt: str

@@ -36,13 +36,15 @@ def describe(batch: Batch, made: Batch) -> dict[str, float]:
     """Metrics of a scored batch; what no token has is left out.
 
     Args:
-      batch, made: before and after the advantage chain.
+      batch, made: before and after the advantage chain; without one, the same.
     """
-    mask, score_B = batch.mask, batch.score
+    mask, score_B = batch.mask, batch.get("score")
     response = mask.sum(1).double()
-    advantage = made.advantage[made.mask]
-    out = {
+    advantage = mask.new_zeros(0) if made.get("advantage") is None else made.advantage[made.mask]
+    out = {} if score_B is None else {
         "reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min(),
+    }  # fmt: skip
+    out |= {
         "response_length/mean": response.mean(), "response_length/max": response.max(),
         "response_length/min": response.min(), "response_length/clip_ratio": batch.truncated.double().mean(),
         "rollout/logp_mean": batch.rollout_logp[mask].mean(),

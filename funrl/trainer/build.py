@@ -20,7 +20,7 @@ from funrl.rollout.native import NativeEngine, native_engine
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.optimizer import make_optimizer
-from funrl.trainer.roles import LOSS_METRICS, Role, RoleState, writes_of
+from funrl.trainer.roles import LOSS_METRICS, Companion, Role, RoleState, writes_of
 from funrl.trainer.sharding import stored_rules
 from funrl.trainer.state import State
 
@@ -65,15 +65,16 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         layer = rematerialized(compiled[model.layer], settings.remat)
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
 
-    roles = {name: _role(job, name, placed(name, model)) for name, model in job.models.items()}
+    places = {name: placed(name, model) for name, model in job.models.items()}
+    roles = {name: _role(job, name, places) for name in places}
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = _generator(job, roles["policy"], compiled[job.model.layer]) if job.generates else None
     return Parts(mesh, placed(job.lead, job.model), ordered, generator)
 
 
-def _role(job: Job, name: str, placed: Placed) -> Role:
-    settings, loss = job.settings, job.algorithm.losses.get(name)
+def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
+    settings, loss, placed = job.settings, job.algorithm.losses.get(name), places[name]
     writes = writes_of(name, job.algorithm)
     if name == "policy" and not needs_old_scores(job):
         writes = {}
@@ -81,6 +82,9 @@ def _role(job: Job, name: str, placed: Placed) -> Role:
     common = {"temperature": settings.temperature if job.generates else 1.0, "topk": topk}
     if loss is None:
         return Role(placed, writes, **common)
+    companion, divergence = None, job.algorithm.divergence
+    if divergence is not None and "divergence" in loss.reads.required | loss.reads.optional:
+        companion = Companion("teacher", places["teacher"], divergence)
     first_step = settings.critic_warmup_steps + 1 if name == "policy" else 1
     updates = (settings.steps - first_step + 1) * job.settings.epochs * job.settings.minibatches
     return Role(
@@ -89,6 +93,7 @@ def _role(job: Job, name: str, placed: Placed) -> Role:
         first_step=first_step,
         metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
         watch_entropy=name == "policy" and job.generates,
+        companion=companion,
         **common,
     )  # fmt: skip
 

@@ -13,12 +13,13 @@ from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 
 
-def check_settings(settings: Settings, kind: str | None = None) -> None:
+def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
     """Check every flag by itself, then all together.
 
     Args:
       settings: the flags.
       kind: of the run, one of `declaration.KINDS`; None: not known yet, so what depends on it is not checked.
+      rewarded: whether the algorithm goes by rewards.
 
     Raises:
       SettingsError: the first thing that cannot work, named, with its value and the way out.
@@ -26,7 +27,7 @@ def check_settings(settings: Settings, kind: str | None = None) -> None:
     check_values(settings)
     check_together(settings)
     if kind == "rl" and not settings.dry_run:
-        check_rewards(settings)
+        check_rewards(settings, rewarded)
     if kind == "supervised" and not settings.dry_run:
         check_data(settings)
 
@@ -51,17 +52,22 @@ def check_together(settings: Settings) -> None:
         check(settings)
 
 
-def check_rewards(settings: Settings) -> None:
-    """Check that the flags of reinforcement learning name prompts and rewards. Raises: SettingsError."""
+def check_rewards(settings: Settings, rewarded: bool = True) -> None:
+    """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
+
+    Raises:
+      SettingsError: they do not.
+    """
     if settings.prompts is None:
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
         if settings.model is not None:
-            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl and --reward=FILE.py:function")
-    elif settings.reward is None and settings.reward_model is None:
+            reward = " and --reward=FILE.py:function" if rewarded else ""
+            raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl{reward}")
+    elif rewarded and settings.reward is None and settings.reward_model is None:
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
-    count = len(parts(settings.reward)) + (settings.reward_model is not None)
-    weights_of_rewards(settings, count or 1)  # the embedded task has one reward
+    functions = 1 if settings.prompts is None else len(parts(settings.reward))  # the embedded task has one
+    weights_of_rewards(settings, functions + (settings.reward_model is not None))
 
 
 def check_data(settings: Settings) -> None:

@@ -14,6 +14,20 @@ KINDS = RL + SUPERVISED
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
+def kinds_of(algorithm: Any) -> tuple[str, ...]:
+    """The kinds of runs that an algorithm can make, the default first: with an advantage the policy samples, without
+    one texts are given. A comparison with a teacher over the whole vocabulary does either."""
+    if getattr(algorithm, "advantage", None) is not None:
+        return RL
+    return KINDS if getattr(algorithm, "divergence", None) is not None else SUPERVISED
+
+
+def run_kind(algorithm: Any, data: str | None) -> str:
+    """The kind of a run; `data` is the flag that names texts."""
+    kinds = kinds_of(algorithm)
+    return "supervised" if data is not None and "supervised" in kinds else kinds[0]
+
+
 class SettingsError(ValueError):
     """A flag whose value cannot work; the message names it, its value and what would be right."""
 

@@ -41,13 +41,19 @@ class Rollout(NamedTuple):
 
     Attributes:
       completions: of all rows, the same on every rank.
-      score: [R] rewards, the weighted sums of the next.
-      scores: [R, K] what each reward function gave; NaN where one of several does not apply.
+      score: [R] rewards, the weighted sums of the next; 0 where there is none.
+      scores: [R, K] what each reward function gave, and after them a reward model; NaN where one of several functions
+        does not apply.
     """
 
     completions: Completions
     score: Tensor
     scores: Tensor
+
+    @property
+    def scored(self) -> bool:
+        """Whether anything rewards the completions."""
+        return self.scores.shape[1] > 0
 
 
 Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]
@@ -71,7 +77,7 @@ def rollout(
       score: rewards of (example, completion text) pairs, K numbers each.
       decode: token ids without the stop token -> text.
       mesh: the generate mesh.
-      weights: of the K numbers in a row's score.
+      weights: of the K numbers in a row's score; K may be 0.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
@@ -150,8 +156,8 @@ def to_batch(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad
         mask=mask,
         length=length_R,
         group=first_group + torch.arange(len(prompt_R), device=device) // samples,
-        score=done.score.to(engine_logp.dtype),
-        scores=done.scores.to(engine_logp.dtype),
+        score=done.score.to(engine_logp.dtype) if done.scored else None,
+        scores=done.scores.to(engine_logp.dtype) if done.scored else None,
         truncated=~completions.finished,
         rollout_logp=rollout_logp,
     )

@@ -20,9 +20,9 @@ from funrl.models import Model, decoder_model, hf, with_value_head
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError
+from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job_data import Given, Task, Texts, check_prompt_lengths, fields_of_texts, prompts_of, texts_of
-from funrl.trainer.roles import VALUES, WRITES, role_names
+from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
@@ -87,7 +87,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     if settings.remat != "none":
         importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
     algorithm = compose()
-    kind = "supervised" if algorithm.advantage is None else "rl"
+    kind = run_kind(algorithm, settings.data)
     settings = for_kind(settings, kind)
     check_settings(settings)
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
@@ -99,15 +99,15 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
-    task = task_of(algorithm, settings, tokenizer, model, given)
+    task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
-    warmstart = warmstart_steps(settings, task)
+    warmstart = warmstart_steps(settings, task, given)
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop)
     if isinstance(task, Task):
-        for one in models.values():
-            check_prompt_lengths(task, sampling.max_new_tokens, one.config)
+        for name, one in models.items():
+            check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, DTYPES[settings.dtype], model, models, directories,
@@ -145,15 +145,25 @@ def models_of(
     for name in names:
         path = getattr(settings, name) if name in ("teacher", "reward_model") and name not in algorithm.losses else None
         if path is not None:
-            with blaming(f"{name}"):
+            with blaming(name):
                 models[name] = read(path)
             directories[name] = path
+            if (models[name].value is None) == (name in VALUES):
+                lacking = "value head, which `funrl reward_model` trains" if name in VALUES else "unembedding"
+                raise SettingsError(f"--{name}={path}: this model has no {lacking}")
             if tokenizer is not None and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
                 raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
         else:
             if name not in VALUES and model.unembed is None:
                 raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
             models[name] = with_value_head(model) if name in VALUES and model.value is None else model
+    if algorithm.divergence is not None and "teacher" in models:
+        sizes = [models[name].config.vocab for name in ("teacher", "policy")]
+        if sizes[0] != sizes[1]:
+            raise SettingsError(
+                f"--teacher={settings.teacher}: its vocabulary has {sizes[0]} rows and the policy's {sizes[1]}; a "
+                "divergence over the whole vocabulary needs as many"
+            )
     return models, directories
 
 
@@ -170,6 +180,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     writers = {"policy", "reference"} | learning | ({"teacher"} if settings.teacher is not None else set())
     available = {name for name, field in FIELDS.items() if field.writer in ("step", *writers)}
     available |= set(fields_by("source") if source is None else source)
+    if settings.teacher is None:
+        available.discard("divergence")  # the step computes it with a teacher beside the policy
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -206,10 +218,12 @@ def check_meshes(
     return generating
 
 
-def task_of(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given) -> Task | Texts:
-    """What the run learns from: an algorithm with an advantage completes prompts, one without reads texts."""
-    if algorithm.advantage is not None:
-        return prompts_of(settings, tokenizer, given)
+def task_of(
+    algorithm: Algorithm, kind: str, settings: Settings, tokenizer: Any, model: Model, given: Given
+) -> Task | Texts:
+    """What the run learns from: prompts to complete, or texts."""
+    if kind == "rl":
+        return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, kind_of(algorithm), tokenizer, model.config, given)
@@ -220,9 +234,9 @@ def kind_of(algorithm: Algorithm) -> str:
     return "preferences" if algorithm.example == "pair" else "demonstrations"
 
 
-def warmstart_steps(settings: Settings, task: Task | Texts) -> int:
-    """Supervised steps before the first step."""
-    scratch = settings.model is None and settings.data is None
+def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:
+    """Supervised steps before the first step; by default none but for the embedded task from scratch."""
+    scratch = all(x is None for x in (settings.model, settings.data, settings.prompts, given.records))
     steps = settings.warmstart_steps
     steps = arithmetic.WARMSTART_STEPS * scratch if steps is None else steps
     if steps and task.demonstrations is None:

@@ -78,20 +78,24 @@ class Texts(NamedTuple):
     demonstrations: Demonstrations | None
 
 
-def prompts_of(settings: Settings, tokenizer: Any, given: Given) -> Task:
+def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
     """The task that is given or that the flags name: prompts and rewards, or the embedded one.
+
+    Args:
+      rewarded: whether the algorithm goes by rewards; else prompts may come without.
 
     Raises:
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
     if given.records is None and given.rewards is None:
-        check_rewards(settings)
-    rewarded = any(x is not None for x in (settings.reward, settings.reward_model, given.rewards))
-    prompted = settings.prompts is not None or given.records is not None
-    if not (rewarded and prompted):
-        if rewarded or prompted:
+        check_rewards(settings, rewarded)
+    functions = settings.reward is not None or given.rewards is not None
+    if settings.prompts is None and given.records is None:
+        if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
+    if rewarded and not functions and settings.reward_model is None:
+        raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards
     try:
@@ -111,8 +115,9 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
+    weights = weights_of_rewards(settings, 1 + (settings.reward_model is not None))
     return Task(
-        "arithmetic", train, heldout, (arithmetic.reward,), weights_of_rewards(settings, 1), arithmetic.demonstrations,
+        "arithmetic", train, heldout, (arithmetic.reward,), weights, arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
     )  # fmt: skip
 
@@ -184,11 +189,16 @@ def to_example(prompt: Prompt, tokenizer: Any) -> Example:
     return Example(tokens, text, prompt.fields)
 
 
-def check_prompt_lengths(task: Task, new_tokens: int, config: Config) -> None:
-    """Raises SettingsError where the longest prompt and its completion are longer than a model's positions."""
+def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: int = 0) -> None:
+    """Raises SettingsError where the longest prompt and its completion are longer than a model's positions.
+
+    Args:
+      further: tokens that the model reads behind a completion.
+    """
     longest = max((*task.prompts, *task.heldout), key=lambda e: len(e.tokens))
-    if len(longest.tokens) + new_tokens > config.max_positions:
+    beyond = f", {further} of them to read the whole completion" if further else ""
+    if len(longest.tokens) + new_tokens + further > config.max_positions:
         raise SettingsError(
             f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
-            f"has {config.max_positions} positions; shorten one of them (prompt begins {longest.text[:60]!r})"
+            f"has {config.max_positions} positions{beyond}; shorten one of them (prompt begins {longest.text[:60]!r})"
         )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import Batch
 from funrl.data.supervised import to_batch
+from funrl.data.tokenizer import load_tokenizer
 from funrl.rewards.load import score_row
 from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
+from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
@@ -36,9 +39,10 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         decode=decode,
         prompts=task.prompts,
         heldout=task.heldout[: settings.eval_prompts],
-        full_score=sum(max(weight, 0.0) for weight in task.weights) - 1e-9,
+        solved=functools.partial(solved, task.weights[: len(task.rewards)]) if task.rewards else None,
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
+        rescore=rescoring(job, parts, frozen),
         filter=job.algorithm.filter,
         pad=job.pad,
         batch_prompts=settings.batch_prompts,
@@ -53,14 +57,41 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
 def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
     """Completions of prompts by the engine, rewarded by the task's functions."""
     assert parts.generator is not None and isinstance(job.task, Task)
-    rewards = functools.partial(reward_rows, job.task)
-    return rollout(
-        parts.generator.engine, examples, sampling, seed, rewards, decode, parts.generator.mesh, job.task.weights
-    )
+    rewards, weights = functools.partial(reward_rows, job.task), job.task.weights[: len(job.task.rewards)]
+    return rollout(parts.generator.engine, examples, sampling, seed, rewards, decode, parts.generator.mesh, weights)
+
+
+def rescoring(
+    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]
+) -> Callable[[Rollout, Sequence[Example]], Rollout] | None:
+    """What adds the reward model's numbers to a rollout; None where the run has no reward model."""
+    params = frozen.get("reward_model")
+    if params is None:
+        return None
+    assert isinstance(job.task, Task)
+    role, pad = parts.roles["reward_model"], load_tokenizer(job.directories["reward_model"]).pad_token_id
+    return functools.partial(
+        with_completion_scores, role=role, params=params, weight=job.task.weights[-1],
+        pad=job.pad if pad is None else pad, token_budget=job.settings.token_budget,
+    )  # fmt: skip
+
+
+def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
+    """Which completions have all that the reward functions can give, where each gives 1 at most.
+
+    Args:
+      weights: of the functions.
+      scores_RK: theirs come first.
+    """
+    factors = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
+    full = sum(max(weight, 0.0) for weight in weights) - 1e-9
+    return (scores_RK[:, : len(weights)] * factors).nansum(1) >= full
 
 
 def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
     """What each reward function gives for each completion."""
+    if not task.rewards:
+        return [[] for _ in rows]
     return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]
 
 

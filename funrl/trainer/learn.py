@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.batch import Batch
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import mini_batches, own_micro_batches
@@ -24,6 +25,7 @@ def learn(
     seed: int = 0,
     token_budget: int = 16384,
     clock: Clock | None = None,
+    frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
     """Updates every role that has a loss, in the order of `roles`, on each mini-batch; the same rows on every mesh.
 
@@ -36,6 +38,7 @@ def learn(
       minibatches: optimizer steps a pass.
       token_budget: padded tokens in one forward pass of one device.
       clock: told the phases, "update_policy" and so on.
+      frozen: weights of the companions, where roles have some.
 
     Returns: the states after it, and the metrics' means over the updates.
 
@@ -48,21 +51,29 @@ def learn(
         for rows in mini_batches(batch, minibatches, seed, step, epoch):
             for name, role in learning.items():
                 with clock.phase(f"update_{name}"):
-                    states[name], metrics = update(role, states[name], rows, token_budget, f"step {step}, {name}")
+                    states[name], metrics = update(
+                        role, states[name], rows, token_budget, f"step {step}, {name}", frozen
+                    )
                 for key, value in metrics.items():
                     told.setdefault(key, []).append(value)
     return states, means(told)
 
 
 def update(
-    role: Role, state: RoleState, rows: Batch, token_budget: int, what: str = "update"
+    role: Role,
+    state: RoleState,
+    rows: Batch,
+    token_budget: int,
+    what: str = "update",
+    frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[RoleState, dict[str, Tensor]]:
-    """One update of one role on a mini-batch; see `train_step`."""
+    """One update of one role on a mini-batch; see `train_step` and `learn`."""
     assert role.loss is not None
     rows = rows._replace(mask=getattr(rows, role.mask))
     denominators = role.loss.denominators(rows)
     pieces = [piece for _, piece in own_micro_batches(rows, role.placed.mesh, token_budget)]
-    return train_step(role, state, pieces, denominators, rows.mask.count_nonzero(), what)
+    beside = (frozen or {})[role.companion.name] if role.companion is not None else None
+    return train_step(role, state, pieces, denominators, rows.mask.count_nonzero(), what, beside)
 
 
 def means(told: Mapping[str, list[Tensor]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from funrl.batch import Batch
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
 from funrl.trainer import checkpoint, offload, warmstart
-from funrl.trainer.advantage_phase import advantages
+from funrl.trainer.advantage_phase import advantages, describe, on_cpu
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, peak_memory_gb
 from funrl.trainer.job import Job
@@ -120,7 +120,8 @@ def score_batch(trainer: Trainer, state: State, batch: Batch) -> tuple[Batch, St
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
     batch = score(trainer.parts.roles, weights, batch, trainer.job.settings.token_budget, trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        return batch, state, {}
+        here = on_cpu(batch)
+        return batch, state, describe(here, here) if trainer.job.generates else {}
     with trainer.clock.phase("advantage"):
         batch, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, batch)
     return batch, state._replace(advantage=chain), metrics
@@ -131,6 +132,6 @@ def learn_batch(trainer: Trainer, state: State, batch: Batch) -> tuple[State, di
     settings, step = trainer.job.settings, state.step + 1
     roles, metrics = learn(
         trainer.parts.roles, state.roles, batch, step, settings.epochs, settings.minibatches, settings.seed,
-        settings.token_budget, trainer.clock,
+        settings.token_budget, trainer.clock, trainer.frozen,
     )  # fmt: skip
     return state._replace(roles=roles, step=step), metrics

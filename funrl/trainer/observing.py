@@ -22,7 +22,7 @@ class Observer(WarmstartObserver, Protocol):
     """Where a run shows and writes what happens. Every rank has one; those of other ranks than 0 show nothing."""
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]
+        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
     ) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...

@@ -7,7 +7,7 @@ computes beside the copy; what is onloaded is waited for by the device, not by t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.trainer.build import Parts
-from funrl.trainer.roles import RoleState
+from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.state import State
 
 PARTS = ("optimizer", "reference", "params")
-NEEDS = {  # of the stages of a step, and of the end
-    "generate": (), "score": ("params", "reference"), "update": ("params", "optimizer"), "save": ("params",),
+NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `frozen_stages`
+    "generate": (), "score": ("params",), "update": ("params", "optimizer"), "save": ("params",),
 }  # fmt: skip
 Mover = Callable[[Any, State, str], tuple[Any, State]]
 
@@ -51,11 +51,17 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
             note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
         return lambda run, state, stage: (run, state)
     to_engine = None if parts.generator is None else parts.generator.to_engine
+    stages = frozen_stages(parts.roles)
 
     def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
             return tree
         return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
+
+    def moved_frozen(name: str, tree: trees.Tree, stage: str) -> trees.Tree:
+        if "reference" not in away or name not in stages:
+            return tree
+        return onload(tree, device) if stage in stages[name] else offload(tree)
 
     def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
@@ -63,10 +69,21 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
             stays = shared(role.params, to_engine) if name == "policy" and to_engine is not None else ()
             params = moved("params", role.params, stage, stays)
             roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
-        frozen = {name: moved("reference", tree, stage) for name, tree in run.frozen.items()}
+        frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
         return run._replace(frozen=frozen), state._replace(roles=roles)
 
     return move
+
+
+def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
+    """The stages that need each frozen role's weights. A reward model, which the source has, is not among them: it
+    stays on the device."""
+    beside = {role.companion.name for role in roles.values() if role.companion is not None}
+    return {
+        name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
+        for name, role in roles.items()
+        if role.loss is None and name != "reward_model"
+    }
 
 
 def shared(params: trees.Tree, plan: Plan) -> list[bool]:

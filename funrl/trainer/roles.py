@@ -7,6 +7,7 @@
 | implicit_reward | log-probability | implicit_logp | yes |
 | reference | log-probability | ref_logp | no |
 | teacher | log-probability, its likeliest tokens | teacher_logp, teacher_topk, teacher_topk_logp | no |
+| teacher | hidden states, beside the policy in the step | divergence | no |
 | reward_model | a value at the end of a completion | part of score | only by `reward_model` runs |
 
 A role of another name may be added by hand: it is a `Role` in the dict like these.
@@ -18,9 +19,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from funrl import trees
-from funrl.algos.core import Algorithm, Loss, reads
+from funrl.algos.core import Algorithm, Divergence, Loss, reads
 from funrl.batch import FIELDS
-from funrl.models.placed import Placed
+from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 
 # Of each role: field of the batch -> what its model calls it.
@@ -38,6 +39,24 @@ LOSS_METRICS = {"policy": "actor/pg_loss", "critic": "critic/vf_loss"}  # of the
 TOPK = 64
 
 
+class Companion(NamedTuple):
+    """A frozen role whose model runs beside one that learns, in the same micro-batches.
+
+    Attributes:
+      name: of the frozen role.
+      placed: its model on its devices.
+      divergence: of the role that learns from it.
+    """
+
+    name: str
+    placed: Placed
+    divergence: Divergence
+
+    def teacher(self, params: trees.Tree) -> Teacher:
+        """What a student's scores are given; `params` are this rank's weights."""
+        return Teacher(self.placed, params, self.divergence.beta, self.divergence.temperature)
+
+
 class Role(NamedTuple):
     """What a model does in a run.
 
@@ -53,6 +72,7 @@ class Role(NamedTuple):
       topk: how many of its likeliest tokens it writes.
       metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
       watch_entropy: whether its mean entropy is among the metrics of an update.
+      companion: what its loss reads the `divergence` from; None: it reads none.
     """
 
     placed: Placed
@@ -65,6 +85,7 @@ class Role(NamedTuple):
     topk: int = TOPK
     metric: str = "actor/pg_loss"
     watch_entropy: bool = False
+    companion: Companion | None = None
 
 
 class RoleState(NamedTuple):
@@ -82,7 +103,10 @@ def fields_read(algorithm: Algorithm) -> frozenset[str]:
 
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
-    writers = {FIELDS[field].writer for field in fields_read(algorithm)} & set(WRITES)
+    fields = fields_read(algorithm)
+    writers = {FIELDS[field].writer for field in fields} & set(WRITES)
+    if "divergence" in fields:  # which the step computes with a teacher beside the policy
+        writers.add("teacher")
     return tuple(
         name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses)
     )
@@ -92,3 +116,9 @@ def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
     """The fields that a role writes for an algorithm, with what its model calls them."""
     read = fields_read(algorithm) | reads(algorithm).optional
     return {field: of for field, of in WRITES.get(name, {}).items() if field in read}
+
+
+def reads_scores(algorithm: Algorithm) -> bool:
+    """Whether an algorithm goes by rewards; the others take prompts without any."""
+    found = reads(algorithm)
+    return bool({"score", "scores", "greedy_score"} & (found.required | found.optional))

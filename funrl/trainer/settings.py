@@ -104,7 +104,8 @@ class Settings:
         kinds=RL,
     )
     reward_model: str | None = flag(
-        None, "job", "directory of a reward model that scores too, or instead of --reward",
+        None, "job", "directory of a reward model, whose scores are added to those of --reward or of the embedded "
+        "task; with --prompts it may be all that scores",
         kinds=RL,
     )  # fmt: skip
     reward_weights: str | None = flag(
@@ -119,12 +120,11 @@ class Settings:
         kinds=SUPERVISED,
     )
     teacher: str | None = flag(
-        None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer", kinds=RL
+        None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"
     )
     teacher_top_k: int = flag(
-        64, "job", "most likely tokens of the teacher in each place, for algorithms that read them", at_least(1),
-        kinds=RL,
-    )  # fmt: skip
+        64, "job", "most likely tokens of the teacher in each place, for algorithms that read them", at_least(1)
+    )
     steps: int = flag(30, "job", "steps, each of one batch of rollouts or of given texts", at_least(1))
     batch_prompts: int = flag(128, "job", "prompts, demonstrations or pairs a step", at_least(1))
     warmstart_steps: int | None = flag(
@@ -132,7 +132,7 @@ class Settings:
         "job",
         "supervised steps before, on imperfect demonstrations",
         at_least(0),
-        chosen="the task's, 0 with --model or --data",
+        chosen="the task's, 0 with --model, --prompts or --data",
     )
     seed: int = flag(0, "job", "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
     dry_run: bool = flag(False, "job", "only print memory, traffic and time of a step; needs a config.json")

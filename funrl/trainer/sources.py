@@ -19,9 +19,10 @@ from funrl.seeds import derived_seed
 from funrl.trainer.advantage_phase import on_cpu
 from funrl.trainer.clock import Clock
 from funrl.trainer.generation import Example, Rollout, completion_texts, to_batch
+from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.score import score, score_role
-from funrl.trainer.step import DivergenceError
+from funrl.trainer.score import score
+from funrl.trainer.step import DivergenceError, loss_value
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -44,7 +45,7 @@ class Show(Protocol):
     """Where a source shows completions and remarks."""
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]
+        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
     ) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -65,8 +66,9 @@ class Generation(NamedTuple):
       roll: (examples, sampling, seed) -> completions, rewarded.
       decode: token ids without the stop token -> text.
       prompts, heldout: to train on, and to evaluate on.
-      full_score: a score that counts as solved in an evaluation.
+      solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation; None: that is not told.
       sampling, eval_sampling: how completions are drawn.
+      rescore: adds what a reward model gives; None: there is none.
       filter: batch -> [B] bool, rows worth training on; None: all.
       pad: id of the padding token.
       batch_prompts: prompts of a batch.
@@ -80,9 +82,10 @@ class Generation(NamedTuple):
     decode: Callable[[list[int]], str]
     prompts: Sequence[Example]
     heldout: Sequence[Example]
-    full_score: float
+    solved: Callable[[Tensor], Tensor] | None
     sampling: Sampling
     eval_sampling: Sampling
+    rescore: Callable[[Rollout, Sequence[Example]], Rollout] | None = None
     filter: Filter | None = None
     pad: int = 0
     batch_prompts: int = 128
@@ -105,8 +108,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         consumed, groups, sampled, passed = state["prompts_consumed"], list[PromptGroup](), 0, 0
         for refill in range(g.max_refills if g.filter else 1):
             drawn = prompt_batch(g.prompts, g.batch_prompts, g.seed, consumed)
-            with clock.phase("generate"):
-                done = g.roll(drawn, g.sampling, derived_seed(g.seed, consumed))
+            done = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
             if refill == 0 and g.shows(step):
                 _show(g, show, step, drawn[:8], done, g.sampling.samples)
             found = _groups(g, drawn, done)
@@ -134,11 +136,10 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return batch, {"prompts_consumed": consumed}, metrics if g.filter else {}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        with clock.phase("eval"):
-            done = g.roll(g.heldout, g.eval_sampling, EVAL_SEED)
+        done = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
         _show(g, show, step, g.heldout[:8], done, 1)
-        solved = (done.score >= g.full_score).double()
-        return {"eval/reward": done.score.mean().item(), "eval/accuracy": solved.mean().item()}
+        told = {"eval/reward": done.score.mean().item()} if done.scored else {}
+        return told if g.solved is None else told | {"eval/accuracy": g.solved(done.scores).double().mean().item()}
 
     return Source(lambda: {"prompts_consumed": 0}, draw, evaluate)
 
@@ -174,17 +175,29 @@ def text_source(
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
-        reads = role._replace(writes={"read": "values" if role.placed.model.unembed is None else "logp"})
         with clock.phase("eval"):
-            said = score_role(reads, states[name].params, held, token_budget)["read"]
-            value, metrics = role.loss(said, held)
+            pieces = [piece for _, piece in own_micro_batches(held, role.placed.mesh, token_budget)]
+            beside = None if role.companion is None else frozen[role.companion.name]
+            metrics, value = loss_value(role, states[name].params, pieces, role.loss.denominators(held), beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise DivergenceError(f"the held-out loss is {value.item()} {when}")
-        told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.value.item() for key, metric in metrics.items()}
+        told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 
     return Source(lambda: {"examples_consumed": 0}, draw, evaluate)
+
+
+def _rolled(
+    g: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
+) -> Rollout:
+    """Completions with all their rewards. Phases of the clock are "generate" and "score_reward_model", or the one."""
+    with clock.phase(phase or "generate"):
+        done = g.roll(examples, sampling, seed)
+    if g.rescore is None:
+        return done
+    with clock.phase(phase or "score_reward_model"):
+        return g.rescore(done, examples)
 
 
 def _groups(g: Generation, examples: Sequence[Example], done: Rollout) -> list[PromptGroup]:
@@ -204,8 +217,7 @@ def _join(g: Generation, groups: Sequence[PromptGroup], first_group: int, clock:
     done = trees.map(lambda *xs: torch.cat(xs), *[group.rows for group in groups])
     batch = to_batch(examples, done, g.sampling, g.pad, first_group)
     if g.greedy_baseline:
-        with clock.phase("generate"):
-            greedy = g.roll(examples, dataclasses.replace(g.sampling, greedy=True, samples=1), 0)
+        greedy = _rolled(g, clock, examples, dataclasses.replace(g.sampling, greedy=True, samples=1), 0)
         batch = batch._replace(greedy_score=greedy.score.to(batch.score).repeat_interleave(g.sampling.samples))
     kept = torch.cat([group.kept for group in groups])
     return batch if kept.all() else select(batch, kept)
@@ -215,4 +227,4 @@ def _show(g: Generation, show: Show, step: int, examples: Sequence[Example], don
     """The first sample of each of the first prompts."""
     first = trees.map(lambda x: x[: len(examples) * samples : samples], done)
     texts = completion_texts(first.completions, g.decode, [e.tokens[-1] for e in examples])
-    show.samples(step, examples, texts, first.score.tolist())
+    show.samples(step, examples, texts, first.score.tolist() if first.scored else [None] * len(texts))

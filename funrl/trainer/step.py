@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
-from funrl.mesh.sums import sum_rest
+from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
 
@@ -34,6 +35,7 @@ def train_step(
     denominators: Sequence[Tensor],
     tokens: Tensor,
     what: str = "update",
+    beside: trees.Tree = None,
 ) -> tuple[RoleState, dict[str, Tensor]]:
     """One optimizer step on a mini-batch, in place: the state is donated.
 
@@ -44,13 +46,14 @@ def train_step(
       tokens: how many are trained on, over the rows of all ranks. Where there is none, nothing moves, not even the
         optimizer's momentum.
       what: name of the update, for the message of an error.
+      beside: this rank's weights of the role's companion, if it has one.
 
     Returns: the state after it, and the metrics' values, which are still on the device.
 
     Raises:
       DivergenceError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
     """
-    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators)
+    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, beside)
     norm = global_norm(grads, role.placed.stored, role.placed.mesh)
     told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
     check_finite(told[0].item(), told[1].item(), what)
@@ -64,38 +67,53 @@ def train_step(
 
 
 def gradient(
-    role: Role, params: trees.Tree, micro_batches: Sequence[Batch], denominators: Sequence[Tensor]
+    role: Role,
+    params: trees.Tree,
+    micro_batches: Sequence[Batch],
+    denominators: Sequence[Tensor],
+    beside: trees.Tree = None,
 ) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
     """The gradient of a role's loss over a mini-batch, summed over micro-batches and ranks.
 
     Returns: the gradient tree, as the weights are stored; the metrics' values; the loss.
     """
-    grads, sums, peaks = None, None, {}
+    grads, found = None, None
     for rows in micro_batches:
-        (_, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators)
+        (_, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, beside)
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
-        mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
-        sums = mine if sums is None else trees.map(torch.add, sums, mine)
-        most = {k: v.value for k, v in metrics.items() if isinstance(v, Max)}
-        peaks = trees.map(torch.maximum, peaks, most) if peaks else most
-    mesh, kinds = role.placed.mesh, {k: type(v) for k, v in metrics.items()}
-    grads, (numerators, parts) = sum_rest(grads, sums, role.placed.stored, role.placed.compute, mesh)
-    values = {name: kinds[name](*part).value for name, part in parts.items()}
-    if peaks:
-        names, most = zip(*peaks.items(), strict=True)
-        values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
-    return grads, values, value_of(numerators, tuple(denominators))
+        found = _joined(found, numerators, metrics)
+    assert found is not None
+    grads, sums = sum_rest(grads, found[0], role.placed.stored, role.placed.compute, role.placed.mesh)
+    return grads, *_values(role, sums, found[1], metrics, denominators)
+
+
+@torch.no_grad()
+def loss_value(
+    role: Role,
+    params: trees.Tree,
+    micro_batches: Sequence[Batch],
+    denominators: Sequence[Tensor],
+    beside: trees.Tree = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The metrics' values and the loss of a role over some rows; the arguments are those of `gradient`."""
+    found = None
+    for rows in micro_batches:
+        _, (numerators, metrics) = objective(params, role, rows, denominators, beside)
+        found = _joined(found, numerators, metrics)
+    assert found is not None
+    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.token_axes)
+    return _values(role, sums, found[1], metrics, denominators)
 
 
 def objective(
-    params: trees.Tree, role: Role, rows: Batch, denominators: Sequence[Tensor]
+    params: trees.Tree, role: Role, rows: Batch, denominators: Sequence[Tensor], beside: trees.Tree = None
 ) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
     """A role's loss on some rows of a mini-batch, and its numerators and metrics.
 
-    A role with an unembedding is asked for log-probabilities, and for what else of the present policy its loss reads;
-    one with a value head for values. Where sampled rows have no old log-probabilities, this is the only update on
-    them: the present ones are the old ones.
+    A role with an unembedding is asked for log-probabilities, and for what else of the present policy its loss reads,
+    such as the divergence from its companion; one with a value head for values. Where sampled rows have no old
+    log-probabilities, this is the only update on them: the present ones are the old ones.
     """
     loss, placed = role.loss, role.placed
     assert loss is not None
@@ -105,7 +123,8 @@ def objective(
     read = fields_of(loss)
     want = ("logp", "entropy") if role.watch_entropy or "entropy" in read else ("logp",)
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
-    scores = placed.token_scores(params, rows, want, role.temperature, ids)
+    teacher = None if role.companion is None else role.companion.teacher(beside)
+    scores = placed.token_scores(params, rows, want, role.temperature, ids, teacher)
     logp_BT, seen = scores.logp, dict[str, Metric]()
     assert logp_BT is not None
     if role.watch_entropy and scores.entropy is not None:
@@ -113,7 +132,7 @@ def objective(
     if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:
         rows = rows._replace(old_logp=logp_BT.detach())
         seen |= engine_gap(rows)
-    rows = rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp)
+    rows = rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp, divergence=scores.divergence)
     numerators, metrics = loss.numerators(logp_BT, rows)
     return value_of(numerators, tuple(denominators)), (numerators, metrics | seen)
 
@@ -141,6 +160,32 @@ def check_finite(loss: float, norm: float, what: str) -> None:
             f"{what}: the gradient's norm is {norm} and the loss {loss:.4g}; the update was not made. A lower --lr or "
             "--max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"
         )
+
+
+def _joined(found: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:
+    """Sums (numerators, parts of metrics) and largest values, with those of one more micro-batch."""
+    mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
+    most = {k: v.value for k, v in metrics.items() if isinstance(v, Max)}
+    if found is None:
+        return mine, most
+    return trees.map(torch.add, found[0], mine), trees.map(torch.maximum, found[1], most)
+
+
+def _values(
+    role: Role, sums: Any, peaks: dict[str, Tensor], metrics: dict[str, Metric], denominators: Sequence[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The metrics' values and the loss.
+
+    Args:
+      sums, peaks: of `_joined`; the sums are over all ranks.
+      metrics: of any micro-batch, for their kinds.
+    """
+    (numerators, parts), mesh = sums, role.placed.mesh
+    values = {name: type(metrics[name])(*part).value for name, part in parts.items()}
+    if peaks:
+        names, most = zip(*peaks.items(), strict=True)
+        values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
+    return values, value_of(numerators, tuple(denominators))
 
 
 def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:

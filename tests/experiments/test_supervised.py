@@ -37,14 +37,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, said, tmp_path, capsys, monkeypatch):
     from funrl.trainer import sources
 
-    calls, score_role = [], sources.score_role
+    calls, loss_value = [], sources.loss_value
 
-    def scored(*arguments):
+    def evaluated(*arguments):
         calls.append(1)
-        factor = math.nan if len(calls) == broken + 1 else 1
-        return {name: x * factor for name, x in score_role(*arguments).items()}
+        metrics, value = loss_value(*arguments)
+        return metrics, value * (math.nan if len(calls) == broken + 1 else 1)
 
-    monkeypatch.setattr(sources, "score_role", scored)
+    monkeypatch.setattr(sources, "loss_value", evaluated)
     assert run("sft", "--steps=1", f"--run_dir={tmp_path}") == 1
     assert f"the held-out loss is nan {said}" in capsys.readouterr().err
 

@@ -116,7 +116,9 @@ def gradients(run, state, batch, token_budget=None):
             rows = batch._replace(mask=getattr(batch, role.mask))
             pieces = own_micro_batches(rows, run.parts.mesh, token_budget or run.job.settings.token_budget)
             dens = role.loss.denominators(rows)
-            grads, metrics, loss = gradient(role, state.roles[name].params, [piece for _, piece in pieces], dens)
+            rows_of_rank = [piece for _, piece in pieces]
+            beside = None if role.companion is None else run.frozen[role.companion.name]
+            grads, metrics, loss = gradient(role, state.roles[name].params, rows_of_rank, dens, beside)
             whole = unshard(grads, role.placed.stored, run.parts.mesh)
             found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
     return found
