@@ -57,6 +57,9 @@ def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys
     assert main("rl", ["rl", *flags, "--batch_prompts=4", "--mesh=dp2,tp2", "--fsdp"]) == 0
     said = capsys.readouterr().out
     assert {"score_teacher", "update_policy"} <= phases_of(said) and "score_reference" not in said
+    beside = [flag.replace("=distillation", "=gkd") for flag in flags]  # the teacher runs in the update itself
+    assert main("rl", ["rl", *beside, "--batch_prompts=4"]) == 0
+    assert phases_of(capsys.readouterr().out) == {"generate", "update_policy", "reshard"}
     assert main("rl", ["rl", *[flag for flag in flags if "teacher" not in flag]]) == 2
     assert "give --teacher=DIR" in capsys.readouterr().err
 
