@@ -188,7 +188,11 @@ def _describe(job: Job, tokens: int) -> str:
 def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """What a step has beside what is counted."""
     settings = job.settings
-    out = ["rewards"] * job.generates + ["tokenizer", "files", f"the evaluation every {settings.eval_every} steps"]
+    out = ["rewards", "gathering completions"] * job.generates + [
+        "tokenizer",
+        "files",
+        f"the evaluation every {settings.eval_every} steps",
+    ]
     if job.algorithm.filter is not None and settings.max_refills > 1:
         out.append(f"up to {settings.max_refills - 1} more batches of completions instead of rows that are filtered")
     if settings.offload:
