@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.data.packing import pack, packed_sizes
-from funrl.data.supervised import Text, TextExample, to_batch
+from funrl.data.supervised import Text, TextExample, text_batch
 from funrl.mesh.rows import gather_table
 from funrl.rewards.load import RewardError
 from funrl.trainer.generation import Example
@@ -67,7 +67,7 @@ def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, toke
     lengths = rows.lengths[rows.own].tolist()
     texts = [tokens[:length] for tokens, length in zip(rows.batch.tokens.tolist(), lengths, strict=True)]
     whole = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in texts]
-    batch = to_batch(whole, pad, reader=True, device=rows.mesh.device)
+    batch = text_batch(whole, pad, reader=True, device=rows.mesh.device)
     table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
     read = rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)
     score_b = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import select
-from funrl.data.supervised import to_batch
+from funrl.data.supervised import text_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -105,7 +105,7 @@ def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     owner = np.arange(len(examples)) * ranks // len(examples)
     own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))]
     # A rank without texts has the same fields of no rows.
-    some = to_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
+    some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
     mine = select(some, slice(len(own)))
     margin = mine.get("margin")
     mine = mine if margin is None else mine._replace(margin=margin.to(job.master))

@@ -27,7 +27,7 @@ from funrl.trainer.rows import Rows, moved, on_cpu
 from funrl.trainer.score import score
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
-from funrl.trainer.step import DivergenceError
+from funrl.trainer.step import NotFiniteError
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -54,8 +54,8 @@ class Trainer(NamedTuple):
     clock: Clock
 
 
-def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
-    """The whole run, on this rank.
+def train_loop(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
+    """The whole trainer, on this rank.
 
     Args:
       job: what to do; the same on every rank.
@@ -67,7 +67,7 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
       everything learned so far saved.
     """
     settings = job.settings
-    trainer, state = begin(job, mesh, observer, source)
+    trainer, state = begin_run(job, mesh, observer, source)
     folder = checkpoint.shared_folder(observer, mesh)
     state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, state, folder, observer))
     place = offload.mover(settings.offload, trainer.parts, observer.note)
@@ -78,7 +78,7 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
         first = last = trainer.source.evaluate(state.roles, state.step)
         for step in range(state.step + 1, settings.steps + 1):
             trainer, state = place(trainer, state, "generate")
-            rows, state, metrics = draw(trainer, state)
+            rows, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
             rows, state, scored = score_batch(trainer, state, rows)
             trainer, state = place(trainer, state, "update")
@@ -92,14 +92,14 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
                 metrics |= last
             observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, trainer.clock.take())
             checkpoint.save_when_due(job, trainer.parts, state, folder)
-    except (RewardError, DivergenceError) as failure:
+    except (RewardError, NotFiniteError) as failure:
         error = str(failure)
     _, state = place(trainer, state, "save")
     observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
     return Outcome(first, last, error)
 
 
-def begin(
+def begin_run(
     job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, clock: Clock | None = None
 ) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
@@ -110,7 +110,7 @@ def begin(
     return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
 
 
-def draw(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
+def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
     rows, at, metrics = trainer.source.draw(state.source, state.step + 1)
     return settled(trainer, rows, state.step + 1), state._replace(source=at), metrics

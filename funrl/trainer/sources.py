@@ -23,7 +23,7 @@ from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.rows import Rows, join, on_cpu, take
 from funrl.trainer.score import score
-from funrl.trainer.step import DivergenceError, loss_value
+from funrl.trainer.step import NotFiniteError, loss_value
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -184,7 +184,7 @@ def text_source(
             metrics, value = loss_value(role, states[name].params, pieces, dens, beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
-            raise DivergenceError(f"the held-out loss is {value.item()} {when}")
+            raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
         told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 

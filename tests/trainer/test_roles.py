@@ -231,7 +231,7 @@ def test_the_implicit_reward_model_learns_from_whole_completions_whatever_is_rej
     for pieces in ((), (mask_truncated(),)):
         make = lambda pieces=pieces: corrected(dataclasses.replace(prime(), filter=None), *pieces)  # noqa: E731
         run, state = start(make)
-        rows, state, _ = loop.draw(run, state)
+        rows, state, _ = loop.draw_batch(run, state)
         rows = rows.with_fields(truncated=torch.arange(len(rows.owner)) % 2 == 0)
         rows, state, _ = loop.score_batch(run, state, rows)
         assert rows.batch.sampled.sum() > rows.batch.mask.sum() or not pieces
@@ -266,7 +266,7 @@ def test_the_state_of_a_controller_goes_from_step_to_step():
 def test_a_filter_drops_single_rows_too():
     half = lambda batch: torch.arange(len(batch.score)) % 2 == 0  # noqa: E731
     run, state = start(lambda: dataclasses.replace(grpo(), filter=half))
-    batch = loop.draw(run, state)[0].batch
+    batch = loop.draw_batch(run, state)[0].batch
     assert len(batch.tokens) == 4 and len(set(batch.group.tolist())) == 4
 
 
