@@ -34,7 +34,7 @@ from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.batch import Batch, with_across
 from funrl.data.packing import RowCost, balance, lockstep_work, micro_batches, pack, packed_sizes
-from funrl.data.supervised import check_lengths, load_examples, to_batch
+from funrl.data.supervised import check_lengths, load_examples, text_batch
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rows import across, gather_table, move_rows, own_rows
@@ -189,7 +189,7 @@ def read_file(path: str) -> None:
     check_lengths(examples, 1024, tokenizer)
     checked = time.perf_counter()
     for first in range(0, 90_000, 1000):
-        to_batch([examples[first + i] for i in range(64)], 0)
+        text_batch([examples[first + i] for i in range(64)], 0)
     read = time.perf_counter()
     print(
         f"{len(examples):,} lines: opened and every line checked in {opened - start:.2f} s, lengths in "

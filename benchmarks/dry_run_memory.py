@@ -21,7 +21,6 @@ import torch
 
 from funrl import trees
 from funrl.algos import ppo
-from funrl.batch import Batch
 from funrl.cost import dry_run
 from funrl.cost.hardware import HARDWARE
 from funrl.mesh import launch
@@ -33,7 +32,6 @@ from funrl.trainer.build import build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.settings import Settings
-from funrl.trainer.sources import Source
 
 PROMPT, NEW = 64, 64
 SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
@@ -41,9 +39,6 @@ SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
     "20M": ({"vocab": 2048, "embed": 512, "layers": 6, "heads": 8, "kv_heads": 8, "head": 64, "mlp": 1536}, 32, 2048),
     "60M": ({"vocab": 2048, "embed": 768, "layers": 8, "heads": 12, "kv_heads": 4, "head": 64, "mlp": 2304}, 16, 1024),
 }
-
-
-NOWHERE = Source(dict, lambda state, step: (Batch(), state, {}), lambda roles, step: {})  # the batch is made here
 
 
 def main() -> None:
@@ -101,9 +96,9 @@ def measure(shape: str) -> None:
         weights = first_weights(job, parts, begin)
         frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
         state = sync(parts, first_state(job, parts, weights, ()))
-        run = loop.Trainer(job, parts, NOWHERE, frozen, Clock())
-        batch, state, _ = loop.score_batch(run, state, batch)
-        loop.learn_batch(run, state, batch)
+        trainer = loop.Trainer(job, parts, dry_run.NO_SOURCE, frozen, Clock())
+        batch, state, _ = loop.score_batch(trainer, state, batch)
+        loop.learn_batch(trainer, state, batch)
         return resident("VmHWM") - before
 
     print(json.dumps(launch.launch(program, job.sizes, "cpu")))
@@ -115,7 +110,8 @@ def _piece(x: torch.Tensor, lay, mesh: Mesh, generator: torch.Generator) -> torc
 
 def resident(name: str) -> int:
     """Bytes of a line of /proc/self/status."""
-    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].removesuffix("kB")) * 1024
 
 
 if __name__ == "__main__":

@@ -126,13 +126,13 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
     )  # fmt: skip
     job, mesh = prepare(settings, compose), single()
     clock = BothClock()
-    run, state = loop.begin(job, mesh, Silent(), clock=clock)
+    run, state = loop.begin_run(job, mesh, Silent(), clock=clock)
     state = sync(run.parts, state)._replace(step=1)
 
     def step() -> Times:
         nonlocal state
         start = now()
-        batch, state, _ = loop.draw(run, state)
+        batch, state, _ = loop.draw_batch(run, state)
         batch, state, _ = loop.score_batch(run, state, batch)
         state, _ = loop.learn_batch(run, state, batch)
         state = sync(run.parts, state, clock)
@@ -224,7 +224,7 @@ def main(argv: list[str]) -> None:
                 ours()
         else:
             with_trl(files, folder, after_trl)
-        count = trees.count(hf.check(files.model).shapes)
+        count = trees.count(hf.check_directory(files.model).shapes)
     rows = f"{PROMPTS.value} prompts x {SAMPLES.value} samples of {PROMPT.value} + {NEW.value} tokens"
     print(f"{count / 1e6:.1f}M parameters, {rows}, {THREADS.value} threads, float32, KL coefficient {KL.value} in GRPO")
     report({key: steps_[1:] for key, steps_ in turns.items()})

@@ -25,7 +25,7 @@ from torch.utils import _pytree
 
 from funrl import trees
 
-KINDS = ("row", "token", "token_k")  # [B] or [B, K], [B, T], [B, T, K]
+FIELD_KINDS = ("row", "token", "token_k")  # [B] or [B, K], [B, T], [B, T, K]
 WRITERS = {
     "source": "the source of the rows",
     "policy": "the trainer, from the policy before the first update on the batch",

@@ -17,7 +17,7 @@ class LoadError(ValueError):
     """A function that cannot be loaded; the message names the flag, its value and what is wrong."""
 
 
-def load(flag: str, text: str) -> Callable[..., Any]:
+def load_function(flag: str, text: str) -> Callable[..., Any]:
     """The function that "FILE.py:function" or "package.module:function" names.
 
     A file is run as a module of its own, with its folder on the import path, as Python does with a script. As Python
@@ -48,7 +48,7 @@ def load(flag: str, text: str) -> Callable[..., Any]:
 def locate(flag: str, text: str) -> tuple[str, str]:
     """The file or module and the function that "FILE.py:function" or "package.module:function" names; nothing is run.
 
-    Args: as in `load`.
+    Args: as in `load_function`.
 
     Raises:
       LoadError: the text is not of this form, or the file is missing.

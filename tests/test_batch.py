@@ -10,8 +10,8 @@ import torch
 from funrl import batch as batches
 from funrl import trees
 from funrl.batch import (
+    FIELD_KINDS,
     FIELDS,
-    KINDS,
     WRITERS,
     Batch,
     MissingField,
@@ -39,8 +39,8 @@ def doubled(x, batch):
 def test_every_field_is_declared_with_a_kind_and_a_writer():
     assert len(FIELDS) > 30 and list(FIELDS) == list(Batch.__annotations__)
     for name, field in FIELDS.items():
-        assert field.kind in KINDS and field.writer in WRITERS and field.dtype in ("float", "int", "bool"), name
-    kinds = [batches.fields_of_kind(kind) for kind in KINDS]
+        assert field.kind in FIELD_KINDS and field.writer in WRITERS and field.dtype in ("float", "int", "bool"), name
+    kinds = [batches.fields_of_kind(kind) for kind in FIELD_KINDS]
     assert sorted(sum(kinds, ())) == sorted(FIELDS)
     assert set(batches.token_fields()) == set(kinds[1] + kinds[2])
     assert sorted(sum((batches.fields_by(writer) for writer in WRITERS), ())) == sorted(FIELDS)

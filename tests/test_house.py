@@ -58,6 +58,14 @@ def checkout(folder, files):
         ),
         ({"models/a.py": "", "optim/a.py": ""}, "a.py: a file of this name is in each of models, optim"),
         (
+            {"models/a.py": "class Plan:\n    pass", "mesh/b.py": "Plan = int"},
+            "Plan: defined in each of mesh.b, models.a",
+        ),
+        (
+            {"models/a.py": "def chain(): pass", "optim/b.py": "chain = 1"},
+            "chain: defined in each of models.a, optim.b",
+        ),
+        (
             {"trainer/loop.py": "import torch.distributed as dist"},
             "funrl/trainer/loop.py:1 imports torch.distributed, which is for mesh/",
         ),
@@ -70,6 +78,14 @@ def checkout(folder, files):
 )
 def test_a_broken_rule_is_found(tmp_path, files, problem):
     assert house.problems(checkout(tmp_path, files)) == [problem]
+
+
+def test_the_field_s_own_word_may_be_defined_twice(tmp_path):
+    assert house.problems(checkout(tmp_path, {"algos/core.py": "def chain(): pass", "optim/b.py": "chain = 1"})) == []
+    built = house.read_house()
+    for name, places in house.SHARED_DEFINITIONS.items():
+        users = [one.removeprefix("funrl.") for one, file in built.files.items() if name in house.defined(file)]
+        assert all(any(f"{one}.".startswith(f"{place}.") for one in users) for place in places), name
 
 
 def test_an_index_is_looked_through(tmp_path):

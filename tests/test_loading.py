@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from funrl.loading import LoadError, load
+from funrl.loading import LoadError, load_function
 
 GOOD = """
 from __future__ import annotations
@@ -38,39 +38,39 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_function_of_a_file_and_of_a_package(folder):
-    fn = load("reward", f"{folder}/json.py:score")
+    fn = load_function("reward", f"{folder}/json.py:score")
     assert fn("1+1=", "2", answer="2", level=3) == 1.5
     assert sys.modules["json"].__file__ != str(folder / "json.py")
-    assert load("reward", "funrl.rewards.verifiers:exact_match")("", "2", answer=2) == 1.0
+    assert load_function("reward", "funrl.rewards.verifiers:exact_match")("", "2", answer=2) == 1.0
 
 
 def test_a_dataclass_of_the_file_works_under_its_own_module_name(folder):
-    weights = load("algorithm", f"{folder}/json.py:score").__globals__["Weights"]
+    weights = load_function("algorithm", f"{folder}/json.py:score").__globals__["Weights"]
     assert [f.name for f in dataclasses.fields(weights)] == ["bonus"]
     assert sys.modules[weights.__module__].Weights is weights
 
 
 def test_a_file_runs_once_whatever_is_asked_of_it(folder, monkeypatch):
-    first = load("algorithm", f"{folder}/json.py:score")
+    first = load_function("algorithm", f"{folder}/json.py:score")
     monkeypatch.chdir(folder)
-    assert load("algorithm", "json.py:score") is first
-    assert load("reward", "./json.py:other").__globals__ is first.__globals__
+    assert load_function("algorithm", "json.py:score") is first
+    assert load_function("reward", "./json.py:other").__globals__ is first.__globals__
     assert len(sys.modules["helper_of_functions"].TIMES) == 1
 
 
 def test_two_files_of_one_name_are_two(folder):
     (folder / "below").mkdir()
     (folder / "below" / "json.py").write_text("def score(prompt, completion):\n    return 7\n")
-    assert load("reward", f"{folder}/below/json.py:score")("", "") == 7
-    assert load("reward", f"{folder}/json.py:score")("", "2", answer="2") == 1.5
+    assert load_function("reward", f"{folder}/below/json.py:score")("", "") == 7
+    assert load_function("reward", f"{folder}/json.py:score")("", "2", answer="2") == 1.5
 
 
 def test_a_file_that_failed_is_run_again(folder):
     (folder / "later.py").write_text("1 / 0")
     with pytest.raises(LoadError):
-        load("reward", f"{folder}/later.py:fn")
+        load_function("reward", f"{folder}/later.py:fn")
     (folder / "later.py").write_text("def fn():\n    return 1\n\n# another length, so another cached bytecode\n")
-    assert load("reward", f"{folder}/later.py:fn")() == 1
+    assert load_function("reward", f"{folder}/later.py:fn")() == 1
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_what_cannot_be_loaded_is_explained(flag, folder, monkeypatch, name, mes
     (folder / "needs.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.chdir(folder)
     with pytest.raises(LoadError, match=f"(?s)^--{flag}={name}: .*{message}"):
-        load(flag, name)
+        load_function(flag, name)

@@ -33,6 +33,15 @@ DISTRIBUTED = ("mesh", "cost/estimate.py")
 CIRCLES = (frozenset({"funrl.algos.core", "funrl.algos.reading"}),)
 # An experiment has the name of its recipe.
 SHARED_NAMES = ("experiments", "algos/recipes")
+# Public names that two modules may define, as they are the field's word in both and are read with their module's name.
+SHARED_DEFINITIONS = {
+    **dict.fromkeys(("chain", "scale", "stateless"), ("algos.core", "optim")),
+    "load": ("experiments.python", "models.hf", "trainer.checkpoint"),
+    "save": ("models.hf", "trainer.checkpoint"),
+    "main": ("cost", "experiments", "mesh.processes", "track.report"),  # of programs
+    "log": ("compiled_kernels", "models"),
+    "LARGEST": ("rewards.load", "trainer.checks"),  # one number, once of torch and once where torch is not imported
+}
 
 
 class Import(NamedTuple):
@@ -131,7 +140,7 @@ def problems(house: House) -> list[str]:
         elif importer in NARROW and not _within(one.imported, NARROW[importer]):
             found.append(f"{where}: {importer} may import only {', '.join(NARROW[importer])}")
     found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house) if one not in CIRCLES]
-    return found + shared_names(house) + distributed(house)
+    return found + shared_names(house) + shared_definitions(house) + distributed(house)
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:
@@ -168,6 +177,30 @@ def shared_names(house: House) -> list[str]:
         for name, folders in sorted(places.items())
         if len(folders) > 1 and set(folders) != set(SHARED_NAMES)
     ]
+
+
+def shared_definitions(house: House) -> list[str]:
+    """Public functions, classes and constants that several modules define under one name."""
+    places: dict[str, list[str]] = {}
+    for module, file in house.files.items():
+        if file.name != "__init__.py":
+            for name in sorted({name for name in defined(file) if not name.startswith("_")}):
+                places.setdefault(name, []).append(module.removeprefix("funrl."))
+    return [
+        f"{name}: defined in each of {', '.join(modules)}"
+        for name, modules in sorted(places.items())
+        if len(modules) > 1 and not all(_within(f"funrl.{one}", SHARED_DEFINITIONS.get(name, ())) for one in modules)
+    ]
+
+
+def defined(file: Path) -> Iterator[str]:
+    """Names that a module defines at its top level."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def distributed(house: House) -> list[str]:

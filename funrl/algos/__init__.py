@@ -10,8 +10,8 @@ from funrl.algos.recipes import NAMES, recipe
 
 _PIECES = {
     "core": "Advantage Algorithm Divergence Filter Loss Metrics RankError Reads Reduction Signal Term add"
-    " apply_advantage begin chain check_called check_rank described name_of reads reduce run_piece run_term scale"
-    " stateless sum_losses value_of weighted",
+    " apply_advantage chain check_called check_rank described first_signal name_of reads reduce run_piece run_term"
+    " scale stateless sum_losses value_of weighted",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of",
     "masks": "clean in_order sequence_sums to_own_tokens total where_masked",
     "checking": "check check_order",
@@ -21,8 +21,8 @@ _PIECES = {
     " informative_rescale leave_one_out length_weighted_center win_rate",
     "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of",
     "advantages.resampling": "resample_rows resampling_weights",
-    "advantages.returns": "Estimate accumulate gae generalised_advantages length_adaptive next_sampled reward_to_go"
-    " whiten",
+    "advantages.returns": "AdvantagesAndReturns accumulate gae generalised_advantages length_adaptive next_sampled"
+    " reward_to_go whiten",
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",

@@ -16,8 +16,8 @@ from funrl.algos.core import (
     PieceError,
     Signal,
     apply_advantage,
-    begin,
     described,
+    first_signal,
     name_of,
     run_piece,
 )
@@ -70,7 +70,7 @@ def check_order(advantage: Advantage) -> None:
     batch, seeking = example(), []
 
     def run(batch: Batch) -> None:
-        signal = begin(batch)
+        signal = first_signal(batch)
         for piece, state in zip(pieces, states, strict=True):
             for early, field in seeking:
                 if _makes(piece, field):

@@ -266,7 +266,7 @@ def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tup
     return out
 
 
-def begin(batch: Batch) -> Signal:
+def first_signal(batch: Batch) -> Signal:
     """The signal that a chain is given: the scores, or zeros where the batch has none."""
     score_B = batch.get("score")
     if score_B is None:
@@ -283,7 +283,7 @@ def apply_advantage(advantage: Advantage, state: Any, batch: Batch) -> tuple[Bat
     Raises:
       PieceError: the chain never came to tokens.
     """
-    signal, state = run_piece(advantage, begin(batch), state, batch)
+    signal, state = run_piece(advantage, first_signal(batch), state, batch)
     if signal.x.dim() != 2:
         raise PieceError(f"the advantage chain ends with {list(signal.x.shape)}: put to_tokens() at its end")
     made = {"advantage": signal.x, "mask": signal.mask, "sampled": batch.mask} | signal.extra

@@ -27,7 +27,7 @@ def divergence(logp: Tensor, teacher_logp: Tensor, beta: float = 0.5) -> Tensor:
     Warning: the sum above goes to 0 at both ends, like beta KL(p || q) and (1 - beta) KL(q || p). There it is the KL
       itself, as in TRL: the value jumps, so 0.01 is no small change from 0.
     """
-    check_beta(beta)
+    check_divergence_beta(beta)
     if beta == 0:
         return _kl(teacher_logp, logp)
     if beta == 1:
@@ -57,7 +57,7 @@ def log_mixture(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(teacher_logp + math.log(beta), logp + math.log1p(-beta))
 
 
-def check_beta(beta: float) -> None:
+def check_divergence_beta(beta: float) -> None:
     """Raises ValueError where `beta` is not in [0, 1]."""
     if not 0 <= beta <= 1:
         raise ValueError(f"beta is {beta}; it goes from 0, the forward KL, to 1, the reverse KL")

@@ -10,12 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.divergence import check_beta, divergence, log_mixture
+from funrl.compiled_kernels.divergence import check_divergence_beta, divergence, log_mixture
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.mesh.collectives import pmax, psum
-from funrl.mesh.mesh import Mesh, single
-
-SINGLE = single()
+from funrl.mesh.mesh import SINGLE, Mesh
 
 
 def linear_divergence(
@@ -48,7 +46,7 @@ def linear_divergence(
     References: Agarwal et al., 2023 (GKD), https://arxiv.org/abs/2306.13649
     Warning: as in TRL, there is no factor temperature^2, which in Hinton et al. (2015) makes up for small gradients.
     """
-    check_beta(beta)
+    check_divergence_beta(beta)
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}, it must be above 0")
     if len(hidden_TD) != len(teacher_hidden_TE):

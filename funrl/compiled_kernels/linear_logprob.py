@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl.mesh.collectives import all_gather, pmax, psum
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.mesh import SINGLE, Mesh
 
-SINGLE = single()
 EXTRAS = ("entropy", "sum_pi_squared")
 WANTS = ("logp", *EXTRAS)
 

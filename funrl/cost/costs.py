@@ -27,7 +27,7 @@ from funrl.cost.hardware import Hardware, op_seconds
 from funrl.optim.base import Transformation
 
 aten = torch.ops.aten
-KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
+MEMORY_KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
 UPDATES = "update_"  # how the names of phases that learn begin
 _FLASH_CPU = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
@@ -147,7 +147,7 @@ class Tracer(TorchDispatchMode):
         self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
         self.live: dict[int, tuple[int, str, Any]] = {}
-        self.held: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self.held: dict[str, float] = dict.fromkeys(MEMORY_KINDS, 0.0)
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
         self.now, self.highest, self.part = Costs(), {}, "other"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from funrl.algos.core import Algorithm
-from funrl.cost.costs import KINDS, UPDATES, Costs
+from funrl.cost.costs import MEMORY_KINDS, UPDATES, Costs
 from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.estimate import Estimate, stage_of
 from funrl.cost.hardware import HARDWARE, USABLE, Hardware, collective_seconds
@@ -69,7 +69,7 @@ def title(found: Estimate, settings: Settings) -> str:
 
 def memory(found: Estimate) -> str:
     """The worst moment of each phase by kind, on the rank that holds most."""
-    kinds = [k for k in KINDS if any(c.peak.get(k, 0) >= 1 for c in found.phases.values())]
+    kinds = [k for k in MEMORY_KINDS if any(c.peak.get(k, 0) >= 1 for c in found.phases.values())]
     rows = [
         (name, size(c.total), *(size(c.peak.get(k, 0)) if c.peak.get(k, 0) >= 1 else "-" for k in kinds))
         for name, c in found.phases.items()

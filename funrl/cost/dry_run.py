@@ -36,7 +36,7 @@ from funrl.cost.estimate import (
     tracer_of,
 )
 from funrl.cost.hardware import Hardware
-from funrl.data.supervised import FIELDS, Text, TextExample
+from funrl.data.supervised import TEXT_FIELDS, Text, TextExample
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
@@ -81,15 +81,15 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     models, directories = jobs.models_of(algorithm, settings, model, None, read_model)
     generating = jobs.check_meshes(settings, models, sizes, memory)
     if kind == "supervised":
-        task = Texts("dry run", (), (), jobs.kind_of(algorithm), None)
+        task = Texts("dry run", (), (), jobs.texts_kind(algorithm), None)
     else:
         task = Task("dry run", (), (), (), (1.0,), None, jobs.new_tokens(settings))
     sampling, _ = jobs.samplings(settings, jobs.new_tokens(settings), model.config.eos)
     return Job(
-        settings=settings, sizes=sizes, generate_sizes=generating, device="cpu", dtype=jobs.DTYPES[settings.dtype],
-        model=model, models=models, directories=directories, rates=jobs.learning_rates(settings, algorithm),
-        tokenizer=None, task=task, algorithm=algorithm, sampling=sampling, eval_sampling=sampling, pad=0,
-        warmstart_steps=0,
+        settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
+        dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
+        rates=jobs.learning_rates(settings, algorithm), tokenizer=None, task=task, algorithm=algorithm,
+        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
             return settings.text_tokens
         if settings.model is not None or settings.data is not None:
             return TEXT_TOKENS
-        texts = embedded_texts(settings, jobs.kind_of(algorithm), arithmetic.tokenizer())
+        texts = embedded_texts(settings, jobs.texts_kind(algorithm), arithmetic.tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
     if settings.prompt_tokens is not None:
         return settings.prompt_tokens
@@ -165,7 +165,7 @@ def check_width(job: Job, tokens: int) -> int:
     if isinstance(job.task, Texts):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
-        return len(FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads at one token more
+        return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads at one token more
     if tokens + job.sampling.max_new_tokens > positions:
         raise SettingsError(
             f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens} are more than the model's "
@@ -178,7 +178,7 @@ def _describe(job: Job, tokens: int) -> str:
     """What a step is, in words."""
     count = job.settings.batch_prompts
     if isinstance(job.task, Texts):
-        texts = len(FIELDS[job.task.kind])
+        texts = len(TEXT_FIELDS[job.task.kind])
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
     rows, width = count * job.sampling.samples, tokens + job.sampling.max_new_tokens
@@ -188,7 +188,11 @@ def _describe(job: Job, tokens: int) -> str:
 def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """What a step has beside what is counted."""
     settings = job.settings
-    out = ["rewards"] * job.generates + ["tokenizer", "files", f"the evaluation every {settings.eval_every} steps"]
+    out = ["rewards", "gathering completions"] * job.generates + [
+        "tokenizer",
+        "files",
+        f"the evaluation every {settings.eval_every} steps",
+    ]
     if job.algorithm.filter is not None and settings.max_refills > 1:
         out.append(f"up to {settings.max_refills - 1} more batches of completions instead of rows that are filtered")
     if settings.offload:
@@ -208,7 +212,7 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
-    at = functools.cache(lambda local: trace(once, parts, full_batch(job, tokens, local * ranks), hardware))
+    at = functools.cache(lambda local: trace_step(once, parts, full_batch(job, tokens, local * ranks), hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
     piece, found = micro_batch(job, width), {}
     if parts.generator is not None and whole.generator is not None:
@@ -229,7 +233,7 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     return found | {"rests": Costs({"other": some.resting})}
 
 
-def trace(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
+def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
     """Scores a batch and learns from it with the trainer's own functions.
 
     Args:
@@ -272,7 +276,7 @@ def full_batch(job: Job, tokens: int, rows: int) -> Batch:
         text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
         found = reads(job.algorithm)
         margin = 0.0 if "margin" in found.required | found.optional else None
-        one = text_rows(job, [TextExample((text,) * len(FIELDS[job.task.kind]), margin)], torch.device("cpu"))
+        one = text_rows(job, [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], torch.device("cpu"))
         return trees.map(lambda x: x.expand(rows, *x.shape[1:]).clone(), one)
     length = tokens + job.sampling.max_new_tokens
     shape, wide = (rows, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
@@ -317,7 +321,7 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
         "optimizer": {"optimizer": rests["optimizer"]},
         "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
     }
-    away = offload.parse(job.settings.offload)
+    away = offload.offloaded_parts(job.settings.offload)
     for name, costs in found.items():
         stage = "update" if name == "reshard" else stage_of(name)
         for part in away.difference(offload.NEEDS[stage], ["reference"]):

@@ -22,7 +22,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh import rules
 from funrl.mesh.explain import explain, kinds
 from funrl.mesh.mesh import MeshError, parse
-from funrl.mesh.picture import draw
+from funrl.mesh.picture import plan_picture
 from funrl.mesh.plan import RANKS_PER_NODE, plan
 from funrl.models import decoder
 from funrl.models.config import ModelError, config_from_hf
@@ -53,8 +53,9 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"{rest[0]!r} is not a flag; flags are written --name=value, see --help")
         if values.model is None:
             raise ValueError("--model=DIR_OR_CONFIG is needed; --help lists all flags")
-        print(report(values.model, values.mesh, values.generate_mesh or values.mesh, values.fsdp, values.dtype,
-                     values.ranks_per_node, values.picture))  # fmt: skip
+        generate_mesh = values.generate_mesh or values.mesh
+        options = values.fsdp, values.dtype, values.ranks_per_node, values.picture
+        print(resharding_report(values.model, values.mesh, generate_mesh, *options))
     except flags.UnrecognizedFlagError as error:
         return _refuse(f"--{error.flagname} is not a flag; --help lists all flags")
     except (MeshError, ValueError, OSError, flags.Error) as error:
@@ -67,7 +68,7 @@ def _refuse(problem: str) -> int:
     return 2
 
 
-def report(
+def resharding_report(
     model: str, mesh: str, generate_mesh: str, fsdp: bool, dtype: str | None, near: int, picture: str | None
 ) -> str:
     """Everything that the command prints.
@@ -98,7 +99,7 @@ def report(
     lines = [title, "", explain(made, axes), f"planned in {seconds:.2f} s"]
     if picture is not None:
         moving = [kind for kind in kinds(made, axes) if kind.route.way != "alias"]
-        Path(picture).write_text(draw(made, [kind.leaf for kind in moving], [kind.name for kind in moving]))
+        Path(picture).write_text(plan_picture(made, [kind.leaf for kind in moving], [kind.name for kind in moving]))
         lines.append(f"picture in {picture}")
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ from funrl.data.json_lines import DataError, JsonLines, open_json_lines
 from funrl.data.packing import pad_rows
 from funrl.data.tokenizer import TokenizerError, encode_prompt
 
-FIELDS = {"demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
+TEXT_FIELDS = {"demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
 SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
 FIRST_LINES = 1000  # that are tokenized before the run of any file
 
@@ -128,12 +128,12 @@ def check_record(record: Any, kind: str) -> None:
         if not _are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
             raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
         return
-    missing = [name for name in ("prompt", *FIELDS[kind]) if name not in record]
+    missing = [name for name in ("prompt", *TEXT_FIELDS[kind]) if name not in record]
     if missing:
         raise DataError(f"there is no field {missing[0]!r}; the fields are {sorted(record)}")
     if not (isinstance(record["prompt"], str) or _are_messages(record["prompt"])):
         raise DataError("'prompt' must be text, or a list of messages")
-    for name in FIELDS[kind]:
+    for name in TEXT_FIELDS[kind]:
         if not isinstance(_content(record[name]), str):
             raise DataError(f"{name!r} must be text, or a list of one message")
     margin = record.get("margin")
@@ -151,7 +151,7 @@ def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
     if kind == "demonstrations" and "messages" in record:
         return TextExample((conversation(record["messages"], tokenizer),))
     prompt, _ = encode_prompt(tokenizer, record["prompt"])
-    texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in FIELDS[kind])
+    texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
     return TextExample(texts, record.get("margin"))
 
 
@@ -177,7 +177,7 @@ def conversation(messages: Any, tokenizer: Any) -> Text:
     return Text(tokens, trained)
 
 
-def to_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
+def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
     """Rows to train on, one an example; the two texts of a preference are laid side by side as segments 1 and 2.
 
     Args:
@@ -222,7 +222,7 @@ def check_lengths(examples: Sequence[TextExample], positions: int, tokenizer: An
         return
     number, one = first
     longest, text = max(enumerate(one.texts), key=lambda pair: len(pair[1].tokens))
-    name = "text" if len(one.texts) == 1 else f"prompt with {FIELDS['preferences'][longest]!r}"
+    name = "text" if len(one.texts) == 1 else f"prompt with {TEXT_FIELDS['preferences'][longest]!r}"
     begins = tokenizer.decode(text.tokens[:40])[:60]
     others = f"; {count} of {len(examples)} examples are too long" if count > 1 else ""
     raise DataError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import funrl
-from funrl.loading import LoadError, load
+from funrl.loading import LoadError, load_function
 from funrl.trainer.declaration import Flag, SettingsError, one_of, value_type
 from funrl.trainer.settings import settings_flags
 
@@ -99,7 +99,7 @@ def argument_texts(doc: str) -> dict[str, str]:
 
 def find_recipe(text: str) -> Callable[..., Any]:
     """The recipe that "dr_grpo", "module:function" or "FILE.py:function" names. Raises: LoadError."""
-    return load("algorithm", full_source(text))
+    return load_function("algorithm", full_source(text))
 
 
 def full_source(text: str) -> str:

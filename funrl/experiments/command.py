@@ -67,7 +67,7 @@ class Command(NamedTuple):
       settings: the flags of `Settings`, those that were not given included.
       source: "module:function" or "FILE.py:function" of the recipe.
       arguments: (name, value) of the recipe's arguments that are flags.
-      kind: of the run, one of `declaration.KINDS`.
+      kind: of the run, one of `declaration.RUN_KINDS`.
     """
 
     experiment: str
@@ -98,7 +98,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     arguments, own = experiment.arguments(source)  # from here on torch is imported
     every = flags.read([*experiment.common, *own], argv)
     for text in every.unknown:
-        if (name := flags.name_of(text)) in arguments.unsayable:
+        if (name := flags.flag_name(text)) in arguments.unsayable:
             raise SettingsError(
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )

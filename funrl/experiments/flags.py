@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from absl import flags as absl
 
-from funrl.trainer.declaration import KINDS, Flag, SettingsError
+from funrl.trainer.declaration import RUN_KINDS, Flag, SettingsError
 from funrl.trainer.settings import GROUPS, settings_flags
 
 HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
@@ -73,7 +73,7 @@ def read(flags: Iterable[Flag], argv: Sequence[str]) -> Read:
     return Read(table.flag_values_dict(), given, tuple(rest))
 
 
-def name_of(text: str) -> str:
+def flag_name(text: str) -> str:
     """The name in --name=value."""
     return text.lstrip("-").split("=", 1)[0]
 
@@ -85,7 +85,7 @@ def refuse_unknown(unknown: Sequence[str], names: Collection[str]) -> None:
       SettingsError: it names the one that is nearest.
     """
     for number, text in enumerate(unknown):
-        name = name_of(text)
+        name = flag_name(text)
         if not text.startswith("-"):
             before = unknown[number - 1] if number else ""
             if before.lstrip("-") in names:  # the value of --name value
@@ -138,7 +138,7 @@ def page() -> str:
             if flag.group == group:
                 default = flag.chosen or "none" if flag.default is None else f"`{_written(flag.default)}`"
                 said = "; ".join((flag.text, *(bound.text for bound in flag.bounds))).replace("|", "\\|")
-                only = "" if flag.kinds == KINDS else f" ({' and '.join(KIND_TEXTS[kind] for kind in flag.kinds)})"
+                only = "" if flag.kinds == RUN_KINDS else f" ({' and '.join(KIND_TEXTS[kind] for kind in flag.kinds)})"
                 lines.append(f"| `--{flag.name}` | {default} | {said}{only} |")
     return "\n".join(lines)
 

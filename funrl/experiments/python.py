@@ -8,7 +8,7 @@ import datetime
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from funrl.experiments.arguments import arguments_of, find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
+from funrl.rewards.load import Reward
 from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 from funrl.track.observe import OnStep, RunObserver
@@ -31,11 +32,8 @@ from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_data import Given
 from funrl.trainer.job_source import make_source
-from funrl.trainer.loop import MakeSource, Outcome
-from funrl.trainer.loop import train as run_loop
+from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.settings import Settings, resolved, settings_flags
-
-Reward = Callable[..., float]
 
 
 class TrainedModel:
@@ -185,7 +183,7 @@ def train(
 
 def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
-        return run_loop(job, mesh, observer, source or make_source)
+        return train_loop(job, mesh, observer, source or make_source)
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:
@@ -234,5 +232,5 @@ def load(directory: str | Path) -> TrainedModel:
     Raises:
       ModelError: it holds no model that is supported.
     """
-    hf.check(directory)
+    hf.check_directory(directory)
     return TrainedModel(directory)

@@ -108,11 +108,11 @@ def _job(command: Command) -> Any:
 
 def _rank(command: Command, run_dir: str | None, mesh: Mesh) -> Outcome:
     from funrl.track.observe import RunObserver
-    from funrl.trainer.loop import train
+    from funrl.trainer.loop import train_loop
 
     job = _job(command)
     with RunObserver(job, run_dir, mesh.rank) as observer:
-        return train(job, mesh, observer)
+        return train_loop(job, mesh, observer)
 
 
 @contextlib.contextmanager

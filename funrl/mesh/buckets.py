@@ -97,7 +97,7 @@ def program(
     return tuple(steps)
 
 
-def groups(step: Step, rank: int) -> list[tuple[list[int], list[int]]]:
+def starts_together(step: Step, rank: int) -> list[tuple[list[int], list[int]]]:
     """The numbers of the receives and the sends of a step that are started together, group after group.
 
     NCCL cuts a group of hundreds of operations into kernels, on every rank in its own way, and a kernel of one rank can

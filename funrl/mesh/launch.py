@@ -22,7 +22,7 @@ import torch.distributed as dist
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.mesh.processes import Task, WorkerError, can_fork, supervise
+from funrl.mesh.processes import RankProgram, WorkerError, can_fork, run_processes
 
 __all__ = [
     "WorkerError", "check_devices", "cores", "device_type", "groups", "launch", "ranks_per_node", "submesh", "view",
@@ -95,7 +95,7 @@ def launch(
             torch.cuda.set_device(0)
         return program(meshes.single(f"{device}:0" if device == "cuda" else "cpu"))
     run = functools.partial(_run, program, sizes, device, timeout)
-    return supervise(Task(run, plain), world, fork=device == "cpu" and can_fork())
+    return run_processes(RankProgram(run, plain), world, fork=device == "cpu" and can_fork())
 
 
 def _run(

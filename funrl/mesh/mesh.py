@@ -23,6 +23,7 @@ __all__ = [
     "AXES",
     "ROW_AXES",
     "SHORT",
+    "SINGLE",
     "Mesh",
     "MeshError",
     "combinations",
@@ -171,3 +172,6 @@ def combinations(sizes: dict[str, int]) -> list[tuple[str, ...]]:
 
 def _tuple(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+SINGLE = single()

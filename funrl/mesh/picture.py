@@ -13,7 +13,7 @@ MOST_RANKS = 16
 _CELL, _GAP, _LEFT, _TOP = 76, 14, 170, 64
 
 
-def draw(plan: Plan, leaves: list[int], names: list[str]) -> str:
+def plan_picture(plan: Plan, leaves: list[int], names: list[str]) -> str:
     """An SVG with a row for each of the leaves and a column for each rank.
 
     A square is the whole tensor, seen along the two dims that are split. Light: what the rank held and lets go. Dark:

@@ -28,7 +28,7 @@ class WorkerError(RuntimeError):
     """A rank failed; the message is its rank and its traceback."""
 
 
-class Task(NamedTuple):
+class RankProgram(NamedTuple):
     """What every process does.
 
     Attributes:
@@ -40,7 +40,7 @@ class Task(NamedTuple):
     plain: tuple[type[Exception], ...]
 
 
-def supervise(task: Task, count: int, fork: bool) -> Any:
+def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:
@@ -99,7 +99,7 @@ def can_fork() -> bool:
         return False
 
 
-def _fork(task: Task, rank: int, folder: str) -> int:
+def _fork(task: RankProgram, rank: int, folder: str) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -107,7 +107,7 @@ def _fork(task: Task, rank: int, folder: str) -> int:
     raise AssertionError("a rank does not return")
 
 
-def _leave(task: Task, folder: str) -> None:
+def _leave(task: RankProgram, folder: str) -> None:
     """Write the task where fresh interpreters find it."""
     try:
         content = cloudpickle.dumps(task)
@@ -130,14 +130,14 @@ def _start(rank: int, folder: str) -> int:
 def main(rank: str, folder: str) -> None:
     """The life of a fresh interpreter."""
 
-    def task() -> Task:
+    def task() -> RankProgram:
         with open(os.path.join(folder, "task"), "rb") as file:
             return pickle.load(file)
 
     _live(task, int(rank), folder, cloudpickle.dump)
 
 
-def _live(task: Callable[[], Task], rank: int, folder: str, dump: Callable[[Any, Any], None]) -> None:
+def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callable[[Any, Any], None]) -> None:
     """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
     _die_with_parent()
     # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import plan as plans
-from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, groups, program
+from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, program, starts_together
 from funrl.mesh.mesh import AXES, Mesh, MeshError
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
@@ -99,7 +99,7 @@ def reshard(
     """
     if mesh.process not in plan.src_ranks and mesh.process not in plan.dst_ranks:
         return None
-    work = begin(tree, plan, mesh, donate)
+    work = begin_reshard(tree, plan, mesh, donate)
     flying: list[Flight] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
@@ -110,7 +110,7 @@ def reshard(
             _land(work, flying.pop(0), mesh)
     while flying:
         _land(work, flying.pop(0), mesh)
-    return finish(work, mesh)
+    return finish_reshard(work, mesh)
 
 
 def copied(
@@ -194,7 +194,7 @@ def _merged(shape: tuple[int, ...], local: tuple[int, ...], merged: tuple[int, .
     return sizes
 
 
-def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
+def begin_reshard(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
     """Check the tree against the plan and do what needs no communication."""
     both = plan.src_ranks, plan.dst_ranks
     if mesh.ranks not in both and not all(rank in mesh.ranks for ranks in both for rank in ranks):
@@ -219,7 +219,7 @@ def begin(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Work:
     return work
 
 
-def finish(work: Work, mesh: Mesh) -> trees.Tree:
+def finish_reshard(work: Work, mesh: Mesh) -> trees.Tree:
     """The tree of the results."""
     if mesh.process not in work.plan.dst_ranks:
         return None
@@ -248,7 +248,7 @@ def settle(work: Work, finished: Iterable[int]) -> None:
         leaf.original = leaf.source = None
 
 
-def pack(work: Work, step: Step, message: Message) -> Tensor:
+def pack_message(work: Work, step: Step, message: Message) -> Tensor:
     """The parts of a message in one tensor: the leaf's own memory if its one part is contiguous, else a flat copy."""
     parts = [_source(work, part) for part in message.parts]
     if len(parts) == 1 and parts[0].is_contiguous() and parts[0].dtype == step.dtype:
@@ -314,7 +314,7 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
     packed: dict[tuple[Part, ...], Tensor] = {}
     for message in step.sends:
         if message.parts not in packed:
-            packed[message.parts] = pack(work, step, message)
+            packed[message.parts] = pack_message(work, step, message)
     arriving = [room(work, step, message) for message in step.receives]
     received: list[Any] = []
     sent: list[Any] = []
@@ -327,7 +327,7 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
                 sent.append(dist.isend(packed[message.parts], message.peer, tag=message.tag))
     else:
         received, sent = [None] * len(step.receives), [None] * len(step.sends)
-        for receives, sends in groups(step, mesh.process):
+        for receives, sends in starts_together(step, mesh.process):
             operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer) for i in receives]
             operations += [dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer) for i in sends]
             together = _Together(dist.batch_isend_irecv(operations))
@@ -385,7 +385,7 @@ def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
 
 def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
     """Start one all-gather of all parts of a step."""
-    own = pack(work, step, Message(mesh.process, 0, step.gather))
+    own = pack_message(work, step, Message(mesh.process, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
     handle = mesh.group(step.axes)._allgather_base(whole.view(-1), own.view(-1))
     return Flight(step, [handle], [whole], [], [own])

@@ -12,7 +12,7 @@ from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.mesh.rules import rest_axes
 
-BUCKET_BYTES = 128 << 20  # summed in one collective; a larger leaf goes alone
+SUM_BYTES = 128 << 20  # summed in one collective; a larger leaf goes alone
 
 
 def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
@@ -56,14 +56,14 @@ def sum_rest(
 
 
 def _buckets(values: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
-    """Numbers of the values of a dtype, in runs of at most `BUCKET_BYTES`."""
+    """Numbers of the values of a dtype, in runs of at most `SUM_BYTES`."""
     bucket: list[int] = []
-    room = BUCKET_BYTES
+    room = SUM_BYTES
     for i, value in enumerate(values):
         if value.dtype == dtype:
             if bucket and value.nbytes > max(room, 0):
                 yield bucket
-                bucket, room = [], BUCKET_BYTES
+                bucket, room = [], SUM_BYTES
             bucket.append(i)
             room -= value.nbytes
     if bucket:

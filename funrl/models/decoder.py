@@ -21,10 +21,10 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
 from funrl.mesh.collectives import pbroadcast, psum
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, ModelError
 from funrl.models.fsdp import regathering
-from funrl.models.model import SINGLE, Inputs, Layer, Model, Output
+from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
 
 

@@ -69,7 +69,7 @@ class Place(NamedTuple):
     order: tuple[int, ...]
 
 
-class Packing(NamedTuple):
+class Buffers(NamedTuple):
     """Buffers of a group; a leaf that is not gathered has no place."""
 
     buckets: tuple[Bucket, ...]
@@ -80,7 +80,7 @@ class Group(NamedTuple):
     """Leaves that are gathered together, such as a layer's, and the dtype to compute in."""
 
     shards: trees.Tree
-    packing: Packing
+    buffers: Buffers
     mesh: Mesh
     dtype: torch.dtype
 
@@ -114,7 +114,7 @@ def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: 
         return trees.cast(params, dtype)
     groups: list[Group] = []
     tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype))
-    return _view(tree, Schedule(groups))
+    return _view(tree, GatherSchedule(groups))
 
 
 def regathering(layers: Any) -> contextlib.AbstractContextManager:
@@ -136,12 +136,12 @@ def _numbered(params: Any, stored: Any, compute: Any, number: Any) -> Any:
 
 def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
     names = tuple(name for name, _ in trees.named(stored))
-    packing = _packing(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)))
-    groups.append(Group(shards, packing, mesh, dtype))
+    buffers = _buffers(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)))
+    groups.append(Group(shards, buffers, mesh, dtype))
     return len(groups) - 1
 
 
-def _view(tree: Any, schedule: Schedule) -> Any:
+def _view(tree: Any, schedule: GatherSchedule) -> Any:
     if isinstance(tree, dict):
         return Weights(tree, schedule)
     if isinstance(tree, range):
@@ -152,7 +152,7 @@ def _view(tree: Any, schedule: Schedule) -> Any:
 class Weights(Mapping):
     """A dict of weights that are gathered when they are looked at, each time anew."""
 
-    def __init__(self, parts: dict[str, Any], schedule: Schedule) -> None:
+    def __init__(self, parts: dict[str, Any], schedule: GatherSchedule) -> None:
         self.parts, self.schedule = parts, schedule
 
     def __getitem__(self, name: str) -> Any:
@@ -176,7 +176,7 @@ class Layers:
       at: the layer that forward or backward pass is at, and its gathered buffers.
     """
 
-    def __init__(self, schedule: Schedule, numbers: range) -> None:
+    def __init__(self, schedule: GatherSchedule, numbers: range) -> None:
         self.schedule, self.numbers = schedule, numbers
         self.at: tuple[int, list[Tensor]] | None = None
 
@@ -212,7 +212,7 @@ class Layers:
         return self.at[1][kept.bucket].as_strided(kept.shape, kept.stride, kept.offset)
 
 
-class Schedule:
+class GatherSchedule:
     """The gathers and scatters of a tree's groups, numbered in their order of use.
 
     Attributes:
@@ -226,7 +226,7 @@ class Schedule:
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
         split = [
-            [x for x, place in zip(trees.leaves(group.shards), group.packing.places, strict=True) if place is not None]
+            [x for x, place in zip(trees.leaves(group.shards), group.buffers.places, strict=True) if place is not None]
             for group in groups
         ]
         self.leaving: list[tuple[Tensor, Tensor]] = []
@@ -259,28 +259,28 @@ class Schedule:
             self.start(following)
         landed: list[Tensor] = []  # made in the forward pass of `_Gather`: to autograd they come from the shards
         whole = iter(_Gather.apply(self, i, landed, *self.handles[i]) if self.handles[i] else ())
-        leaves = zip(trees.leaves(group.shards), group.packing.places, strict=True)
+        leaves = zip(trees.leaves(group.shards), group.buffers.places, strict=True)
         values = [x.to(group.dtype) if place is None else next(whole) for x, place in leaves]
         return trees.fill(group.shards, values), landed
 
 
 def start(group: Group) -> list[Tensor]:
     """Begin to gather a group, bucket by bucket; the results are not there yet."""
-    packing, mesh = group.packing, group.mesh
-    flats = [torch.empty(b.elements, dtype=group.dtype, device=mesh.device) for b in packing.buckets]
+    buffers, mesh = group.buffers, group.mesh
+    flats = [torch.empty(b.elements, dtype=group.dtype, device=mesh.device) for b in buffers.buckets]
     with torch.no_grad():
-        for x, place in zip(trees.leaves(group.shards), packing.places, strict=True):
+        for x, place in zip(trees.leaves(group.shards), buffers.places, strict=True):
             if place is not None:
                 flats[place.bucket].narrow(0, place.begin, x.numel()).view(place.shard).copy_(x)
-    return [collectives.start_all_gather(flat, mesh, b.axes) for flat, b in zip(flats, packing.buckets, strict=True)]
+    return [collectives.start_all_gather(flat, mesh, b.axes) for flat, b in zip(flats, buffers.buckets, strict=True)]
 
 
 def _spread(group: Group, arriving: list[Tensor]) -> list[Tensor]:
     """The ranks' buffers, when they are there, as buffers in which every weight is contiguous."""
-    buckets = group.packing.buckets
+    buckets = group.buffers.buckets
     rows = [collectives.wait(x).view(b.ranks, b.elements) for x, b in zip(arriving, buckets, strict=True)]
     buffers = [x.new_empty(x.numel()) for x in rows]
-    for place in filter(None, group.packing.places):
+    for place in filter(None, group.buffers.places):
         bucket = buckets[place.bucket]
         _grid(_whole(buffers[place.bucket], place, bucket), place).copy_(_rows(rows[place.bucket], place, bucket))
     return buffers
@@ -311,10 +311,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(schedule, i, landed, *shards):
-        packing = schedule.groups[i].packing
+        buffers = schedule.groups[i].buffers
         landed.extend(schedule.land(i))
-        places = filter(None, packing.places)
-        return tuple(_whole(landed[place.bucket], place, packing.buckets[place.bucket]) for place in places)
+        places = filter(None, buffers.places)
+        return tuple(_whole(landed[place.bucket], place, buffers.buckets[place.bucket]) for place in places)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -324,15 +324,15 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         schedule, group = ctx.schedule, ctx.schedule.groups[ctx.i]
-        packing, mesh = group.packing, group.mesh
-        places = [place for place in packing.places if place is not None]
-        rows = [torch.zeros(b.ranks, b.elements, dtype=ctx.dtype, device=mesh.device) for b in packing.buckets]
+        buffers, mesh = group.buffers, group.mesh
+        places = [place for place in buffers.places if place is not None]
+        rows = [torch.zeros(b.ranks, b.elements, dtype=ctx.dtype, device=mesh.device) for b in buffers.buckets]
         for grad, place in zip(grads, places, strict=True):
             if grad is not None:
-                bucket = packing.buckets[place.bucket]
+                bucket = buffers.buckets[place.bucket]
                 _rows(rows[place.bucket], place, bucket).copy_(_grid(grad.contiguous(), place))
         _land(schedule.leaving)
-        for x, bucket in zip(rows, packing.buckets, strict=True):
+        for x, bucket in zip(rows, buffers.buckets, strict=True):
             schedule.leaving.append((collectives.start_psum_scatter(x.view(-1), mesh, bucket.axes), x))
         summed = [flat for flat, _ in schedule.leaving]
         if schedule.looks[ctx.i] > 1:  # autograd adds what comes from each look
@@ -366,7 +366,7 @@ def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _packing(names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...]) -> Packing:
+def _buffers(names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...]) -> Buffers:
     """How leaves of these layouts are put into buffers: one for each distinct set of axes to gather over."""
     buckets: dict[tuple[str, ...], Bucket] = {}
     places: list[Place | None] = []
@@ -385,4 +385,4 @@ def _packing(names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[
         places.append(Place(list({**buckets, axes: bucket}).index(axes), bucket.elements, shard, whole, lengths, order))
         elements = bucket.elements + -(-math.prod(shard) // ALIGNMENT) * ALIGNMENT
         buckets[axes] = bucket._replace(elements=elements)
-    return Packing(tuple(buckets.values()), tuple(places))
+    return Buffers(tuple(buckets.values()), tuple(places))

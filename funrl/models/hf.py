@@ -52,7 +52,7 @@ def load_model(path: str | Path) -> Model:
         raise ModelError(f"{file}: {error}") from None
 
 
-def check(path: str | Path) -> Model:
+def check_directory(path: str | Path) -> Model:
     """The model of a directory, after a check of everything but the numbers: a few milliseconds, no weight is read.
 
     Raises:
@@ -96,10 +96,10 @@ def load(
       layouts: one `Layout` per weight; this rank then reads only its own part. None: whole tensors.
 
     Raises:
-      ModelError: as `check`.
+      ModelError: as `check_directory`.
     """
     folder = Path(path)
-    model = check(folder)
+    model = check_directory(folder)
     wanted = dtype or getattr(torch, model.config.dtype)
     device = torch.device("cpu") if mesh is None else mesh.device
     where = {name: file for file, table in _tables(folder).items() for name in table}

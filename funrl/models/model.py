@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config
 
-SINGLE = single()
 Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]
 Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
 

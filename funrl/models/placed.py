@@ -15,12 +15,12 @@ from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_divergence import linear_divergence
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
-from funrl.models.model import SINGLE, Inputs, Layer, Model
+from funrl.models.model import Inputs, Layer, Model
 
 HEAD = "value"  # name of a value head among the weights
 

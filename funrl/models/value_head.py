@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, ModelError
-from funrl.models.model import SINGLE, Inputs, Layer, Model, Output
+from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
 
 

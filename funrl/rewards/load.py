@@ -29,8 +29,8 @@ class RewardError(ValueError):
 
 
 def load_rewards(text: str) -> tuple[Reward, ...]:
-    """The functions that "FILE.py:f,FILE.py:g" names, at least one. Raises: LoadError, as `loading.load`."""
-    return tuple(loading.load("reward", part.strip()) for part in text.split(","))
+    """The functions that "FILE.py:f,FILE.py:g" names, at least one. Raises: LoadError, as `loading.load_function`."""
+    return tuple(loading.load_function("reward", part.strip()) for part in text.split(","))
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
@@ -49,7 +49,7 @@ def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]])
             ) from error
 
 
-def score(
+def score_all(
     reward: Reward,
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -75,20 +75,20 @@ def score(
 def score_one(
     reward: Reward, prompt: str, completion: str, fields: Mapping[str, Any], one_of_several: bool = False
 ) -> float:
-    """The reward of one completion; `score` says of what kind, and what is raised."""
+    """The reward of one completion; `score_all` says of what kind, and what is raised."""
     try:
         value = reward(prompt, completion, **fields)
     except (Exception, SystemExit) as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
         trace = "".join(traceback.format_exception(type(error), error, own))
-        where = described(prompt, completion, fields)
+        where = row_text(prompt, completion, fields)
         raise RewardError(f"the reward function raised {error!r}{where}\n{trace}", prompt, completion) from error
     number = _number(value)
     if one_of_several and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
         message = f"the reward function gave {value!r}, a finite number is needed (of float32: up to 3.4e38)"
-        raise RewardError(message + described(prompt, completion, fields), prompt, completion, value)
+        raise RewardError(message + row_text(prompt, completion, fields), prompt, completion, value)
     return number
 
 
@@ -96,16 +96,16 @@ def score_row(rewards: Sequence[Reward], prompt: str, completion: str, fields: M
     """What each reward function gives for one completion; of several functions, NaN where one does not apply.
 
     Raises:
-      RewardError: as `score`; or no function applies.
+      RewardError: as `score_all`; or no function applies.
     """
     found = [score_one(reward, prompt, completion, fields, len(rewards) > 1) for reward in rewards]
     if all(map(math.isnan, found)):
         message = f"none of the {len(rewards)} reward functions applies, one of them must"
-        raise RewardError(message + described(prompt, completion, fields), prompt, completion)
+        raise RewardError(message + row_text(prompt, completion, fields), prompt, completion)
     return found
 
 
-def described(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
+def row_text(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
     """Lines that show a row, for the end of an error's first line."""
     return f"\n  prompt: {prompt!r}\n  completion: {completion!r}\n  fields: {dict(fields)!r}"
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.rewards.load import Reward, RewardError, described, score_row
+from funrl.rewards.load import Reward, RewardError, row_text, score_row
 
 _PR_SET_PDEATHSIG = 1
 
@@ -65,7 +65,7 @@ class Pool:
             try:
                 tasks.append((self._count, pickle.dumps(row)))
             except Exception as error:
-                raise RewardError(f"a row cannot be sent to a worker: {error}{described(*row)}") from error
+                raise RewardError(f"a row cannot be sent to a worker: {error}{row_text(*row)}") from error
             futures.append(Future())
             futures[-1].set_running_or_notify_cancel()
             self._count += 1
@@ -195,7 +195,7 @@ def _outcome(rewards: Sequence[Reward], row: Completed) -> list[float] | _Failur
 
 def _failure(row: bytes, message: str) -> _Failure:
     prompt, completion, fields = pickle.loads(row)
-    return _Failure(message + described(prompt, completion, fields), prompt, completion, None)
+    return _Failure(message + row_text(prompt, completion, fields), prompt, completion, None)
 
 
 def _child(run: Any) -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, config_to_hf
-from funrl.models.model import SINGLE, Model
+from funrl.models.model import Model
 from funrl.models.names import EMBED, UNEMBED
 from funrl.rollout.completions import Completions, Sampling, WeightSpec
-from funrl.rollout.native import check_prompts, finish
+from funrl.rollout.native import check_token_prompts, cut_completions
 
 
 class HFEngine:
@@ -61,7 +61,7 @@ class HFEngine:
         """
         from transformers import GenerationConfig
 
-        check_prompts(self._config, prompts, sampling)
+        check_token_prompts(self._config, prompts, sampling)
         pad, width = self._config.pad or 0, max(len(p) for p in prompts)
         device = self.model.device
         # Repeated here, because transformers refuses to return several greedy sequences of a prompt.
@@ -89,7 +89,7 @@ class HFEngine:
 
         model_logp_RT = chosen(out.logits)
         logp_RT = model_logp_RT if sampling.greedy else chosen(out.scores)
-        return finish(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
+        return cut_completions(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
 
 
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:

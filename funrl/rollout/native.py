@@ -18,15 +18,15 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.mesh.collectives import all_gather
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, ModelError
-from funrl.models.model import SINGLE, Inputs, Layer, Model, cache_prefix
+from funrl.models.model import Inputs, Layer, Model, cache_prefix
 from funrl.rollout.completions import Completions, Sampling, WeightSpec
-from funrl.rollout.sampling import draw, uniform
+from funrl.rollout.sampling import sample_tokens, uniform
 
 PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts
-BLOCK = 32  # the part of the cache that attention reads grows by this many slots
+CACHE_BLOCK = 32  # the part of the cache that attention reads grows by this many slots
 NOISE_STEPS = 64  # noise is made for this many steps at a time
 LOGITS = 1 << 26  # numbers in the logits of one draw
 LOOK_EVERY = {"cpu": 1}  # steps between looks for finished rows; asking a GPU (8) makes the host wait for it
@@ -113,7 +113,7 @@ class NativeEngine:
         """
         if self._loaded is None:
             raise RuntimeError("the engine has no weights: call load first")
-        return generate(self._loaded, prompts, sampling, seed, first_prompt, self.rows)
+        return complete(self._loaded, prompts, sampling, seed, first_prompt, self.rows)
 
 
 def native_engine(
@@ -159,7 +159,7 @@ def loaded_model(model: Model, params: trees.Tree, mesh: Mesh = SINGLE, layer: L
 
 
 @torch.no_grad()
-def generate(
+def complete(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -174,7 +174,7 @@ def generate(
       rows_for: as `NativeEngine.rows`.
     """
     config, samples = loaded.model.config, sampling.samples
-    check_prompts(config, prompts, sampling)
+    check_token_prompts(config, prompts, sampling)
     shape, device = (len(prompts) * samples, sampling.max_new_tokens), loaded.unembed_VD.device
     wide = torch.promote_types(loaded.unembed_VD.dtype, torch.float32)
     logp_RT, model_logp_RT = (torch.zeros(shape, dtype=wide, device=device) for _ in range(2))
@@ -187,10 +187,10 @@ def generate(
         chunk, todo = todo[-count:], todo[:-count]
         # Nothing here names a state, so that a chunk's cache is freed before the next one's is made.
         _complete(loaded, prompts, chunk, sampling, (seed, first_prompt * samples), out)
-    return finish(sampling, config.pad or 0, *out)
+    return cut_completions(sampling, config.pad or 0, *out)
 
 
-def check_prompts(config: Config, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def check_token_prompts(config: Config, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
     """Raise ValueError where a prompt cannot be completed by this model."""
     for i, prompt in enumerate(prompts):
         if not len(prompt):
@@ -284,10 +284,10 @@ def _groups(chosen: list[int], lengths: list[int]) -> list[list[int]]:
 def draw_tokens(
     loaded: LoadedModel, hidden_RD: Tensor, noise_R: Tensor | None, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`draw` from the model's logits, over as many rows at once as their logits allow."""
+    """`sample_tokens` from the model's logits, over as many rows at once as their logits allow."""
     count = max(1, LOGITS // loaded.model.config.vocab)
     parts = [
-        draw(
+        sample_tokens(
             all_gather(project(hidden_RD[low : low + count], loaded.unembed_VD), loaded.mesh, "tensor", 1).contiguous(),
             None if noise_R is None else noise_R[low : low + count],
             sampling,
@@ -304,7 +304,7 @@ def decode_step(loaded: LoadedModel, state: DecodeState, token_R: Tensor) -> Dec
     """The state with one more token in every row. The cache is written in place."""
     prefix, reach, longest = state.prefix, state.reach, state.longest + 1
     if longest > reach:
-        reach = min(-(-longest // BLOCK) * BLOCK, trees.leaves(state.cache)[0].shape[1])
+        reach = min(-(-longest // CACHE_BLOCK) * CACHE_BLOCK, trees.leaves(state.cache)[0].shape[1])
         prefix = cache_prefix(state.cache, reach)
     inputs = Inputs(token_R.unsqueeze(1), state.positions_R1)
     hidden_R1D, prefix, _ = loaded.model.apply(loaded.params, inputs, loaded.mesh, prefix, loaded.layer)
@@ -389,7 +389,9 @@ def _is_any(tokens: Tensor, ids_K: Tensor) -> Tensor:
     return (tokens.unsqueeze(-1) == ids_K).any(-1)
 
 
-def finish(sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, model_logp_RT: Tensor) -> Completions:
+def cut_completions(
+    sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, model_logp_RT: Tensor
+) -> Completions:
     """Completions cut behind their first stop token, padded to the longest."""
     if not len(tokens_RT):
         return Completions(tokens_RT, tokens_RT.sum(1), logp_RT, model_logp_RT, tokens_RT.any(1))

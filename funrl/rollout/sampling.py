@@ -34,7 +34,7 @@ def uniform(seed: int, rows_R: Tensor, steps_S: Tensor) -> Tensor:
     return (_shift_right(bits_RS, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def draw(logits_RV: Tensor, noise_R: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def sample_tokens(logits_RV: Tensor, noise_R: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row.
 
     Args:

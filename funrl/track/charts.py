@@ -28,7 +28,7 @@ class Series(NamedTuple):
     dots: bool = False  # a few measurements, each worth seeing, and no smoothing
 
 
-class Layer(NamedTuple):
+class Band(NamedTuple):
     """One layer of a stack: a value of each step, none negative."""
 
     name: str
@@ -134,7 +134,7 @@ def line_chart(
     )
 
 
-def stacked_chart(title: str, unit: str, steps: Sequence[int], layers: Sequence[Layer]) -> str:
+def stacked_chart(title: str, unit: str, steps: Sequence[int], layers: Sequence[Band]) -> str:
     """A figure of layers on top of each other over steps, the first lowest."""
     stretches = _stretches(len(steps), MOST_BANDS)
     x, drawing = step_scale(steps[0], steps[-1]), ""
@@ -206,7 +206,7 @@ def _curve(series: Series, x: Scale, y: Scale) -> str:
     drawn = [_place(point, x, y) for point in _extremes(points)]
     if not smoothing(len(points)):
         return f'<path class="line {colour}" d="M{_path(drawn)}"/>'
-    smooth = [_place(point, x, y) for point in _thinned(smoothed(points, y.log))]
+    smooth = [_place(point, x, y) for point in _thinned(smooth_curve(points, y.log))]
     raw = f'<path class="raw {colour}" d="M{_path(drawn)}"/>'
     return raw + f'<path class="line {colour}" d="M{_path(smooth)}"/>'
 
@@ -216,7 +216,7 @@ def smoothing(length: int) -> int:
     return length // 30 if length >= 30 else 0
 
 
-def smoothed(points: Points, log: bool = False) -> list[tuple[int, float]]:
+def smooth_curve(points: Points, log: bool = False) -> list[tuple[int, float]]:
     """The mean of the points around each point, or of their logarithms; at the ends, of those that there are."""
     reach = smoothing(len(points))
     floor = min((v for _, v in points if v > 0), default=1.0)

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -27,7 +27,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-Metrics = Mapping[str, float]
+from funrl.track.trackers import StepMetrics
+
 HEADER_EVERY = 20  # plain lines between two repetitions of the header
 PHASE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
 SPARKS = "".join(chr(0x2581 + i) for i in range(8))  # eight bars of growing height
@@ -143,7 +144,7 @@ class Progress:
 
         return block()
 
-    def update(self, step: int, metrics: Metrics) -> None:
+    def update(self, step: int, metrics: StepMetrics) -> None:
         """Shows what a step has reported. Keys that the display does not know are left to the trackers."""
         stage, values = self._now, {key: float(value) for key, value in metrics.items()}
         stage.step = step
@@ -274,7 +275,7 @@ def _phase_bar(shares: list[tuple[str, float]], width: int) -> Text:
     return Text("\n").join([bar, names]) if shares else Text("")
 
 
-def _shares(values: Metrics) -> list[tuple[str, float]]:
+def _shares(values: StepMetrics) -> list[tuple[str, float]]:
     """The share of each phase in the time of a step, the largest first."""
     phases = {key.removeprefix("time_s/"): value for key, value in values.items() if key.startswith("time_s/")}
     whole = phases.pop("step", 0.0)
@@ -283,11 +284,11 @@ def _shares(values: Metrics) -> list[tuple[str, float]]:
     return sorted(((name, value / whole) for name, value in phases.items()), key=lambda pair: -pair[1])
 
 
-def _cell(values: Metrics, column: Column, empty: str = "-") -> str:
+def _cell(values: StepMetrics, column: Column, empty: str = "-") -> str:
     return format(values[column.key], column.form) if column.key in values else empty
 
 
-def _others(values: Metrics) -> str:
+def _others(values: StepMetrics) -> str:
     return "  ".join(f"{key} {value:.4g}" for key, value in values.items() if not key.startswith("time_s/"))
 
 

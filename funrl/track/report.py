@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.track.charts import Layer, Series, line_chart, number, smoothing, stacked_chart
+from funrl.track.charts import Band, Series, line_chart, number, smoothing, stacked_chart
 from funrl.track.report_style import STYLE
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, read_lines, write_text
 from funrl.track.samples import Sample, first_and_last, read_samples
@@ -328,18 +328,18 @@ def _time(run: RunFiles) -> str:
     if not rows or not names:
         return ""
     layers = [
-        Layer(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], PHASES.get(name, 10))
+        Band(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], PHASES.get(name, 10))
         for name in names
     ]
     rest = [row["time_s/step"] - sum(layer.values[i] for layer in layers) for i, row in enumerate(rows)]
     if sum(rest) > 0.005 * _seconds(run):
-        layers.append(Layer("other", [max(0.0, value) for value in rest], PHASES["other"]))
+        layers.append(Band("other", [max(0.0, value) for value in rest], PHASES["other"]))
     shares = _shares(layers, len(rows))
     steps = [row["step"] for row in rows]
     return _section("Time", '<div class="grid time">', [shares, stacked_chart("By step", "seconds", steps, layers)])
 
 
-def _shares(layers: Sequence[Layer], steps: int) -> str:
+def _shares(layers: Sequence[Band], steps: int) -> str:
     """One bar for the whole run, and what each phase takes of it."""
     sums = [sum(layer.values) for layer in layers]
     whole = sum(sums) or 1.0

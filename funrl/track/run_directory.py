@@ -88,7 +88,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
         if not resume:
             check_unused(run)
         _check_writable(run.path)
-        write_text(run.config, json.dumps(valid(describe(experiment, config)), indent=2) + "\n")
+        write_text(run.config, json.dumps(valid(run_record(experiment, config)), indent=2) + "\n")
     except (OSError, RunDirectoryError) as error:
         with contextlib.suppress(OSError):
             run.path.rmdir()  # only one that holds nothing
@@ -98,7 +98,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
     return run
 
 
-def describe(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
+def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
     """What config.json says: the flags, and what else is needed to do the run again."""
     return {
         "experiment": experiment,

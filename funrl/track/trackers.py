@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from funrl.track.run_directory import open_lines
 
-Metrics = Mapping[str, float]
+StepMetrics = Mapping[str, float]
 
 
 class Tracker(NamedTuple):
     """Somewhere metrics go: `tracker(step, metrics)` after every step, `tracker.close()` once."""
 
-    write: Callable[[int, Metrics], None]
+    write: Callable[[int, StepMetrics], None]
     close: Callable[[], None]
 
-    def __call__(self, step: int, metrics: Metrics) -> None:
+    def __call__(self, step: int, metrics: StepMetrics) -> None:
         self.write(step, metrics)
 
 
@@ -55,7 +55,7 @@ def tensorboard(directory: Path) -> Tracker:
         records.write(event.SerializeToString())
         file.flush()
 
-    def write(step: int, metrics: Metrics) -> None:
+    def write(step: int, metrics: StepMetrics) -> None:
         values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
@@ -66,7 +66,7 @@ def tensorboard(directory: Path) -> Tracker:
 def together(*trackers: Tracker) -> Tracker:
     """All of the trackers as one; each is closed even where closing another fails."""
 
-    def write(step: int, metrics: Metrics) -> None:
+    def write(step: int, metrics: StepMetrics) -> None:
         for tracker in trackers:
             tracker(step, metrics)
 

@@ -18,7 +18,7 @@ def check_settings(settings: Settings, kind: str | None = None, rewarded: bool =
 
     Args:
       settings: the flags.
-      kind: of the run, one of `declaration.KINDS`; None: not known yet, so what depends on it is not checked.
+      kind: of the run, one of `declaration.RUN_KINDS`; None: not known yet, so what depends on it is not checked.
       rewarded: whether the algorithm goes by rewards.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.data.supervised import Text, TextExample, to_batch
+from funrl.data.supervised import Text, TextExample, text_batch
 from funrl.mesh.collectives import psum
 from funrl.rewards.load import RewardError
 from funrl.trainer.generation import Example, Rollout
@@ -67,7 +67,7 @@ def completion_scores(
     """
     mesh = role.placed.mesh
     whole = [TextExample((Text(list(tokens), [False] * len(tokens)),)) for tokens in texts]
-    batch, score_R = to_batch(whole, pad, reader=True, device=mesh.device), None
+    batch, score_R = text_batch(whole, pad, reader=True, device=mesh.device), None
     for rows, piece in own_micro_batches(batch, mesh, token_budget):
         value_N = role.placed.values(params, piece)[piece.mask]
         score_R = value_N.new_zeros(len(texts)) if score_R is None else score_R

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
-KINDS = RL + SUPERVISED
+RUN_KINDS = RL + SUPERVISED
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -19,7 +19,7 @@ def kinds_of(algorithm: Any) -> tuple[str, ...]:
     one texts are given. A comparison with a teacher over the whole vocabulary does either."""
     if getattr(algorithm, "advantage", None) is not None:
         return RL
-    return KINDS if getattr(algorithm, "divergence", None) is not None else SUPERVISED
+    return RUN_KINDS if getattr(algorithm, "divergence", None) is not None else SUPERVISED
 
 
 def run_kind(algorithm: Any, data: str | None) -> str:
@@ -98,7 +98,7 @@ class Flag(NamedTuple):
     chosen: str = ""
     group: str = "algorithm"
     bounds: tuple[Bound, ...] = ()
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = RUN_KINDS
     without: Any = None
     requires: str = ""
 
@@ -147,7 +147,7 @@ def flag(
     text: str,
     *bounds: Bound,
     chosen: str = "",
-    kinds: tuple[str, ...] = KINDS,
+    kinds: tuple[str, ...] = RUN_KINDS,
     without: Any = None,
     requires: str = "",
 ) -> Any:

@@ -26,7 +26,7 @@ from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 class Job(NamedTuple):
@@ -110,7 +110,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
-        settings, sizes, generating, device, DTYPES[settings.dtype], model, models, directories,
+        settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if settings.model is None:
         return decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
     with blaming("model"):
-        return hf.check(settings.model), load_tokenizer(settings.model)
+        return hf.check_directory(settings.model), load_tokenizer(settings.model)
 
 
 def models_of(
@@ -130,7 +130,7 @@ def models_of(
     settings: Settings,
     model: Model,
     tokenizer: Any,
-    read: Callable[[str], Model] = hf.check,
+    read: Callable[[str], Model] = hf.check_directory,
 ) -> tuple[dict[str, Model], dict[str, str]]:
     """The model of every role of a run, and the directories of those that do not begin as `model`.
 
@@ -226,10 +226,10 @@ def task_of(
         return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
-    return texts_of(settings, kind_of(algorithm), tokenizer, model.config, given)
+    return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
 
 
-def kind_of(algorithm: Algorithm) -> str:
+def texts_kind(algorithm: Algorithm) -> str:
     """What texts an algorithm without an advantage learns from: those of `funrl.data.supervised`."""
     return "preferences" if algorithm.example == "pair" else "demonstrations"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.prompts import Prompt, check_prompts, load_prompts
-from funrl.data.supervised import TextFile, check_lengths, load_examples, text_example, to_batch
+from funrl.data.supervised import TextFile, check_lengths, load_examples, text_batch, text_example
 from funrl.data.tokenizer import encode_prompt
 from funrl.models import Config, Model
 from funrl.rewards.load import check_fields, load_rewards
@@ -152,7 +152,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
 
 def fields_of_texts(texts: Texts) -> frozenset[str]:
     """The fields of the rows that texts make."""
-    fields = set(to_batch(texts.examples[:1], 0).names()) - {"margin"}
+    fields = set(text_batch(texts.examples[:1], 0).names()) - {"margin"}
     file = texts.examples
     whole = file.has_margin if isinstance(file, TextFile) else all(one.margin is not None for one in file)
     return frozenset(fields | {"margin"} if whole else fields)

@@ -12,7 +12,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import Batch
-from funrl.data.supervised import to_batch
+from funrl.data.supervised import text_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.rewards.load import score_row
 from funrl.rollout.completions import Sampling
@@ -97,6 +97,6 @@ def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> li
 
 def text_rows(job: Job, examples: Sequence[Any], device: torch.device) -> Batch:
     """Given texts as rows, one an example."""
-    batch = to_batch(examples, job.pad, job.lead == "reward_model", device)
+    batch = text_batch(examples, job.pad, job.lead == "reward_model", device)
     margin = batch.get("margin")
     return batch if margin is None else batch._replace(margin=margin.to(job.master))

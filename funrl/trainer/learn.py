@@ -43,7 +43,7 @@ def learn(
     Returns: the states after it, and the metrics' means over the updates.
 
     Raises:
-      DivergenceError: naming step and role; that update was not made.
+      NotFiniteError: naming step and role; that update was not made.
     """
     clock, states, told = clock or Clock(), dict(states), dict[str, list[Tensor]]()
     learning = {name: role for name, role in roles.items() if role.loss is not None and step >= role.first_step}

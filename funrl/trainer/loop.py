@@ -26,7 +26,7 @@ from funrl.trainer.observing import Observer
 from funrl.trainer.score import score
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
-from funrl.trainer.step import DivergenceError
+from funrl.trainer.step import NotFiniteError
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -53,7 +53,7 @@ class Trainer(NamedTuple):
     clock: Clock
 
 
-def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
+def train_loop(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
     """The whole trainer, on this rank.
 
     Args:
@@ -66,7 +66,7 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
       everything learned so far saved.
     """
     settings = job.settings
-    trainer, state = begin(job, mesh, observer, source)
+    trainer, state = begin_run(job, mesh, observer, source)
     folder = checkpoint.shared_folder(observer, mesh)
     state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, state, folder, observer))
     place = offload.mover(settings.offload, trainer.parts, observer.note)
@@ -77,7 +77,7 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
         first = last = trainer.source.evaluate(state.roles, state.step)
         for step in range(state.step + 1, settings.steps + 1):
             trainer, state = place(trainer, state, "generate")
-            batch, state, metrics = draw(trainer, state)
+            batch, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
             batch, state, scored = score_batch(trainer, state, batch)
             trainer, state = place(trainer, state, "update")
@@ -91,14 +91,14 @@ def train(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_so
                 metrics |= last
             observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, trainer.clock.take())
             checkpoint.save_when_due(job, trainer.parts, state, folder)
-    except (RewardError, DivergenceError) as failure:
+    except (RewardError, NotFiniteError) as failure:
         error = str(failure)
     _, state = place(trainer, state, "save")
     observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
     return Outcome(first, last, error)
 
 
-def begin(
+def begin_run(
     job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, clock: Clock | None = None
 ) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
@@ -109,7 +109,7 @@ def begin(
     return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
 
 
-def draw(trainer: Trainer, state: State) -> tuple[Batch, State, dict[str, float]]:
+def draw_batch(trainer: Trainer, state: State) -> tuple[Batch, State, dict[str, float]]:
     """The rows of the next step; the state with the source's place; metrics."""
     batch, at, metrics = trainer.source.draw(state.source, state.step + 1)
     return batch, state._replace(source=at), metrics

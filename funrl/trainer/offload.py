@@ -26,7 +26,7 @@ NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `fro
 Mover = Callable[[Any, State, str], tuple[Any, State]]
 
 
-def parse(text: str | None) -> frozenset[str]:
+def offloaded_parts(text: str | None) -> frozenset[str]:
     """The parts of "optimizer,params".
 
     Raises:
@@ -45,7 +45,7 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     Args:
       text: which of `PARTS` are offloaded, with commas between.
     """
-    away, device = parse(text), parts.mesh.device
+    away, device = offloaded_parts(text), parts.mesh.device
     if not away or device.type != "cuda":
         if away:
             note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")

@@ -22,7 +22,7 @@ from funrl.trainer.generation import Example, Rollout, completion_texts, to_batc
 from funrl.trainer.micro import own_micro_batches
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.score import score
-from funrl.trainer.step import DivergenceError, loss_value
+from funrl.trainer.step import NotFiniteError, loss_value
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -181,7 +181,7 @@ def text_source(
             metrics, value = loss_value(role, states[name].params, pieces, role.loss.denominators(held), beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
-            raise DivergenceError(f"the held-out loss is {value.item()} {when}")
+            raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
         told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 

@@ -24,7 +24,7 @@ from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
 
 
-class DivergenceError(ArithmeticError):
+class NotFiniteError(ArithmeticError):
     """A loss or a gradient that is not finite. It was not applied."""
 
 
@@ -51,7 +51,7 @@ def train_step(
     Returns: the state after it, and the metrics' values, which are still on the device.
 
     Raises:
-      DivergenceError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
+      NotFiniteError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
     """
     grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, beside)
     norm = global_norm(grads, role.placed.stored, role.placed.mesh)
@@ -154,9 +154,9 @@ def engine_gap(batch: Batch) -> dict[str, Metric]:
 
 
 def check_finite(loss: float, norm: float, what: str) -> None:
-    """Raises DivergenceError where a loss or its gradient's norm over the mesh is not finite."""
+    """Raises NotFiniteError where a loss or its gradient's norm over the mesh is not finite."""
     if not (math.isfinite(norm) and math.isfinite(loss)):
-        raise DivergenceError(
+        raise NotFiniteError(
             f"{what}: the gradient's norm is {norm} and the loss {loss:.4g}; the update was not made. A lower --lr or "
             "--max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"
         )

@@ -68,7 +68,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver) -> trees
     if any(problems):
         stage.note(f"the cached warm start in {cached} is damaged ({max(problems)}); it is made again")
     start = time.perf_counter()
-    weights = supervise(job, placed, weights, stage)
+    weights = fine_tune(job, placed, weights, stage)
     stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
     whole = unshard(weights, placed.stored, mesh)
     if mesh.rank == 0:
@@ -76,7 +76,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver) -> trees
     return weights
 
 
-def supervise(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObserver) -> trees.Tree:
+def fine_tune(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObserver) -> trees.Tree:
     """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
     steps = job.warmstart_steps
     optimizer = chain(

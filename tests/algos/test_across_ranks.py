@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from funrl.algos.core import begin
+from funrl.algos.core import first_signal
 from funrl.algos.recipes import NAMES, recipe
 from funrl.batch import FIELDS, Batch, as_dict, example, map_fields, with_across
 from funrl.mesh.collectives import gather_objects
@@ -55,7 +55,7 @@ def bits(mesh, ranks):
     found = {}
     for name in RECIPES:
         advantage = recipe(name)().advantage
-        signal, state = advantage.update(begin(local), advantage.init(), local)
+        signal, state = advantage.update(first_signal(local), advantage.init(), local)
         metrics = sorted(signal.metrics.items())
         numbers = repr(state) + "".join(f"{key}{[x.double().item() for x in m]}" for key, m in metrics)
         found[name, "table"] = hashlib.sha256(numbers.encode()).hexdigest()

@@ -6,7 +6,7 @@ from pieces import example
 
 from funrl import algos
 from funrl.algos import Signal, chain, corrected, grpo, reads
-from funrl.algos.losses.kl import KINDS
+from funrl.algos.losses.kl import KL_KINDS
 from funrl.batch import Batch, as_dict, select
 
 REFUSED = {
@@ -223,7 +223,7 @@ def test_a_corrected_kl_is_unbiased_with_k1_and_k3():
     row = {"old_logp": old.log_softmax(0)[None], "ref_logp": ref.log_softmax(0)[None]}
     batch = select(example(), slice(0, 1))._replace(mask=torch.ones(1, 6, dtype=torch.bool), **row)
     biased = set()
-    for kind in KINDS:
+    for kind in KL_KINDS:
         loss, _ = algos.kl_to_reference(kind, bias_corrected=True)(logp[None], batch)
         mean = (row["old_logp"].exp() * loss).sum()
         (got,) = torch.autograd.grad(mean, leaf, retain_graph=True)

@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 TESTED = {  # name: the test that would fail if it were wrong
     "adaptive_kl": "test_arguments.py::test_adaptive_coefficients",
     "apply_advantage": "test_named.py::test_golden_numbers",
-    "begin": "test_guards.py::test_a_chain_begins_with_the_scores_or_zeros",
+    "first_signal": "test_guards.py::test_a_chain_begins_with_the_scores_or_zeros",
     "best_and_worst": "test_pairs.py::test_ranking",
     "check": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "check_beta": "test_arguments.py::test_bad_arguments_are_refused_at_once",

@@ -318,10 +318,10 @@ def test_what_a_chain_makes_is_found_by_running_it():
 
 def test_a_chain_begins_with_the_scores_or_zeros():
     batch = example()
-    assert torch.equal(algos.begin(batch).x, batch.score)
-    none = algos.begin(batch._replace(score=None))
+    assert torch.equal(algos.first_signal(batch).x, batch.score)
+    none = algos.first_signal(batch._replace(score=None))
     assert none.x.tolist() == [0.0] * 7 and none.x.dtype == torch.float64 and torch.equal(none.mask, batch.mask)
-    only = algos.begin(Batch(tokens=batch.tokens, mask=batch.mask))
+    only = algos.first_signal(Batch(tokens=batch.tokens, mask=batch.mask))
     assert only.x.dtype == torch.float32
     assert isinstance(only, Signal)
 

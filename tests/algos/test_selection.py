@@ -88,7 +88,7 @@ def test_the_weights_of_resampling_can_be_seen():
     torch.testing.assert_close(weight, torch.tensor([0, 1, 4, 1], dtype=torch.float64) / 6, rtol=0, atol=1e-8)
     batch = select(pieces.example(), slice(0, 4))._replace(score=score)
     piece = algos.resample_rows()
-    signal, _ = piece.update(algos.begin(batch), piece.init(), batch)
+    signal, _ = piece.update(algos.first_signal(batch), piece.init(), batch)
     assert signal.metrics["resampling/largest"].value.item() == pytest.approx(4 / 6, abs=1e-7)
     assert signal.metrics["resampling/effective"].value.item() == pytest.approx(1 / (18 / 36) / 4, abs=1e-7)
     assert signal.metrics["resampling/rows"].value.item() == len(set(signal.rows.tolist())) / 4

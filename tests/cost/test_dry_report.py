@@ -57,6 +57,9 @@ def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys
     assert main("rl", ["rl", *flags, "--batch_prompts=4", "--mesh=dp2,tp2", "--fsdp"]) == 0
     said = capsys.readouterr().out
     assert {"score_teacher", "update_policy"} <= phases_of(said) and "score_reference" not in said
+    beside = [flag.replace("=distillation", "=gkd") for flag in flags]  # the teacher runs in the update itself
+    assert main("rl", ["rl", *beside, "--batch_prompts=4"]) == 0
+    assert phases_of(capsys.readouterr().out) == {"generate", "update_policy", "reshard"}
     assert main("rl", ["rl", *[flag for flag in flags if "teacher" not in flag]]) == 2
     assert "give --teacher=DIR" in capsys.readouterr().err
 
@@ -117,7 +120,12 @@ def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
     assert main("dapo", ["dapo", *flags]) == 0
     said = capsys.readouterr().out
-    for words in ("rewards, tokenizer, files", "evaluation every 7 steps", "7 more batches", "the time of its copies"):
+    for words in (
+        "rewards, gathering completions, tokenizer, files",
+        "evaluation every 7 steps",
+        "7 more batches",
+        "the time of its copies",
+    ):
         assert words in said.split("not counted: ")[1]
 
 

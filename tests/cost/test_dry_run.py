@@ -17,12 +17,12 @@ from funrl.models.config import ModelError
 from funrl.trainer.build import build
 from funrl.trainer.declaration import SettingsError
 
-TEACHED = ("distillation", "gkd")
+TAUGHT = ("distillation", "gkd")
 
 
 def trace(job, tokens, rows, real=False):
     parts = build(job, single(), lambda _: None)
-    return dry_run.trace(job, parts, dry_run.full_batch(job, tokens, rows), CPU, real=real)
+    return dry_run.trace_step(job, parts, dry_run.full_batch(job, tokens, rows), CPU, real=real)
 
 
 def assert_alike(found, exact, flops=1e-6):
@@ -38,8 +38,8 @@ def params(job, role):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pretended_step_of_every_recipe_holds_what_the_real_one_holds(name, tmp_path):
-    teacher = {"teacher": write_config(tmp_path, vocab_size=300), "teacher_top_k": 8} if name in TEACHED else {}
-    job = small(name, **teacher)
+    config = write_config(tmp_path, vocab_size=300)
+    job = small(name, **({"model": config, "teacher": config, "teacher_top_k": 8} if name in TAUGHT else {}))
     fake, real = (trace(job, 8, 8, real) for real in (False, True))
     assert_alike(fake.phases, real.phases)
     assert fake.resting == real.resting and fake.row_bytes == real.row_bytes
@@ -121,12 +121,17 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     reward = write_config(tmp_path, num_hidden_layers=5, num_labels=1, architectures=["LlamaForSequenceClassification"])
     given = {"prompts": "prompts.jsonl", "reward_model": reward}
     with_it, without = small("grpo", **given), small("grpo")
-    assert with_it.models["reward_model"].config.layers == 5 and with_it.models["reward_model"].unembed is None
+    judge = with_it.models["reward_model"]
+    assert judge.config.layers == 5 and judge.unembed is None
     held, plain_ = (dry_run.estimate(job, 8, CPU).phases for job in (with_it, without))
-    assert set(held) == set(plain_)
-    for name, costs in held.items():
-        more = costs.peak["weights"] - plain_[name].peak["weights"]
+    assert set(held) - set(plain_) == {"score_reward_model"}
+    for name, costs in plain_.items():
+        more = held[name].peak["weights"] - costs.peak["weights"]
         assert more == pytest.approx(4 * params(with_it, "reward_model")), name
+    # It reads 40 tokens of each of 16 rows: a completion of 32, one more, and the padding behind it.
+    layer = sum(x.numel() for name, x in trees.named(judge.shapes) if x.ndim > 1 and "layers/0" in name)
+    attention = 16 * 4 * 40 * 40 * judge.config.heads * judge.config.head
+    assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * 16 * 40 + attention), rel=0.01)
 
 
 def test_what_is_offloaded_is_away_where_it_is_not_needed():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from funrl.data import supervised
-from funrl.data.supervised import DataError, Text, TextExample, check_lengths, load_examples, text_example, to_batch
+from funrl.data.supervised import DataError, Text, TextExample, check_lengths, load_examples, text_batch, text_example
 from funrl.data.tokenizer import character_tokenizer
 from funrl.tasks import arithmetic
 
@@ -50,7 +50,7 @@ def test_of_a_conversation_the_assistants_turns_are_trained(tokenizer):
 def test_pairs_lie_side_by_side_in_one_row():
     tokens = arithmetic.tokenizer()
     records = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in arithmetic.preferences(0, 3)]
-    batch = to_batch([text_example(r | {"margin": 2}, "preferences", tokens) for r in records], tokens.pad_token_id)
+    batch = text_batch([text_example(r | {"margin": 2}, "preferences", tokens) for r in records], tokens.pad_token_id)
     for row, record in enumerate(records):
         for segment, name in ((1, "chosen"), (2, "rejected")):
             own = batch.segments[row] == segment
@@ -66,7 +66,7 @@ def test_pairs_lie_side_by_side_in_one_row():
 def test_a_reader_stands_behind_every_text():
     tokens = arithmetic.tokenizer()
     one = text_example({"prompt": "1+2=", "chosen": "3", "rejected": "45"}, "preferences", tokens)
-    batch = to_batch([one], 0, reader=True)
+    batch = text_batch([one], 0, reader=True)
     assert batch.mask[0].nonzero().flatten().tolist() == [6, 14]  # 4 + 1 + end, and 7 + 4 + 2 + end
     assert (batch.tokens[batch.mask] == 0).all() and batch.length.tolist() == [15]
     assert batch.positions[0, :15].tolist() == [*range(7), *range(8)]
@@ -75,7 +75,7 @@ def test_a_reader_stands_behind_every_text():
 def test_a_reader_does_not_read_padding_at_the_end_of_a_text():
     """As transformers does not: where the end-of-text token pads, it is not read."""
     texts = (Text([5, 1, 6, 1, 1], [False, False, True, True, True]), Text([1, 1], [False, True]))
-    batch = to_batch([TextExample(texts)], 1, reader=True)
+    batch = text_batch([TextExample(texts)], 1, reader=True)
     assert batch.tokens[0, :6].tolist() == [5, 1, 6, 1, 1, 1] and batch.length.tolist() == [6]
     assert batch.mask[0].nonzero().flatten().tolist() == [3, 5]
 
@@ -197,7 +197,7 @@ def test_of_a_large_file_those_texts_are_tokenized_that_may_be_too_long(tokenize
 
 MEMORY = """
 import json, resource, sys
-from funrl.data.supervised import load_examples, to_batch
+from funrl.data.supervised import load_examples, text_batch
 from funrl.data import supervised
 from funrl.data.tokenizer import character_tokenizer
 
@@ -208,7 +208,7 @@ before = peak()
 examples = load_examples(sys.argv[1], "demonstrations", tokenizer)
 assert len(examples) == 100_000
 for start in range(0, 99_000, 3000):
-    assert to_batch([examples[start + i] for i in range(64)], 0).tokens.shape == (64, 200)
+    assert text_batch([examples[start + i] for i in range(64)], 0).tokens.shape == (64, 200)
 print(peak() - before)
 """
 

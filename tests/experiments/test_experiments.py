@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funrl.algos.recipes.dpo import dpo
-from funrl.data.supervised import text_example, to_batch
+from funrl.data.supervised import text_batch, text_example
 from funrl.models import decoder_model, hf, place
 from funrl.tasks import arithmetic
 
@@ -56,7 +56,7 @@ def test_an_experiment_runs_and_leaves_its_files(name, tmp_path, capsys):
     held = "eval/reward" if name in REINFORCEMENT else "eval/loss"
     assert held in rows[0] and held in rows[-1]
     if name != "reward_model":
-        assert hf.check(tmp_path / "model").config.vocab == arithmetic.model_config().vocab
+        assert hf.check_directory(tmp_path / "model").config.vocab == arithmetic.model_config().vocab
     used = {"vapo": "critic/vf_loss", "prime": "implicit_reward/loss", "dapo": "filter_groups/kept_share"}
     if name in used:
         assert used[name] in rows[-1]
@@ -95,7 +95,7 @@ def test_a_sum_of_losses_is_the_sum_of_their_values():
     tokenizer = arithmetic.tokenizer()
     pairs = [text_example({"prompt": "1+1=", "chosen": a, "rejected": b}, "preferences", tokenizer) for a, b in
              (("2", "3"), ("02", "11"))]  # fmt: skip
-    batch = to_batch(pairs, 0)
+    batch = text_batch(pairs, 0)
     draw = torch.Generator().manual_seed(0)
     logp, ref = (-torch.rand(batch.mask.shape, generator=draw, dtype=torch.float64) for _ in range(2))
     batch = batch._replace(ref_logp=ref)
@@ -229,7 +229,7 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
     model, params = hf.load(tmp_path / "model", torch.float32)
     record = {"prompt": "12+34=", "chosen": "64", "rejected": "81"}
     one = text_example(record, "preferences", arithmetic.tokenizer())
-    batch = to_batch([one], 0, reader=True)
+    batch = text_batch([one], 0, reader=True)
     said = place(model).values(params, batch)
     for text, reward in zip(one.texts, said[batch.mask], strict=True):
         logit = theirs(torch.tensor([text.tokens])).logits[0, 0]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from funrl.data.supervised import load_examples, to_batch
+from funrl.data.supervised import load_examples, text_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.experiments.run import main
 from funrl.models import decoder_model, hf, place
@@ -81,7 +81,7 @@ def test_a_reward_model_has_the_same_rewards_of_a_padded_batch_in_transformers(p
     theirs, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), load_tokenizer(folder)
     assert theirs.config.pad_token_id == tokenizer.pad_token_id == (0 if padding == "its own" else 1)
     examples = load_examples(file, "preferences", tokenizer)
-    batch = to_batch(examples, tokenizer.pad_token_id, reader=True)
+    batch = text_batch(examples, tokenizer.pad_token_id, reader=True)
     model, params = hf.load(folder, torch.float32)
     ours = place(model).values(params, batch)[batch.mask].tolist()
     assert len({round(x, 6) for x in ours}) > 10  # they differ

@@ -53,7 +53,7 @@ def execute(trees_by_rank, made, bucket_bytes, native=False, donate=False):
     """All ranks of a reshard in this process, in step: what `reshard` does, with its own packing and unpacking."""
     ranks = sorted({*made.src_ranks, *made.dst_ranks})
     meshes = [Mesh(sizes={**parse(""), "data": made.world}, rank=rank) for rank in ranks]
-    works = [reshard.begin(trees_by_rank[mesh.rank], made, mesh, donate) for mesh in meshes]
+    works = [reshard.begin_reshard(trees_by_rank[mesh.rank], made, mesh, donate) for mesh in meshes]
     programs = [program(made, rank, bucket_bytes, native) for rank in ranks]
     assert len({len(steps) for steps in programs}) == 1
     staged = 0
@@ -61,9 +61,9 @@ def execute(trees_by_rank, made, bucket_bytes, native=False, donate=False):
         sent, filled = {}, [0] * made.world
         for rank, work, step in zip(ranks, works, steps, strict=True):
             for message in step.sends:
-                sent[rank, message.peer, message.tag] = reshard.pack(work, step, message).clone()
+                sent[rank, message.peer, message.tag] = reshard.pack_message(work, step, message).clone()
             if step.gather:
-                sent[rank] = reshard.pack(work, step, Message(rank, 0, step.gather)).clone()
+                sent[rank] = reshard.pack_message(work, step, Message(rank, 0, step.gather)).clone()
             filled[rank] += sum(volume_bytes(step, m) for m in step.sends)
         for rank, work, step in zip(ranks, works, steps, strict=True):
             reshard.settle(work, step.finished)
@@ -78,7 +78,7 @@ def execute(trees_by_rank, made, bucket_bytes, native=False, donate=False):
             filled[rank] += sum(volume_bytes(step, m) for m in step.receives)
         assert not [key for key in sent if isinstance(key, tuple)], "a message that nobody received"
         staged = max(staged, *filled)
-    results = {mesh.rank: reshard.finish(work, mesh) for work, mesh in zip(works, meshes, strict=True)}
+    results = {mesh.rank: reshard.finish_reshard(work, mesh) for work, mesh in zip(works, meshes, strict=True)}
     return [results.get(rank) for rank in range(made.world)], staged
 
 
@@ -279,7 +279,7 @@ def test_large_parts_go_without_staging(monkeypatch):
     program.cache_clear()
     src, dst = Layout((8, 4), (("data",), ()), sizes_of("dp8")), Layout((8, 4), ((), ()), sizes_of("dp8"))
     made = plan({"a": src}, {"a": dst}, torch.float32)
-    work = reshard.begin({"a": torch.ones(1, 4)}, made, Mesh(parse("dp8")), False)
+    work = reshard.begin_reshard({"a": torch.ones(1, 4)}, made, Mesh(parse("dp8")), False)
     (step,) = program(made, 0, 1 << 20)
     arriving = [reshard.room(work, step, message) for message in step.receives]
     result = work.leaves[0].result
@@ -302,7 +302,7 @@ def test_groups_of_messages_are_small_and_the_same_on_both_ends(before, after, m
         sent, received = {}, {}
         for rank, step in enumerate(steps):
             numbers = []
-            for receives, sends in buckets.groups(step, rank):
+            for receives, sends in buckets.starts_together(step, rank):
                 most = max(most, len(receives) + len(sends))
                 peers = [step.receives[i].peer for i in receives] + [step.sends[i].peer for i in sends]
                 (number,) = {(abs(peer - rank) - 1) // 8 for peer in peers}
@@ -312,7 +312,7 @@ def test_groups_of_messages_are_small_and_the_same_on_both_ends(before, after, m
                 for i in receives:
                     received.setdefault((step.receives[i].peer, rank), []).append((number, step.receives[i].parts))
             assert numbers == sorted(set(numbers))
-            assert sum(len(g[0]) + len(g[1]) for g in buckets.groups(step, rank)) == len(step.sends) + len(
+            assert sum(len(g[0]) + len(g[1]) for g in buckets.starts_together(step, rank)) == len(step.sends) + len(
                 step.receives
             )
         assert sent == received

@@ -55,7 +55,7 @@ def test_gather_rows_joins_uneven_and_empty_shares_exactly():
 @pytest.mark.parametrize("bucket_bytes", [8, 128 << 20])
 def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
     """Whether a collective has a leaf of its own or shares it."""
-    monkeypatch.setattr(sums, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(sums, "SUM_BYTES", bucket_bytes)
 
     def tree_of(n):
         return {
@@ -77,7 +77,7 @@ def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
 
 
 def test_buckets_are_full_and_of_one_dtype(monkeypatch):
-    monkeypatch.setattr(sums, "BUCKET_BYTES", 16)
+    monkeypatch.setattr(sums, "SUM_BYTES", 16)
     values = [
         torch.zeros(n, dtype=d)
         for n, d in (

@@ -7,8 +7,8 @@ import torch
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, cache_prefix, compile_layer, decoder_model, place
-from funrl.models.model import SINGLE
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)

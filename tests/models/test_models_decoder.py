@@ -8,9 +8,9 @@ import torch
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, ModelError, cache_prefix, decoder_model, place, with_value_head
 from funrl.models.config import RopeScaling, config_from_hf, config_to_hf
-from funrl.models.model import SINGLE
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
 MODEL = decoder_model(CONFIG)

@@ -31,7 +31,7 @@ def test_sharded_and_whole_files_hold_the_same(tmp_path, params):
     assert [f.name for f in (tmp_path / "whole").iterdir() if f.name.startswith("model")] == ["model.safetensors"]
     for folder in ("whole", "parts"):
         model, loaded = hf.load(tmp_path / folder)
-        assert model.config == CONFIG == hf.check(tmp_path / folder).config
+        assert model.config == CONFIG == hf.check_directory(tmp_path / folder).config
         assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(params), strict=True))
 
 
@@ -117,16 +117,16 @@ def test_broken_directories_are_refused(tmp_path, params, case):
     hf.save(tmp_path, MODEL, params)
     breaks, message = BROKEN[case]
     breaks(tmp_path)
-    for read in (hf.check, hf.load):
+    for read in (hf.check_directory, hf.load):
         with pytest.raises(ModelError, match=message):
             read(tmp_path)
 
 
 def test_missing_and_empty_directories(tmp_path):
     with pytest.raises(ModelError, match="is not a directory"):
-        hf.check(tmp_path / "nowhere")
+        hf.check_directory(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="is empty"):
-        hf.check(tmp_path)
+        hf.check_directory(tmp_path)
 
 
 def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, params):
@@ -158,14 +158,14 @@ def test_index_naming_what_is_not_there(tmp_path, params):
     moved = index | {"weight_map": index["weight_map"] | {"model.norm.weight": first}}
     (tmp_path / hf.INDEX).write_text(json.dumps(moved))
     with pytest.raises(ModelError, match=f"{first} lacks model.norm.weight"):
-        hf.check(tmp_path)
+        hf.check_directory(tmp_path)
     (tmp_path / hf.INDEX).write_text(json.dumps(index))
     (tmp_path / first).unlink()
     with pytest.raises(ModelError, match=f"{first} is missing; {hf.INDEX} names it"):
-        hf.check(tmp_path)
+        hf.check_directory(tmp_path)
     (tmp_path / hf.INDEX).write_text("{}")
     with pytest.raises(ModelError, match="has no weight_map"):
-        hf.check(tmp_path)
+        hf.check_directory(tmp_path)
 
 
 def test_a_second_copy_of_tied_embeddings_is_ignored(tmp_path):
@@ -174,7 +174,7 @@ def test_a_second_copy_of_tied_embeddings_is_ignored(tmp_path):
     params = model.init(torch.Generator().manual_seed(0))
     hf.save(tmp_path, model, params)
     _edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert hf.check(tmp_path).config == config
+    assert hf.check_directory(tmp_path).config == config
     assert "unembed" not in hf.load(tmp_path)[1]
 
 
@@ -185,7 +185,7 @@ def test_check_reads_no_weights(tmp_path, params, monkeypatch):
         raise AssertionError("a file of weights was opened")
 
     monkeypatch.setattr(hf, "safe_open", refuse)
-    assert hf.check(tmp_path).config == CONFIG
+    assert hf.check_directory(tmp_path).config == CONFIG
     with pytest.raises(AssertionError, match="was opened"):
         hf.load(tmp_path)
 

@@ -6,9 +6,9 @@ import torch
 from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh import rules
+from funrl.mesh.mesh import SINGLE
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.models import Config, Inputs, decoder_model, place, with_value_head
-from funrl.models.model import SINGLE
 
 WANT = ("logp", "entropy", "sum_pi_squared")
 

@@ -9,9 +9,9 @@ import transformers
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, hf, place
 from funrl.models.config import config_from_hf, config_to_hf
-from funrl.models.model import SINGLE
 
 SMALL = {
     "vocab_size": 101,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from funrl.loading import LoadError
-from funrl.rewards.load import RewardError, load_rewards, score, score_row
+from funrl.rewards.load import RewardError, load_rewards, score_all, score_row
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -21,7 +21,7 @@ def test_several_functions_of_a_file(tmp_path):
 
 def test_scores_are_floats_of_each_row():
     values = [1, True, 0.25, np.float32(0.5), np.array(2.0), torch.tensor(3.0), torch.tensor([4], dtype=torch.int32)]
-    got = score(lambda p, c, i: values[i], ["p"] * 7, ["c"] * 7, [{"i": i} for i in range(7)])
+    got = score_all(lambda p, c, i: values[i], ["p"] * 7, ["c"] * 7, [{"i": i} for i in range(7)])
     assert got == [1.0, 1.0, 0.25, 0.5, 2.0, 3.0, 4.0]
     assert all(type(x) is float for x in got)
 
@@ -32,14 +32,14 @@ def test_scores_are_floats_of_each_row():
 def test_what_is_no_finite_number_stops_with_the_row(value):
     rewards = [1.0, value]
     with pytest.raises(RewardError, match=r"(?s)finite number is needed.*prompt: 'p1'.*completion: 'c1'") as caught:
-        score(lambda p, c, i: rewards[i], ["p0", "p1"], ["c0", "c1"], [{"i": 0}, {"i": 1}])
+        score_all(lambda p, c, i: rewards[i], ["p0", "p1"], ["c0", "c1"], [{"i": 0}, {"i": 1}])
     assert (caught.value.prompt, caught.value.completion, caught.value.value) == ("p1", "c1", value) or value != value
     assert repr(value) in str(caught.value)
 
 
 def test_the_largest_number_of_float32_is_taken():
     largest = torch.finfo(torch.float32).max
-    assert score(lambda p, c: -largest, ["p"], ["c"], [{}]) == [-largest]
+    assert score_all(lambda p, c: -largest, ["p"], ["c"], [{}]) == [-largest]
 
 
 def test_an_exception_shows_the_row_and_the_users_own_traceback():
@@ -50,7 +50,7 @@ def test_an_exception_shows_the_row_and_the_users_own_traceback():
         return inner()
 
     with pytest.raises(RewardError) as caught:
-        score(reward, ["how far?"], ["3 km"], [{"level": 2}])
+        score_all(reward, ["how far?"], ["3 km"], [{"level": 2}])
     text = str(caught.value)
     assert "raised KeyError('no such unit')" in text
     assert "'how far?'" in text and "'3 km'" in text and "{'level': 2}" in text
@@ -60,7 +60,7 @@ def test_an_exception_shows_the_row_and_the_users_own_traceback():
 
 def test_a_field_that_the_function_does_not_take_is_shown():
     with pytest.raises(RewardError, match="unexpected keyword argument 'answer'"):
-        score(lambda prompt, completion: 1.0, ["p"], ["c"], [{"answer": 1}])
+        score_all(lambda prompt, completion: 1.0, ["p"], ["c"], [{"answer": 1}])
 
 
 def test_the_error_crosses_processes():
@@ -71,7 +71,7 @@ def test_the_error_crosses_processes():
 def test_one_of_several_rewards_may_not_apply_to_a_row():
     values = [1.0, None, math.nan, np.float32("nan"), 2.0]
     rows = (["p"] * 5, ["c"] * 5, [{"i": i} for i in range(5)])
-    some = score(lambda p, c, i: values[i], *rows, one_of_several=True)
+    some = score_all(lambda p, c, i: values[i], *rows, one_of_several=True)
     assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
     rewards = (lambda p, c: None if "a" in c else 1, lambda p, c: math.nan if "b" in c else 2)
     assert [[x if x == x else None for x in score_row(rewards, "p", c, {})] for c in "abx"] == [
@@ -85,4 +85,4 @@ def test_one_of_several_rewards_may_not_apply_to_a_row():
         score_row(rewards[:1], "p", "a", {})
     for value in (math.inf, "1.0", [None]):
         with pytest.raises(RewardError, match="finite number is needed"):
-            score(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)
+            score_all(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)

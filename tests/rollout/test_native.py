@@ -133,7 +133,7 @@ def test_samples_do_not_depend_on_how_many_rows_run_together(monkeypatch):
     little = engine_of(config, torch.float64, cache_bytes=512 * 29 * 2).generate(PROMPTS, sampling, seed=1)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 10)
     monkeypatch.setattr(native, "LOGITS", 5 * config.vocab)
-    monkeypatch.setattr(native, "BLOCK", 3)
+    monkeypatch.setattr(native, "CACHE_BLOCK", 3)
     monkeypatch.setattr(native, "NOISE_STEPS", 7)
     monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": 5})
     pieces = engine_of(config, torch.float64).generate(PROMPTS, sampling, seed=1)

@@ -105,7 +105,7 @@ def test_draws_follow_the_distribution_and_their_logp_is_exact(how):
     logits = torch.randn(1, 23, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
     rows = 20000
     noise = sampling.uniform(5, torch.arange(rows), torch.tensor([0]))[:, 0]
-    token, logp, model_logp = sampling.draw(logits.expand(rows, -1), noise, how)
+    token, logp, model_logp = sampling.sample_tokens(logits.expand(rows, -1), noise, how)
     expected = torch.tensor(scalar_distribution(logits[0].tolist(), how), dtype=torch.float64)
     counts = torch.bincount(token, minlength=23).double()
     assert (counts[expected == 0] == 0).all()
@@ -120,7 +120,7 @@ def test_float32_logp_agrees_with_float64():
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 5
     noise = sampling.uniform(0, torch.arange(64), torch.tensor([0]))[:, 0]
     how = Sampling(temperature=0.9)
-    token, logp, model_logp = sampling.draw(logits.float(), noise, how)
+    token, logp, model_logp = sampling.sample_tokens(logits.float(), noise, how)
     exact = (logits / 0.9).log_softmax(-1).gather(1, token[:, None])[:, 0]
     torch.testing.assert_close(logp.double(), exact, atol=1e-5, rtol=0)
     exact = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
@@ -135,7 +135,7 @@ def test_inversion_takes_the_token_whose_interval_holds_the_noise():
 
 def test_greedy_takes_the_likeliest_with_the_models_own_logp():
     logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    token, logp, model_logp = sampling.draw(logits, None, Sampling(greedy=True, temperature=0.3, top_k=2))
+    token, logp, model_logp = sampling.sample_tokens(logits, None, Sampling(greedy=True, temperature=0.3, top_k=2))
     assert torch.equal(token, logits.argmax(-1))
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1))
     assert torch.equal(logp, model_logp)

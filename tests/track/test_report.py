@@ -239,13 +239,15 @@ def test_drawing_keeps_spikes_and_smoothing_keeps_constants():
     points[1234] = (1234, 99.0)
     kept = charts._extremes(points)
     assert len(kept) <= charts.MOST_POINTS and (1234, 99.0) in kept
-    assert all(value == pytest.approx(3.0) for _, value in charts.smoothed([(i, 3.0) for i in range(100)], log=True))
-    line = charts.smoothed([(i, float(i)) for i in range(90)])  # a line stays itself where the window is whole
+    assert all(
+        value == pytest.approx(3.0) for _, value in charts.smooth_curve([(i, 3.0) for i in range(100)], log=True)
+    )
+    line = charts.smooth_curve([(i, float(i)) for i in range(90)])  # a line stays itself where the window is whole
     assert line[45] == (45, pytest.approx(45.0)) and line[0][1] == pytest.approx(1.5)
 
 
 def test_stacked_layers_end_at_their_sum():
-    layers = [charts.Layer("a", [1.0, 1.0], 0), charts.Layer("b", [2.0, 3.0], 1)]
+    layers = [charts.Band("a", [1.0, 1.0], 0), charts.Band("b", [2.0, 3.0], 1)]
     figure = charts.stacked_chart("t", "s", [1, 2], layers)
     first, second = re.findall(r'class="fill c\d" d="M([^Z]*)Z"', figure)
     # The axis ends at 4: a is 1 high (y = 750), b reaches 3 and 4 (y = 250 and 0).

@@ -82,13 +82,13 @@ def resized(job, sizes):
 
 def begin(job, mesh, show=None):
     """A run and its first state on one rank, with weights in the engine."""
-    run, state = loop.begin(job, mesh, show or Quiet())
+    run, state = loop.begin_run(job, mesh, show or Quiet())
     return run, sync(run.parts, state)
 
 
 def scored_batch(run, state):
     """The scored rows of the next step; the state after it; all metrics."""
-    batch, state, drawn = loop.draw(run, state)
+    batch, state, drawn = loop.draw_batch(run, state)
     batch, state, scored = loop.score_batch(run, state, batch)
     return batch, state, drawn | scored
 

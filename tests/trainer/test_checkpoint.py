@@ -11,7 +11,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer import checkpoint, loop
 from funrl.trainer.checkpoint import CheckpointError
-from funrl.trainer.loop import train
+from funrl.trainer.loop import train_loop
 
 SETTINGS = {"steps": 4, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}
 
@@ -22,7 +22,7 @@ def run(folder, mesh="dp1", compose=PPO, stop_after=None, **settings):
 
     def program(mesh):
         observer = Stopping(folder, stop_after)
-        outcome = train(job, mesh, observer)
+        outcome = train_loop(job, mesh, observer)
         return outcome, observer.steps, observer.notes, [x.clone() for x in trees.leaves(observer.params)]
 
     return launch(program, job.sizes, "cpu")
@@ -93,7 +93,7 @@ def test_without_a_checkpoint_the_run_begins(tmp_path):
 def saved(folder, **settings):
     """A state with its layouts and parts, and its checkpoint."""
     job = small_job(**settings)
-    run, state = loop.begin(job, single(), Quiet())
+    run, state = loop.begin_run(job, single(), Quiet())
     layouts = checkpoint.state_layouts(run.parts, state)
     return run, state, layouts, checkpoint.save(folder, state._replace(step=7), layouts, single())
 
@@ -110,7 +110,7 @@ def test_every_leaf_comes_back_by_name(tmp_path):
 def test_what_cannot_be_read_is_named(tmp_path):
     _, state, layouts, path = saved(tmp_path)
     other = small_job(GRPO)
-    trainer, wrong = loop.begin(other, single(), Quiet())
+    trainer, wrong = loop.begin_run(other, single(), Quiet())
     with pytest.raises(CheckpointError, match=r"state of another run: missing .*, unknown .*critic"):
         checkpoint.load(path, wrong, checkpoint.state_layouts(trainer.parts, wrong), single())
     (path / checkpoint.NUMBERS).write_text(json.dumps({"step": 7})[:-1])

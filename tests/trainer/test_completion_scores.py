@@ -158,4 +158,4 @@ def test_sft_then_a_reward_model_then_ppo_from_the_command_line(prompts, tmp_pat
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.5, rewards
     assert all("time_s/score_reward_model" in row for row in rows)
-    assert hf.check(final).unembed is not None
+    assert hf.check_directory(final).unembed is not None

@@ -18,7 +18,7 @@ from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Sampling
 from funrl.trainer import loop
 from funrl.trainer.generation import Example, Rollout, completion_texts, rollout, to_batch
-from funrl.trainer.loop import draw, learn_batch
+from funrl.trainer.loop import draw_batch, learn_batch
 
 # Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
 EXAMPLES = [Example([5, 6], "p", {}), Example([7, 8, 4, 3, 2, 6, 5], "q", {})]
@@ -106,7 +106,7 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
     def program(mesh):
         run, state = begin(job, mesh)
         try:
-            draw(run, state)
+            draw_batch(run, state)
         except RewardError as error:
             return str(error)
         return ""
@@ -196,7 +196,7 @@ def filtered(keep=None):
 def test_refills_replace_what_the_filter_drops():
     job = small_job(filtered, max_refills=40)
     run, state = begin(job, single())
-    batch, after, metrics = draw(run, state)
+    batch, after, metrics = draw_batch(run, state)
     assert batch.tokens.shape[0] == 8
     assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
     assert metrics["filter_groups/sampled_prompts"] == after.source["prompts_consumed"] > 4  # some were thrown away
@@ -211,7 +211,7 @@ def test_refills_are_bounded_and_a_short_batch_is_reported():
     job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
     show = Quiet()
     run, state = begin(job, single(), show)
-    batch, after, metrics = draw(run, state)
+    batch, after, metrics = draw_batch(run, state)
     assert after.source["prompts_consumed"] == 3 * 4
     assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
     assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
@@ -235,7 +235,7 @@ def test_what_is_sampled_and_not_used_is_counted():
     job = small_job(lambda: filtered(keep))
     show = Quiet()
     run, state = begin(job, single(), show)
-    batch, _, metrics = draw(run, state)
+    batch, _, metrics = draw_batch(run, state)
     # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
     assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
     assert len(batch.tokens) == 7 and show.notes == []
@@ -248,7 +248,7 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
     job = small_job(lambda: corrected(compose(), mask_truncated()))
     run, state = begin(job, single())
     for cut in (False, True):
-        batch, state, _ = draw(run, state)
+        batch, state, _ = draw_batch(run, state)
         batch = batch._replace(truncated=torch.full_like(batch.truncated, cut))
         batch, state, scored = loop.score_batch(run, state, batch)
         before = trees.clone(state.roles)
@@ -264,7 +264,7 @@ def test_a_filter_that_drops_everything_is_said_and_ends():
     job = small_job(lambda: filtered(lambda batch: torch.zeros(len(batch.score), dtype=torch.bool)), max_refills=2)
     show = Quiet()
     run, state = begin(job, single(), show)
-    batch, after, metrics = draw(run, state)
+    batch, after, metrics = draw_batch(run, state)
     assert after.source["prompts_consumed"] == 8 and len(batch.tokens) == 8
     assert any("dropped all of 8" in note for note in show.notes)
     assert metrics["filter_groups/kept_share"] == 0
@@ -288,7 +288,7 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
     def program(job):
         def run(mesh):
             started, state = begin(job, mesh)
-            return draw(started, state)[0]
+            return draw_batch(started, state)[0]
 
         return run
 
@@ -300,6 +300,6 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
 def test_without_a_filter_nothing_is_sampled_twice():
     job = small_job(PPO)
     run, state = begin(job, single())
-    batch, after, metrics = draw(run, state)
+    batch, after, metrics = draw_batch(run, state)
     assert metrics == {} and after.source == {"prompts_consumed": 4}
     assert math.isclose(batch.rollout_logp[batch.mask].exp().mean().item(), 1 / 16, rel_tol=0.5)  # nearly uniform

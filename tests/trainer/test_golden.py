@@ -70,9 +70,9 @@ def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
     assert len(run["steps"]) == len(golden["steps"]) == STEPS
     for step, (ours, theirs) in enumerate(zip(run["steps"], golden["steps"], strict=True), 1):
         for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, rel=1e-9, abs=1e-9), f"step {step}, {name}"
+            assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), f"step {step}, {name}"
     for model, values in golden["end"].items():
-        assert run["end"][model] == pytest.approx(values, rel=1e-9, abs=1e-9)
+        assert run["end"][model] == pytest.approx(values, rel=1e-12, abs=1e-12)
 
 
 def test_the_golden_run_is_one_that_would_notice():

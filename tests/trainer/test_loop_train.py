@@ -17,7 +17,7 @@ from funrl.mesh.launch import launch
 from funrl.models import hf
 from funrl.track.observe import RunObserver
 from funrl.track.run_directory import open_run
-from funrl.trainer.loop import train
+from funrl.trainer.loop import train_loop
 
 pytestmark = pytest.mark.gloo
 MEASURED = ("time_s/", "perf/tokens_per_s", "memory/")  # these differ from run to run
@@ -30,7 +30,7 @@ def train_in(folder, **settings):
 
     def program(mesh):
         with RunObserver(job, run_dir, mesh.rank) as observer:
-            return train(job, mesh, observer)
+            return train_loop(job, mesh, observer)
 
     outcome = launch(program, job.sizes, "cpu")
     return outcome, lines_of(Path(run_dir) / "metrics.jsonl"), Path(run_dir)

@@ -8,13 +8,13 @@ import torch
 from small_runs import SIZES, assert_same, small_job, steps_program
 
 from funrl.algos import recipes
-from funrl.loading import load
+from funrl.loading import load_function
 from funrl.mesh.launch import launch
 from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
 from funrl.trainer.roles import role_names
 
-MAKERS = {name: load("algorithm", f"funrl.algos.recipes.{name}:{name}") for name in recipes.NAMES}
+MAKERS = {name: load_function("algorithm", f"funrl.algos.recipes.{name}:{name}") for name in recipes.NAMES}
 NAMED = {name: make for name, make in MAKERS.items() if make().advantage is not None}
 NAMED["distillation over likely tokens"] = functools.partial(NAMED["distillation"], kind="forward")
 ROWS = {"batch_prompts": 4, "samples_per_prompt": 3, "minibatches": 2, "token_budget": 64, "teacher_top_k": 5}

@@ -31,8 +31,8 @@ def test_weights_that_the_engine_has_in_another_dtype_may_be_offloaded():
 
 
 def test_an_unknown_part_is_refused():
-    assert offload.parse(None) == frozenset()
-    assert offload.parse("params,optimizer") == {"params", "optimizer"}
+    assert offload.offloaded_parts(None) == frozenset()
+    assert offload.offloaded_parts("params,optimizer") == {"params", "optimizer"}
     with pytest.raises(ValueError, match="--offload=params,cache: it must be some of optimizer,reference,params"):
         small_job(offload="params,cache")
 

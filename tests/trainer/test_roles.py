@@ -226,7 +226,7 @@ def test_the_implicit_reward_model_learns_from_whole_completions_whatever_is_rej
     for pieces in ((), (mask_truncated(),)):
         make = lambda pieces=pieces: corrected(dataclasses.replace(prime(), filter=None), *pieces)  # noqa: E731
         run, state = start(make)
-        batch, state, _ = loop.draw(run, state)
+        batch, state, _ = loop.draw_batch(run, state)
         batch = batch._replace(truncated=torch.arange(len(batch.tokens)) % 2 == 0)
         batch, state, _ = loop.score_batch(run, state, batch)
         assert batch.sampled.sum() > batch.mask.sum() or not pieces
@@ -261,7 +261,7 @@ def test_the_state_of_a_controller_goes_from_step_to_step():
 def test_a_filter_drops_single_rows_too():
     half = lambda batch: torch.arange(len(batch.score)) % 2 == 0  # noqa: E731
     run, state = start(lambda: dataclasses.replace(grpo(), filter=half))
-    batch, _, _ = loop.draw(run, state)
+    batch, _, _ = loop.draw_batch(run, state)
     assert len(batch.tokens) == 4 and len(set(batch.group.tolist())) == 4
 
 

@@ -151,13 +151,13 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     from funrl.models import remat
     from funrl.rewards.load import LARGEST
     from funrl.trainer import checks, offload
-    from funrl.trainer.job import DTYPES
+    from funrl.trainer.job import TORCH_DTYPES
     from funrl.trainer.roles import WRITES
 
     assert choices("hardware") == tuple(HARDWARE)
     assert choices("remat") == remat.MODES
     assert set(choices("offload")) == set(offload.PARTS)
-    assert choices("dtype") == tuple(DTYPES)
+    assert choices("dtype") == tuple(TORCH_DTYPES)
     assert set(choices("fsdp_models")) == set(WRITES)
     assert checks.LARGEST == LARGEST
 

@@ -21,7 +21,7 @@ from funrl.compiled_kernels.scan import reverse_linear_scan
 Lambda = Callable[[Tensor], Tensor]
 
 
-class Estimate(NamedTuple):
+class AdvantagesAndReturns(NamedTuple):
     """Advantages and the critic's target, [B, T], 0 outside the mask."""
 
     advantage: Tensor
@@ -35,7 +35,7 @@ def generalised_advantages(
     gamma: float = 1.0,
     gae_lambda: float | Tensor = 1.0,
     critic_lambda: float | Tensor | None = None,
-) -> Estimate:
+) -> AdvantagesAndReturns:
     """Generalised advantage estimation over the masked tokens of each row; `gae` has the formula.
 
     Args:
@@ -54,7 +54,7 @@ def generalised_advantages(
 
     advantage_BT = accumulated(gae_lambda)
     target_BT = advantage_BT if critic_lambda is None else accumulated(critic_lambda)
-    return Estimate(advantage_BT, target_BT + value_BT)
+    return AdvantagesAndReturns(advantage_BT, target_BT + value_BT)
 
 
 def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: float | None = None) -> Advantage:

@@ -25,7 +25,7 @@ from funrl.algos.core import Term
 from funrl.algos.losses.ratios import LOG_RATIO_BOUND, times_ratio
 from funrl.batch import Batch
 
-KINDS = ("k1", "k2", "k3", "abs")
+KL_KINDS = ("k1", "k2", "k3", "abs")
 
 
 def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -39,8 +39,10 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
     Warning: k3 clamps d to +-20 so that exp stays finite. verl also clamps its value to +-10; TRL clamps nothing.
     """
-    if kind.removesuffix("+") not in KINDS:
-        raise ValueError(f"KL kind {kind!r} is unknown; there are {list(KINDS)}, each also with '+' (gradient of k2)")
+    if kind.removesuffix("+") not in KL_KINDS:
+        raise ValueError(
+            f"KL kind {kind!r} is unknown; there are {list(KL_KINDS)}, each also with '+' (gradient of k2)"
+        )
 
     def estimate(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
         d_BT = other_BT - logp_BT

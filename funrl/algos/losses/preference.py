@@ -36,7 +36,7 @@ from funrl.batch import Batch
 PairReward = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 PairWeight = Callable[[Tensor, Batch], Tensor]
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 
 def reference_log_ratio(
@@ -67,8 +67,8 @@ def reference_log_ratio(
 
     Warning: TRL has reverse_kl, js_divergence and alpha_divergence, its f_alpha_divergence_coef being 1 by default.
     """
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence is {divergence!r}; there are {list(DIVERGENCES)}")
+    if divergence not in F_DIVERGENCES:
+        raise ValueError(f"divergence is {divergence!r}; there are {list(F_DIVERGENCES)}")
     if not 0 < divergence_alpha < 1:
         raise ValueError(f"divergence_alpha is {divergence_alpha}: it must be above 0 and below 1")
     if not 0 <= length_alpha <= 1:

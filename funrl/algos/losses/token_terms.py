@@ -106,7 +106,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
     return term
 
 
-DIVERGENCES = {"tv": 0.15, "kl": 0.05}  # the bounds of the paper's scripts
+TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}  # the bounds of the paper's scripts
 
 
 def divergence_mask(
@@ -139,9 +139,9 @@ def divergence_mask(
     Warning: verl caps the weight by the dual clip's constant, 3.0 unless told otherwise, and takes the distance from
     old_logp unless rollout_correction.bypass_mode is on, which its DPPO script sets.
     """
-    if kind not in DIVERGENCES:
+    if kind not in TRUST_REGIONS:
         raise ValueError(f"kind is {kind!r}; there are 'tv' and 'kl'")
-    below, above = (DIVERGENCES[kind] if bound is None else bound for bound in (low, high))
+    below, above = (TRUST_REGIONS[kind] if bound is None else bound for bound in (low, high))
     if below < 0 or above < 0 or cap <= 0:
         raise ValueError(
             f"divergence_mask(low={low}, high={high}, cap={cap}): the bounds must be at least 0 and the cap above 0"
