@@ -132,7 +132,7 @@ def test_a_model_of_one_s_own_begins_at_random_weights():
     config = arithmetic.model_config()
     small = decoder_model(type(config)(**{**vars(config), "layers": 1, "embed": 32, "mlp": 32}))
     run = funrl.train("grpo", model=small, tokenizer=arithmetic.tokenizer(), prompts=PROMPTS, reward=len_reward, **TINY)
-    assert hf.check(run.model.directory).config.embed == 32
+    assert hf.check_directory(run.model.directory).config.embed == 32
 
 
 def test_arguments_of_a_recipe_are_settings_too():
