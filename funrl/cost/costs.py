@@ -22,19 +22,33 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import funrl.compiled_kernels.varlen_attention  # noqa: F401  (registers its operators)
 from funrl import trees
 from funrl.cost.hardware import Hardware, op_seconds
+from funrl.data.packing import UNIT, RowCost
 from funrl.optim.base import Transformation
 
 aten = torch.ops.aten
 MEMORY_KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
 UPDATES = "update_"  # how the names of phases that learn begin
-_FLASH_CPU = {
+
+
+def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
+    """FLOPs of the two matrix products of `varlen_attention`: of the pairs of a token and one that it sees."""
+    pairs = int(RowCost(1.0, window or None).work(offsets.diff().numpy()).sum()) / UNIT - int(offsets[-1])
+    return 4 * q.shape[1] * q.shape[2] * pairs
+
+
+_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
         g.shape, q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
+    ),
+    torch.ops.funrl.varlen_attention: lambda q, k, v, offsets, window, *_: _attended(q, offsets, window),
+    torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
+        2.5 * _attended(q, offsets, window)
     ),
 }
 
@@ -292,9 +306,9 @@ class Tracer(TorchDispatchMode):
                 self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
             return
         packet = func.overloadpacket
-        formula: Callable | None = _FLASH_CPU.get(packet) or flop_registry.get(packet)
-        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _FLASH_CPU else 0
-        if formula and packet in _FLASH_CPU:
+        formula: Callable | None = _ATTENTION.get(packet) or flop_registry.get(packet)
+        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _ATTENTION else 0
+        if formula and packet in _ATTENTION:
             flops = formula(*args)
         if not flops and (
             func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)

@@ -36,7 +36,7 @@ from funrl.cost.estimate import (
     tracer_of,
 )
 from funrl.cost.hardware import Hardware
-from funrl.data.supervised import TEXT_FIELDS, Text, TextExample
+from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
@@ -49,17 +49,17 @@ from funrl.trainer import job as jobs
 from funrl.trainer import loop, offload
 from funrl.trainer.build import Generator, Parts, build, first_state
 from funrl.trainer.checks import check_settings
-from funrl.trainer.completion_scores import completion_scores
+from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
-from funrl.trainer.job_source import text_rows
+from funrl.trainer.micro import plan_epoch, row_cost
+from funrl.trainer.rows import Rows, rows_of, split
 from funrl.trainer.settings import Settings, for_kind
 from funrl.trainer.sources import Source
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
-NO_SOURCE = Source(dict, lambda state, step: (Batch(), state, {}), lambda roles, step: {})  # rows are made here
 
 
 def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
@@ -188,7 +188,7 @@ def _describe(job: Job, tokens: int) -> str:
 def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """What a step has beside what is counted."""
     settings = job.settings
-    out = ["rewards", "gathering completions"] * job.generates + [
+    out = ["rewards", "moving rows"] * job.generates + [
         "tokenizer",
         "files",
         f"the evaluation every {settings.eval_every} steps",
@@ -212,7 +212,7 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
-    at = functools.cache(lambda local: trace_step(once, parts, full_batch(job, tokens, local * ranks), hardware))
+    at = functools.cache(lambda local: trace_step(once, parts, full_rows(once, parts, tokens, local), hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
     piece, found = micro_batch(job, width), {}
     if parts.generator is not None and whole.generator is not None:
@@ -233,15 +233,15 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     return found | {"rests": Costs({"other": some.resting})}
 
 
-def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
-    """Scores a batch and learns from it with the trainer's own functions.
+def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False) -> Trace:
+    """Scores rows and learns from them with the trainer's own functions.
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
-      batch: rows of all ranks.
+      rows: of all ranks, on the ranks that train them, as `full_rows` makes them.
       real: compute what is counted, instead of pretending.
     """
-    tracer, rows = tracer_of(job, parts, hardware, real), len(batch.tokens)
+    tracer = tracer_of(job, parts, hardware, real)
     roles = {
         name: role if role.optimizer is None else role._replace(optimizer=tracer.marked(role.optimizer))
         for name, role in parts.roles.items()
@@ -251,32 +251,65 @@ def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: b
         for name, role in roles.items()
     }
     frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
-    trainer = loop.Trainer(job, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
-    tracer.hold_tree(batch, "batch")
+    no_source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
+    trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
+    tracer.hold_tree(rows.batch, "batch")
     with tracer:
         state = first_state(job, trainer.parts, weights, ())
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         if "reward_model" in frozen:
-            texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.length.tolist(), strict=True)]
+            read = _as_read(job, rows)
             with trainer.clock.phase("score_reward_model"):
-                judge = roles["reward_model"], frozen["reward_model"]
-                completion_scores(*judge, texts, job.pad, job.settings.token_budget)
-        batch, state, _ = loop.score_batch(trainer, state, batch)
-        tracer.hold_tree(batch, "batch")
-        before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
-        loop.learn_batch(trainer, state._replace(step=before), batch)
-    return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
+                end_values(roles["reward_model"], frozen["reward_model"], read, job.settings.token_budget)
+        rows, state, _ = loop.score_batch(trainer, state, rows)
+        tracer.hold_tree(rows.batch, "batch")
+        loop.learn_batch(trainer, state._replace(step=_learning_step(parts) - 1), rows)
+    return Trace(tracer.phases, resting, trees.nbytes(rows.batch) / max(1, len(rows.own)))
+
+
+def _learning_step(parts: Parts) -> int:
+    """The first step in which every role learns."""
+    return max(role.first_step for role in parts.roles.values())
+
+
+def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
+    """Rows of the greatest length, as they come from the source, on the ranks that train them.
+
+    Args:
+      local: how many a rank has.
+    """
+    mesh, settings = parts.mesh, job.settings
+    ranks = mesh.size(mesh.row_axes)
+    batch = full_batch(job, tokens, local * ranks)
+    cost = row_cost([role for role in parts.roles.values() if role.loss is not None][-1].placed)
+    plan = plan_epoch(
+        batch.length.numpy(), ranks, 1, settings.seed, _learning_step(parts), 0, settings.token_budget, cost
+    )
+    return split(batch, plan.to, mesh)
+
+
+def _as_read(job: Job, rows: Rows) -> Rows:
+    """The rows as the reward model reads them. Ranks that are pretended cannot say how long theirs are."""
+    length = int(rows.lengths.max())
+    text = Text(rows.batch.tokens.new_ones(length).tolist(), [False] * length)
+    one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
+    here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
+    return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
 
 
 def full_batch(job: Job, tokens: int, rows: int) -> Batch:
-    """Rows of the greatest length, as they come from the source; the same on every rank."""
+    """Rows of the greatest length, as they come from the source."""
     if isinstance(job.task, Texts):
         text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
         found = reads(job.algorithm)
         margin = 0.0 if "margin" in found.required | found.optional else None
-        one = text_rows(job, [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], torch.device("cpu"))
+        one = text_batch(
+            [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], job.pad, job.lead == "reward_model"
+        )
+        if margin is not None:
+            one = one._replace(margin=one.margin.to(job.master))
         return trees.map(lambda x: x.expand(rows, *x.shape[1:]).clone(), one)
     length = tokens + job.sampling.max_new_tokens
     shape, wide = (rows, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from funrl import trees
 from funrl.cost.costs import UPDATES, Costs, Tracer, along
 from funrl.cost.hardware import Hardware
+from funrl.data.packing import packed_sizes
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
@@ -19,6 +20,7 @@ from funrl.models import Model
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
+from funrl.trainer.micro import MULTIPLE
 
 DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
 TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
@@ -160,7 +162,7 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
 
 def micro_batch(job: Job, width: int) -> int:
     """Rows of one forward pass."""
-    return max(1, job.settings.token_budget // (-(-width // 8) * 8))
+    return packed_sizes(job.settings.token_budget, width, MULTIPLE)[-1] // width
 
 
 def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:

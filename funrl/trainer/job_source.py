@@ -103,7 +103,7 @@ def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     """Given texts as rows, one an example; each rank reads its own part."""
     ranks = mesh.size(mesh.row_axes)
     owner = np.arange(len(examples)) * ranks // len(examples)
-    own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))]
+    own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()]
     # A rank without texts has the same fields of no rows.
     some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
     mine = select(some, slice(len(own)))

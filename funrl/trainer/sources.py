@@ -108,7 +108,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 _show(g, show, step, drawn[:8], done, rows, g.sampling.samples)
             kept_PS = _kept(g, rows, len(drawn))
             room = g.batch_prompts - sum(len(one.examples) for one in found)
-            useful = kept_PS.any(1).nonzero()[0]
+            useful = np.flatnonzero(kept_PS.any(1))
             consumed, sampled, passed = consumed + len(drawn), sampled + len(drawn), passed + len(useful)
             found.append(_chosen(drawn, rows, useful[:room], kept_PS))
             dropped_rows += int((~kept_PS[useful[:room]]).sum())
