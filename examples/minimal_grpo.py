@@ -24,9 +24,10 @@ from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 from funrl.tasks import arithmetic
 from funrl.trainer.advantage_phase import advantages
-from funrl.trainer.generation import Example, rollout, to_batch
-from funrl.trainer.learn import learn, update
+from funrl.trainer.generation import Example, rollout, to_rows
+from funrl.trainer.learn import learn
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.rows import rows_of
 from funrl.trainer.score import score
 
 DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
@@ -42,7 +43,7 @@ def demonstrations(tokenizer, seed, count=128):
     tokens = torch.as_tensor(pad_rows([[*p, *a, tokenizer.eos_token_id] for p, a in pairs], 0, 8))
     begin, end = (torch.tensor([[len(p) + n * (len(a) + 1)] for p, a in pairs]) for n in (0, 1))
     at_T = torch.arange(tokens.shape[1])
-    return Batch(tokens=tokens, mask=(at_T >= begin) & (at_T < end), length=end[:, 0])
+    return rows_of(Batch(tokens=tokens, mask=(at_T >= begin) & (at_T < end), length=end[:, 0]))
 
 
 def rewards(rows, texts):
@@ -56,15 +57,16 @@ def main():
     params = placed.model.init(torch.Generator().manual_seed(0))
 
     learner = Role(placed, loss=sft().losses["policy"], optimizer=optimizer(3e-3), metric="train/loss")
-    state = RoleState(params, learner.optimizer.init(params))
+    states = {"policy": RoleState(params, learner.optimizer.init(params))}
     for step in range(WARMUP):
-        state, metrics = update(learner, state, demonstrations(tokenizer, step), token_budget=16384)
+        states, metrics = learn({"policy": learner}, states, demonstrations(tokenizer, step), step + 1)
     print(f"warm start: loss {metrics['train/loss']:.2f}")
 
     algorithm = grpo(kl_coef=0.01)
     policy = Role(placed, {"old_logp": "logp"}, algorithm.losses["policy"], optimizer(1e-3))
-    reference, frozen = Role(placed, {"ref_logp": "logp"}), trees.clone(state.params)
-    states = {"policy": RoleState(state.params, policy.optimizer.init(state.params))}
+    params = states["policy"].params
+    reference, frozen = Role(placed, {"ref_logp": "logp"}), trees.clone(params)
+    states = {"policy": RoleState(params, policy.optimizer.init(params))}
     engine = native_engine(placed.model)
     stop = (tokenizer.eos_token_id,)
     sampling = Sampling(max_new_tokens=arithmetic.MAX_NEW_TOKENS, stop=stop, samples=SAMPLES)
@@ -77,7 +79,7 @@ def main():
         engine.load(trees.named(states["policy"].params))
         drawn = prompt_batch(examples, PROMPTS, seed=0, consumed=step * PROMPTS)
         done = rollout(engine, drawn, sampling, step, rewards, decode, single())
-        rows = to_batch(drawn, done, sampling, pad=0, first_group=0)
+        rows = to_rows(drawn, done, sampling, pad=0)
         roles = {"policy": policy, "reference": reference}
         rows = score(roles, {"policy": states["policy"].params, "reference": frozen}, rows)
         rows, chain_state, told = advantages(algorithm.advantage, chain_state, rows)

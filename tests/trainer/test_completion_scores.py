@@ -12,6 +12,8 @@ from funrl.algos import unequal_scores
 from funrl.algos.recipes.gdpo import gdpo
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.remax import remax
+from funrl.batch import Batch
+from funrl.data.packing import pad_rows
 from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import Inputs, decoder_model, hf, place, with_value_head
@@ -20,6 +22,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.completion_scores import completion_scores
 from funrl.trainer.job import prepare
 from funrl.trainer.roles import Role
+from funrl.trainer.rows import rows_of
 from funrl.trainer.settings import Settings, SettingsError
 
 DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
@@ -58,9 +61,15 @@ def by_hand(folder, batch):
     return torch.stack(found)
 
 
+def rows_of_tokens(texts):
+    tokens = torch.as_tensor(pad_rows(texts, 0, 8))
+    return rows_of(Batch(tokens=tokens, mask=tokens > 0, length=torch.tensor([len(text) for text in texts])))
+
+
 def test_the_number_at_the_end_of_the_whole_text_is_added_with_its_weight(reward_model):
     run, state = begin(small_job(gdpo, reward_model=reward_model, reward_weights="2,-0.5"), single())
-    batch, _, metrics = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
+    batch = rows.batch
     assert batch.scores.shape == (8, 2) and len(set(batch.length.tolist())) > 1
     decode = functools.partial(run.job.tokenizer.decode, skip_special_tokens=True)
     texts = [decode(t[m]) for t, m in zip(batch.tokens, batch.mask, strict=True)]
@@ -85,17 +94,18 @@ def test_a_rank_with_fewer_rows_and_texts_of_one_token_are_read_too(reward_model
     model, params = hf.load(reward_model, torch.float64)
     role = Role(place(model, dtype=torch.float64))
     texts = [[3], [3, 4, 5], [3, 4, 5, 0, 0], [4, 3]]
-    whole = completion_scores(role, params, texts, pad=0)
+    whole = completion_scores(role, params, rows_of_tokens(texts), pad=0)
     assert whole[1] == whole[2]  # padding tokens at the end are not read
-    alone = torch.cat([completion_scores(role, params, [text], pad=0, token_budget=8) for text in texts])
-    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-12)
+    alone = [completion_scores(role, params, rows_of_tokens([text]), pad=0, token_budget=8) for text in texts]
+    torch.testing.assert_close(whole, torch.cat(alone), rtol=0, atol=1e-12)
 
 
 def test_it_may_be_all_that_scores(reward_model, prompts):
     job = small_job(grpo, reward=None, prompts=prompts, reward_model=reward_model, reward_weights="-3")
     assert job.task.rewards == () and job.task.weights == (-3.0,)
     run, state = begin(job, single())
-    batch, _, metrics = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
+    batch = rows.batch
     torch.testing.assert_close(batch.score, -3 * by_hand(reward_model, batch), rtol=0, atol=1e-12)
     assert batch.scores.shape == (8, 1) and metrics["reward/mean"] == pytest.approx(batch.score.mean().item())
     told = run.source.evaluate(state.roles, 0)
@@ -114,8 +124,8 @@ def test_the_embedded_task_s_reward_stays_and_the_filter_and_the_baseline_see_th
     _, _, metrics = scored_batch(run, state)
     assert metrics["filter_groups/kept_share"] > 0.5  # by the function alone all completions are equal
     run, state = begin(small_job(remax, reward=flat, reward_model=reward_model), single())
-    batch, _, _ = scored_batch(run, state)
-    assert batch.greedy_score.abs().min() > 1e-6
+    rows, _, _ = scored_batch(run, state)
+    assert rows.batch.greedy_score.abs().min() > 1e-6
     told = run.source.evaluate(state.roles, 0)
     assert told["eval/accuracy"] == 0 and told["eval/reward"] != 0
 

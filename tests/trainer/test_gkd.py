@@ -89,9 +89,10 @@ def by_hand(run, params, batch, beta, temperature):
 @pytest.mark.parametrize(("beta", "temperature"), [(0, 1.0), (0.3, 2.0), (1, 0.7)])
 def test_loss_and_gradient_are_those_of_whole_distributions(beta, temperature, teacher):
     run, state = begin(small_job(functools.partial(gkd, beta, temperature), teacher=teacher), single())
-    batch, state, metrics = scored_batch(run, state)
+    rows, state, metrics = scored_batch(run, state)
+    batch = rows.batch
     assert batch.mask.sum() > 20 and "reward/mean" in metrics  # the embedded task has one
-    found = gradients(run, state, batch, token_budget=40)["policy"]  # in several micro-batches
+    found = gradients(run, state, rows, token_budget=40)["policy"]  # in several micro-batches
     params = state.roles["policy"].params
     (value, _), grads = trees.value_and_grad(lambda w: (by_hand(run, w, batch, beta, temperature), ()))(params)
     assert value > 0.005
@@ -104,8 +105,8 @@ def test_a_teacher_that_is_the_student_gives_zero(teacher, tmp_path):
     hf.save(tmp_path, run.job.model, state.roles["policy"].params, arithmetic.tokenizer())
     for beta in (0, 0.5, 1):
         run, state = begin(small_job(functools.partial(gkd, beta), teacher=str(tmp_path)), single())
-        batch, state, _ = scored_batch(run, state)
-        found = gradients(run, state, batch)["policy"]
+        rows, state, _ = scored_batch(run, state)
+        found = gradients(run, state, rows)["policy"]
         assert abs(found.loss) < 1e-14
         assert max(x.abs().max() for x in trees.leaves(found.tree)) < 1e-14
 
@@ -128,10 +129,10 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
     assert run.source.evaluate(state.roles, 0) == {}
     losses = []
     for _ in range(30):
-        batch, state, told = scored_batch(run, state)
+        rows, state, told = scored_batch(run, state)
         state, metrics = one_step(run, state)
         losses.append(metrics["distillation/loss"])
-    assert not {"score", "scores", "advantage", "divergence"} & set(batch.names())
+    assert not {"score", "scores", "advantage", "divergence"} & set(rows.batch.names())
     assert not [name for name in told | metrics if name.startswith(("reward", "critic"))]
     assert {"response_length/mean", "actor/pg_loss", "actor/entropy", "rollout/logprob_gap_max"} <= set(told | metrics)
     assert sum(losses[-3:]) < 0.75 * sum(losses[:3]), losses
@@ -148,17 +149,17 @@ def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, pr
     with pytest.raises(SettingsError, match=r"--prompts=.* needs --reward=FILE.py:function or --reward_model=DIR"):
         small_job(grpo, reward=None, prompts=prompts)
     run, state = begin(small_job(distillation, reward=None, prompts=prompts, teacher=teacher), single())
-    batch, state, told = scored_batch(run, state)
-    assert "score" not in batch.names() and "critic/advantages/mean" in told and "reward/mean" not in told
+    rows, state, told = scored_batch(run, state)
+    assert "score" not in rows.batch.names() and "critic/advantages/mean" in told and "reward/mean" not in told
 
 
 def test_given_texts_are_distilled_too(teacher, texts):
     job = small_job(gkd, reward=None, teacher=teacher, data=texts, minibatches=7, lr=0.03)
     assert not job.generates and job.settings.minibatches == 1 and job.warmstart_steps == 0
     run, state = begin(job, single())
-    batch, state, _ = scored_batch(run, state)
-    found = gradients(run, state, batch, token_budget=30)["policy"]
-    value = by_hand(run, state.roles["policy"].params, batch, 0.5, 1.0)
+    rows, state, _ = scored_batch(run, state)
+    found = gradients(run, state, rows, token_budget=30)["policy"]
+    value = by_hand(run, state.roles["policy"].params, rows.batch, 0.5, 1.0)
     assert found.loss.item() == pytest.approx(value.item(), abs=1e-12)
     first = run.source.evaluate(state.roles, 0)
     for _ in range(25):
