@@ -12,7 +12,7 @@ from funrl.trainer.step import engine_gap
 
 
 def advantages(chain: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, float]]:
-    """Runs an advantage chain on scored rows; its sums have one order, that of the CPU, on every rank.
+    """Run an advantage chain on scored rows; its sums have one order, that of the CPU, on every rank.
 
     Args:
       state: of the chain; begins as `chain.init()`.

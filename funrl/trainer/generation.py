@@ -52,7 +52,7 @@ class Rollout(NamedTuple):
 
     @property
     def scored(self) -> bool:
-        """Whether anything rewards the completions."""
+        """True if anything rewards the completions."""
         return self.scores.shape[1] > 0
 
 
@@ -69,7 +69,7 @@ def rollout(
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
 ) -> Rollout:
-    """Completes and rewards all prompts.
+    """Complete and reward all prompts.
 
     Args:
       engine: holds the weights; on `mesh`.

@@ -64,7 +64,7 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
 def rescoring(
     job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]
 ) -> Callable[[Rollout, Sequence[Example]], Rollout] | None:
-    """What adds the reward model's numbers to a rollout; None where the run has no reward model."""
+    """A function that adds the reward model's numbers to a rollout; None where the run has no reward model."""
     params = frozen.get("reward_model")
     if params is None:
         return None
@@ -77,7 +77,7 @@ def rescoring(
 
 
 def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
-    """Which completions have all that the reward functions can give, where each gives 1 at most.
+    """Mask of the completions that have all that the reward functions can give, where each gives 1 at most.
 
     Args:
       weights: of the functions.
@@ -89,7 +89,7 @@ def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
 
 
 def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
-    """What each reward function gives for each completion."""
+    """Rewards of each completion by each reward function."""
     if not task.rewards:
         return [[] for _ in rows]
     return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]

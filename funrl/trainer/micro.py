@@ -1,4 +1,4 @@
-"""Which rows of a batch a rank computes, and in which forward passes."""
+"""Assignment of a batch's rows to ranks and forward passes."""
 
 from __future__ import annotations
 
