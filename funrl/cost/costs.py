@@ -1,4 +1,4 @@
-"""What a piece of the trainer costs, counted while it runs on tensors without memory.
+"""Costs of a part of the trainer, counted while it runs on tensors without memory.
 
 `Tracer` stands between the program and its kernels. Weights are fake tensors: they have a shape and no numbers, and so
 has whatever is computed of them. Token ids, masks and row numbers are real, because the program looks at them. The
@@ -54,7 +54,7 @@ _ATTENTION = {
 
 
 class Traffic(NamedTuple):
-    """What one kind of collective of one group sends; `nbytes` are of the larger side: the input or the result."""
+    """Traffic of one kind of collective in one group; `nbytes` are of the larger side: the input or the result."""
 
     count: float
     nbytes: float
@@ -62,7 +62,7 @@ class Traffic(NamedTuple):
 
 @dataclass
 class Costs:
-    """What one phase takes on one rank.
+    """Costs of one phase on one rank.
 
     Attributes:
       peaks: for each part of the phase (forward, backward, optimizer, other) the bytes by kind at the moment when their
@@ -182,7 +182,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
-        """Where the CPU's matrix product takes 16-bit weights through a copy in float32, an accelerator's has none."""
+        """True for a copy that an accelerator does not make: a CPU multiplies 16-bit weights through one in float32."""
         if func is not aten._to_copy.default or self.fake is None or not self.hardware.accelerator:
             return False
         source = self.live.get(args[0].untyped_storage()._cdata)
@@ -220,13 +220,13 @@ class Tracer(TorchDispatchMode):
             return torch.empty(tuple(shape), dtype=dtype)
 
     def hold_tree(self, tree: trees.Tree, kind: str) -> None:
-        """Says of what kind the tensors of a tree are."""
+        """Note the kind of a tree's tensors."""
         for x in trees.leaves(tree):
             if isinstance(x, Tensor):
                 self.hold(x, kind, overwrite=True)
 
     def hold(self, x: Tensor, kind: str, overwrite: bool = False) -> None:
-        """Counts the storage of a tensor from now until it is gone."""
+        """Count the storage of a tensor from now until it is gone."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self.live:
@@ -332,7 +332,7 @@ def _nbytes(values: Any) -> int:
 
 
 def _floating(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator that makes a tensor of nothing makes one of floating point numbers."""
+    """True for an operator that creates a tensor of floating point numbers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype.is_floating_point

@@ -1,4 +1,4 @@
-"""What a run will cost, before it is started: memory by phase, bytes by mesh axis, FLOPs, time.
+"""Cost of a run before it is started: memory by phase, bytes by mesh axis, FLOPs, time.
 
     python -m funrl.experiments.ppo --mesh=dp64,tp8 --model=CONFIG.json --dry_run
 
@@ -123,7 +123,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
 
 
 def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
-    """What a step of the job costs on each rank of its mesh, by phase.
+    """Cost of a step of the job on each rank of its mesh, by phase.
 
     Args:
       tokens: of a prompt, or of a text where texts are given.
@@ -175,7 +175,7 @@ def check_width(job: Job, tokens: int) -> int:
 
 
 def _describe(job: Job, tokens: int) -> str:
-    """What a step is, in words."""
+    """Describe a step in words."""
     count = job.settings.batch_prompts
     if isinstance(job.task, Texts):
         texts = len(TEXT_FIELDS[job.task.kind])
@@ -186,7 +186,7 @@ def _describe(job: Job, tokens: int) -> str:
 
 
 def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
-    """What a step has beside what is counted."""
+    """Parts of a step that are not counted, in words."""
     settings = job.settings
     out = ["rewards", "moving rows"] * job.generates + [
         "tokenizer",
@@ -233,8 +233,13 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     return found | {"rests": Costs({"other": some.resting})}
 
 
+<<<<<<< HEAD
 def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False) -> Trace:
-    """Scores rows and learns from them with the trainer's own functions.
+    """Score rows and learn from them with the trainer's own functions.
+=======
+def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
+    """Score a batch and learn from it with the trainer's own functions.
+>>>>>>> audit
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
@@ -262,6 +267,7 @@ def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: boo
         if "reward_model" in frozen:
             read = _as_read(job, rows)
             with trainer.clock.phase("score_reward_model"):
+<<<<<<< HEAD
                 end_values(roles["reward_model"], frozen["reward_model"], read, job.settings.token_budget)
         rows, state, _ = loop.score_batch(trainer, state, rows)
         tracer.hold_tree(rows.batch, "batch")
@@ -297,6 +303,15 @@ def _as_read(job: Job, rows: Rows) -> Rows:
     one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
     here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
     return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
+=======
+                grader = roles["reward_model"], frozen["reward_model"]
+                completion_scores(*grader, texts, job.pad, job.settings.token_budget)
+        batch, state, _ = loop.score_batch(trainer, state, batch)
+        tracer.hold_tree(batch, "batch")
+        before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
+        loop.learn_batch(trainer, state._replace(step=before), batch)
+    return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
+>>>>>>> audit
 
 
 def full_batch(job: Job, tokens: int, rows: int) -> Batch:
@@ -328,8 +343,7 @@ def full_batch(job: Job, tokens: int, rows: int) -> Batch:
 
 
 def _engine_bytes(generator: Generator, master: torch.dtype) -> tuple[float, float]:
-    """What the engine holds: beside the trainer's weights, and of them. Leaves that keep their box and their dtype are
-    both's."""
+    """Bytes that the engine holds beside the trainer's weights, and of them: leaves that keep their box and dtype."""
     own, shared, made = 0.0, 0.0, generator.to_engine
     for has, dtype in zip(held(made, 0), made.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
@@ -348,7 +362,9 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
     """
     stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
     stored = {name: trees.leaves(role.placed.stored) for name, role in parts.roles.items() if role.loss is None}
-    frozen = {name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in lay)) for name, lay in stored.items()}
+    frozen = {
+        name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
+    }
     shared = 0.0 if parts.generator is None else _engine_bytes(parts.generator, job.master)[1]
     of_part = {
         "optimizer": {"optimizer": rests["optimizer"]},
@@ -375,7 +391,7 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
 
 
 def chunks(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int) -> list[tuple[int, int]]:
-    """How often a rank of the engine decodes how many completions together, as the engine does at its own depth."""
+    """Chunks of one rank of the engine: how often it decodes how many completions, as at its full depth."""
     rows = own_prompts(job, generator) * sampling.samples
     most = min(rows, generator.engine.rows(prompt_tokens + sampling.max_new_tokens))
     full, rest = divmod(rows, most)
@@ -400,7 +416,7 @@ def _chunk(
     cache_shape = trees.leaves(model.init_cache(mesh, count, length, job.dtype, torch.device("meta")))[0].shape
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
-    shapes = [lay.local_shape(0) for lay in trees.leaves(wanted)]
+    shapes = [layout.local_shape(0) for layout in trees.leaves(wanted)]
     tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache_shape))
     params = make_weights(tracer, wanted, job.dtype)
     loaded = native.loaded_model(model, params, mesh)

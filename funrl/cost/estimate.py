@@ -1,4 +1,4 @@
-"""What every dry run is made of: ranks that do not exist, traces of a step, and the lines through two of them."""
+"""Parts of every dry run: ranks that do not exist, traces of a step, and the lines through two of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRACED = 3  # micro-batches that are traced at most: the second is the first tha
 
 
 class Estimate(NamedTuple):
-    """What one step costs one rank.
+    """Cost of one step for one rank.
 
     Attributes:
       job: what was estimated.
@@ -99,9 +99,9 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
 def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool) -> Tracer:
     """A tracer that knows the weights of the roles when it sees them."""
     stored = [role.placed.stored for role in parts.roles.values()]
-    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves(stored)}
+    shapes = {tuple(layout.local_shape(0)) for layout in trees.leaves(stored)}
     shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.fsdp else set()
-    vocabulary = next((lay.local_shape(0)[0] for lay in trees.leaves(unembedding(parts))), 0)
+    vocabulary = next((layout.local_shape(0)[0] for layout in trees.leaves(unembedding(parts))), 0)
     return Tracer(hardware, shapes, (vocabulary,), real=real)
 
 
@@ -113,7 +113,7 @@ def unembedding(parts: Parts) -> trees.Tree:
 
 def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:
     """Weights of rank 0 in these layouts, held from now on."""
-    made = trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), stored)
+    made = trees.map(lambda layout: tracer.empty(layout.local_shape(0), dtype), stored)
     tracer.hold_tree(made, "weights")
     return made
 

@@ -1,4 +1,4 @@
-"""What a reward model gives for whole completions, beside the reward functions or instead of them."""
+"""Scores of whole completions by a reward model, beside the reward functions or instead of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rows come from: prompts that the policy completes, or texts that are given."""
+"""Sources of rows: prompts that the policy completes, or texts that are given."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
 
 class Source(NamedTuple):
-    """Where rows come from.
+    """A source of rows.
 
     Attributes:
       init: () -> the source's state before the first step.
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 
 class Show(Protocol):
-    """Where a source shows completions and remarks."""
+    """Observer of a source's completions and remarks."""
 
     def samples(
         self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
@@ -53,7 +53,7 @@ class Show(Protocol):
 
 
 class Generation(NamedTuple):
-    """What generating needs.
+    """Everything that generation needs.
 
     Attributes:
       roll: (examples, sampling, seed) -> completions, rewarded.
