@@ -27,8 +27,8 @@ from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.generation import Example, rollout, to_rows
 from funrl.trainer.learn import learn
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.rows import rows_of
 from funrl.trainer.score import score
+from funrl.trainer.step_rows import rows_of
 
 DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
 

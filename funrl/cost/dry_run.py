@@ -29,9 +29,9 @@ from funrl.cost.estimate import (
     at_rows,
     axes_of,
     make_weights,
-    micro_batch,
     of_all_layers,
     pretended,
+    rows_of_a_pass,
     stage_of,
     tracer_of,
 )
@@ -54,9 +54,9 @@ from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
 from funrl.trainer.micro import plan_epoch, row_cost
-from funrl.trainer.rows import Rows, rows_of, split
 from funrl.trainer.settings import Settings, for_kind
 from funrl.trainer.sources import Source
+from funrl.trainer.step_rows import Rows, rows_of, split_rows
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
@@ -214,7 +214,7 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
     at = functools.cache(lambda local: trace_step(once, parts, full_rows(once, parts, tokens, local), hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
-    piece, found = micro_batch(job, width), {}
+    piece, found = rows_of_a_pass(job, width), {}
     if parts.generator is not None and whole.generator is not None:
         greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
         baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
@@ -233,13 +233,8 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     return found | {"rests": Costs({"other": some.resting})}
 
 
-<<<<<<< HEAD
 def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False) -> Trace:
     """Score rows and learn from them with the trainer's own functions.
-=======
-def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
-    """Score a batch and learn from it with the trainer's own functions.
->>>>>>> audit
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
@@ -267,7 +262,6 @@ def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: b
         if "reward_model" in frozen:
             read = _as_read(job, rows)
             with trainer.clock.phase("score_reward_model"):
-<<<<<<< HEAD
                 end_values(roles["reward_model"], frozen["reward_model"], read, job.settings.token_budget)
         rows, state, _ = loop.score_batch(trainer, state, rows)
         tracer.hold_tree(rows.batch, "batch")
@@ -293,7 +287,7 @@ def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
     plan = plan_epoch(
         batch.length.numpy(), ranks, 1, settings.seed, _learning_step(parts), 0, settings.token_budget, cost
     )
-    return split(batch, plan.to, mesh)
+    return split_rows(batch, plan.to, mesh)
 
 
 def _as_read(job: Job, rows: Rows) -> Rows:
@@ -303,15 +297,6 @@ def _as_read(job: Job, rows: Rows) -> Rows:
     one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
     here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
     return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
-=======
-                grader = roles["reward_model"], frozen["reward_model"]
-                completion_scores(*grader, texts, job.pad, job.settings.token_budget)
-        batch, state, _ = loop.score_batch(trainer, state, batch)
-        tracer.hold_tree(batch, "batch")
-        before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
-        loop.learn_batch(trainer, state._replace(step=before), batch)
-    return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
->>>>>>> audit
 
 
 def full_batch(job: Job, tokens: int, rows: int) -> Batch:

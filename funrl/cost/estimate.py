@@ -160,7 +160,7 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     return job._replace(model=made[id(job.model)], models={name: made[id(x)] for name, x in job.models.items()})
 
 
-def micro_batch(job: Job, width: int) -> int:
+def rows_of_a_pass(job: Job, width: int) -> int:
     """Rows of one forward pass."""
     return packed_sizes(job.settings.token_budget, width, MULTIPLE)[-1] // width
 

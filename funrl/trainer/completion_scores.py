@@ -15,7 +15,7 @@ from funrl.rewards.load import RewardError
 from funrl.trainer.generation import Example
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
-from funrl.trainer.rows import Rows, moved, rows_of
+from funrl.trainer.step_rows import Rows, moved, rows_of
 
 
 def with_completion_scores(

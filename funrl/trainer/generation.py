@@ -21,7 +21,7 @@ from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
 from funrl.rollout.completions import Completions, Engine, Sampling
-from funrl.trainer.rows import Rows, rows_of
+from funrl.trainer.step_rows import Rows, rows_of
 
 
 class Example(NamedTuple):
@@ -60,15 +60,9 @@ class Rollout(NamedTuple):
     mesh: Mesh
 
     @property
-<<<<<<< HEAD
     def own(self) -> np.ndarray:
         """Numbers of this rank's rows, ascending."""
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
-=======
-    def scored(self) -> bool:
-        """True if anything rewards the completions."""
-        return self.scores.shape[1] > 0
->>>>>>> audit
 
 
 Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]

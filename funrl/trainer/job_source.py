@@ -24,8 +24,8 @@ from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
-from funrl.trainer.rows import Rows, rows_of
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
+from funrl.trainer.step_rows import Rows, rows_of
 
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
@@ -67,13 +67,8 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
 
 def rescoring(
     job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]
-<<<<<<< HEAD
 ) -> Callable[[Rows, Sequence[Example]], Rows] | None:
-    """What adds the reward model's numbers to rows; None where the run has no reward model."""
-=======
-) -> Callable[[Rollout, Sequence[Example]], Rollout] | None:
-    """A function that adds the reward model's numbers to a rollout; None where the run has no reward model."""
->>>>>>> audit
+    """A function that adds the reward model's numbers to rows; None where the run has no reward model."""
     params = frozen.get("reward_model")
     if params is None:
         return None

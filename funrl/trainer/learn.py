@@ -14,8 +14,8 @@ from funrl.mesh.collectives import psum
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import max_rows_of, packed, plan_epoch, row_cost
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.rows import Rows, moved, own_batch
 from funrl.trainer.step import train_step
+from funrl.trainer.step_rows import Rows, moved, own_batch
 
 
 def learn(

@@ -23,11 +23,11 @@ from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
-from funrl.trainer.rows import Rows, moved, on_cpu
 from funrl.trainer.score import score
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
+from funrl.trainer.step_rows import Rows, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 

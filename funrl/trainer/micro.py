@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Which rows of a batch a rank computes, and in which forward passes: packed end to end, with few sizes."""
-=======
-"""Assignment of a batch's rows to ranks and forward passes."""
->>>>>>> audit
+"""Assignment of a batch's rows to ranks and forward passes: packed end to end, with few sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from funrl.data.packing import Packing, RowCost, pack, packed_sizes
 from funrl.mesh.mesh import Mesh
 from funrl.models import Placed
 from funrl.seeds import derived_seed
-from funrl.trainer.rows import Rows
+from funrl.trainer.step_rows import Rows
 
 MULTIPLE = 8  # sizes of micro-batches are multiples of it
 PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
@@ -129,7 +125,7 @@ def packed(
 
 
 def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
-    """How many rows a micro-batch has at most."""
+    """The most rows of a micro-batch."""
     return _sizes(lengths, token_budget)[1]
 
 
@@ -141,7 +137,7 @@ def _sizes(lengths: np.ndarray, token_budget: int) -> tuple[tuple[int, ...], int
 
 @functools.lru_cache(maxsize=64)
 def row_cost(placed: Placed) -> RowCost:
-    """How the work of a row grows with its length in a model."""
+    """The growth of a row's work with its length in a model."""
     config = placed.model.config
     windows = set(config.windows or (None,))
     return RowCost(

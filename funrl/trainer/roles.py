@@ -120,14 +120,9 @@ def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
 
 
 def reads_scores(algorithm: Algorithm) -> bool:
-<<<<<<< HEAD
-    """Whether an algorithm goes by rewards; the others take prompts without any. What an advantage chain reads counts
+    """True if an algorithm goes by rewards; the others take prompts without any. What an advantage chain reads counts
     where a loss reads what it makes."""
     found, chain = reads(*algorithm.losses.values(), algorithm.filter), algorithm.advantage
     if chain is not None and (found.required | found.optional) & run_advantage(chain).makes:
         found |= reads(chain)
-=======
-    """True if an algorithm reads rewards; the others take prompts without any."""
-    found = reads(algorithm)
->>>>>>> audit
     return bool({"score", "scores", "greedy_score"} & (found.required | found.optional))

@@ -13,7 +13,7 @@ from funrl.data.micro_batch import unpack_tokens
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
-from funrl.trainer.rows import Rows
+from funrl.trainer.step_rows import Rows
 
 TOKEN_SCORES = ("logp", "entropy", "sum_pi_squared")
 

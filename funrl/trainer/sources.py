@@ -21,9 +21,9 @@ from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.rows import Rows, join, on_cpu, take
 from funrl.trainer.score import score
 from funrl.trainer.step import NotFiniteError, loss_value
+from funrl.trainer.step_rows import Rows, join_rows, on_cpu, take
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
@@ -228,7 +228,7 @@ def _chosen(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_P
 
 def _joined(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock) -> Rows:
     """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps."""
-    rows, counts = join([one.rows for one in found]), np.concatenate([one.samples for one in found])
+    rows, counts = join_rows([one.rows for one in found]), np.concatenate([one.samples for one in found])
     device = rows.batch.group.device
     rows = rows.with_fields(group=torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device))
     if not g.greedy_baseline:

@@ -38,7 +38,7 @@ from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, row_cost
 from funrl.trainer.observing import WarmstartObserver
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.rows import split
+from funrl.trainer.step_rows import split_rows
 
 BATCH = 128  # demonstrations a step
 LR = 3e-3
@@ -91,7 +91,7 @@ def fine_tune(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObs
     for step in range(1, steps + 1):
         batch = demonstration_batch(job, step, mesh.device)
         plan = plan_epoch(batch.length.cpu().numpy(), mesh.size(mesh.row_axes), 1, 0, step, 0, budget, cost)
-        states, metrics = learn({"policy": role}, states, split(batch, plan.to, mesh), step, token_budget=budget)
+        states, metrics = learn({"policy": role}, states, split_rows(batch, plan.to, mesh), step, token_budget=budget)
         if step % 10 == 0 or step == steps:
             stage.supervised(step, steps, {"train/loss": metrics["train/loss"]})
     return states["policy"].params

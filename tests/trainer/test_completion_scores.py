@@ -22,8 +22,8 @@ from funrl.tasks import arithmetic
 from funrl.trainer.completion_scores import completion_scores
 from funrl.trainer.job import prepare
 from funrl.trainer.roles import Role
-from funrl.trainer.rows import rows_of
 from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.step_rows import rows_of
 
 DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MODEL = with_value_head(DECODER)

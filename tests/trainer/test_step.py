@@ -18,9 +18,9 @@ from funrl.mesh.rules import Layout, shard
 from funrl.trainer.build import build
 from funrl.trainer.micro import mini_batches, own_micro_batches
 from funrl.trainer.roles import Role
-from funrl.trainer.rows import split, take
 from funrl.trainer.score import score_role
 from funrl.trainer.step import gradient
+from funrl.trainer.step_rows import split_rows, take
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
 FEW = 24  # tokens: one or two rows in a micro-batch
@@ -183,7 +183,7 @@ def hand_gradient(mesh, rows, budget):
     whole = {"w": Layout((5,), ((),), tuple(mesh.sizes.values()))}
     role = Role(Linear(mesh, stored=whole, compute=whole), loss=WEIGHTED)
     owner = np.arange(rows) % mesh.size(mesh.row_axes)
-    pieces = [piece.batch for piece in own_micro_batches(split(batch, owner, mesh), budget)]
+    pieces = [piece.batch for piece in own_micro_batches(split_rows(batch, owner, mesh), budget)]
     grads, metrics, loss = gradient(role, params, pieces, WEIGHTED.denominators(batch))
     return grads, {k: float(v) for k, v in metrics.items()}, float(loss)
 
@@ -222,7 +222,7 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
             name: role._replace(params=shard(role.params, parts.roles[name].placed.stored, mesh))
             for name, role in state.roles.items()
         }
-        there = split(few.batch, np.array([3, 1]), mesh)  # two data ranks have no row
+        there = split_rows(few.batch, np.array([3, 1]), mesh)  # two data ranks have no row
         return gradients(run._replace(job=job, parts=parts), state._replace(roles=roles), there, 8)
 
     assert_equal(launch(program, sizes, "cpu"), expected, 1e-11)

@@ -59,7 +59,7 @@ def rows_of(batch: Batch, owner: np.ndarray | None = None, mesh: Mesh | None = N
     return Rows(with_across(batch, across(owner, mesh, mesh.row_axes)), owner, mesh)
 
 
-def split(batch: Batch, owner: np.ndarray, mesh: Mesh) -> Rows:
+def split_rows(batch: Batch, owner: np.ndarray, mesh: Mesh) -> Rows:
     """The rows of a batch that every rank has whole, each rank keeping its own."""
     own = torch.from_numpy(np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))).to(batch.tokens.device)
     return rows_of(map_fields(lambda name, x: x if _is_row(name) else x[own], batch), owner, mesh)
@@ -74,7 +74,7 @@ def take(rows: Rows, numbers: np.ndarray) -> Rows:
     return rows_of(made, owner, rows.mesh)
 
 
-def join(parts: Sequence[Rows]) -> Rows:
+def join_rows(parts: Sequence[Rows]) -> Rows:
     """The rows of all parts, one part after the other, on one mesh."""
     if len(parts) == 1:
         return parts[0]
