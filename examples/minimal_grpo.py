@@ -29,7 +29,7 @@ from funrl.trainer.learn import learn, update
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.score import score
 
-DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
+DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 50, 32, 8
 
 
 def optimizer(lr):
