@@ -30,7 +30,7 @@ from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.score import score
 from funrl.trainer.step_rows import rows_of
 
-DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
+DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 50, 32, 8
 
 
 def optimizer(lr):

@@ -178,3 +178,10 @@ def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative():
                 ):
                     found.append(f"{file.relative_to(root)}: {first}")
     assert found == []
+
+
+def test_a_model_is_called_by_its_record_and_not_by_the_module_that_made_it():
+    root = Path(__file__).parents[1] / "funrl"
+    outside = [file for file in root.rglob("*.py") if file.parent.name != "models"]
+    named = re.compile(r"from funrl\.models import [^\n]*\bdecoder\b|funrl\.models\.decoder\b")
+    assert [str(file.relative_to(root)) for file in outside if named.search(file.read_text())] == []

@@ -24,7 +24,7 @@ from funrl.mesh.explain import explain, kinds
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.picture import plan_picture
 from funrl.mesh.plan import RANKS_PER_NODE, plan
-from funrl.models import decoder
+from funrl.models import decoder_model
 from funrl.models.config import ModelError, config_from_hf
 
 
@@ -83,7 +83,8 @@ def resharding_report(
         config = config_from_hf(json.loads(path.read_text()))
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
-    shapes, logical = decoder.shapes(config), decoder.axes(config)
+    built = decoder_model(config)
+    shapes, logical = built.shapes, built.axes
     start = time.perf_counter()
     train_rules = rules.fully_sharded(rules.STORED) if fsdp else rules.STORED
     src = rules.layouts(shapes, logical, train_rules, parse(mesh))
