@@ -30,7 +30,7 @@ from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.rows import rows_of
 from funrl.trainer.score import score
 
-DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 30, 32, 8
+DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 40, 32, 8
 
 
 def optimizer(lr):
