@@ -1,4 +1,4 @@
-"""What the data plane costs one rank of 8, 64 or 512: bytes, seconds, and how well packed micro-batches keep in step.
+"""Cost of the data plane for one rank of 8, 64 or 512: bytes, seconds, and the balance of packed micro-batches.
 
     OMP_NUM_THREADS=1 python benchmarks/data_plane.py [--rows=16384] [--longest=33280] [--budget=65536] [--part=all]
 

@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
 
 
 def seconds(run: Callable[[torch.Tensor, int], torch.Tensor], tokens_BT: torch.Tensor, turn: int) -> float:
-    """How long one turn takes, its result read back included."""
+    """Seconds of one turn, its result read back included."""
     clock = time.perf_counter if CLOCK.value == "wall" else time.process_time
     start = clock()
     done = run(tokens_BT, turn)

@@ -81,7 +81,7 @@ def job_of(shape: str) -> Job:
 
 
 def measure(shape: str) -> None:
-    """Prints the growth of this process, or of rank 0's."""
+    """Print the growth of this process, or of rank 0's."""
     job = job_of(shape)
 
     def program(mesh: Mesh) -> int:
@@ -92,7 +92,7 @@ def measure(shape: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
         before = resident("VmHWM")
         generator = torch.Generator().manual_seed(0)
-        begin = trees.map(lambda x, lay: _piece(x, lay, mesh, generator), job.model.shapes, parts.begin.stored)
+        begin = trees.map(lambda x, layout: _piece(x, layout, mesh, generator), job.model.shapes, parts.begin.stored)
         weights = first_weights(job, parts, begin)
         frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
         state = sync(parts, first_state(job, parts, weights, ()))
@@ -104,8 +104,8 @@ def measure(shape: str) -> None:
     print(json.dumps(launch.launch(program, job.sizes, "cpu")))
 
 
-def _piece(x: torch.Tensor, lay, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:
-    return shard(torch.randn(x.shape, generator=generator) * 0.02, lay, mesh)
+def _piece(x: torch.Tensor, layout, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:
+    return shard(torch.randn(x.shape, generator=generator) * 0.02, layout, mesh)
 
 
 def resident(name: str) -> int:

@@ -206,7 +206,7 @@ def measure(title: str, source: tuple[Rules, str], target: tuple[Rules, str], fi
 
 
 def flat_bytes(pairs: list[Pair], mesh: Mesh) -> int:
-    """What a rank holds at most in the course of `flat`."""
+    """The most bytes that a rank holds during `flat`."""
     held = sum(math.prod(pair.src.local_shape()) + math.prod(pair.dst.local_shape()) for pair in pairs)
     return 4 * (held + 2 * sum(math.prod(a.local_shape()) * mesh.size(axes) for a, _, axes in pairs if axes))
 

@@ -95,7 +95,7 @@ class Silent:
 
 
 class Files(NamedTuple):
-    """What a run takes from disk."""
+    """Inputs of a run, from disk."""
 
     model: Path
     prompts: Path
@@ -147,7 +147,7 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
 
 
 def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) -> None:
-    """Trains with TRL's GRPO for all turns; `after_step` runs between two steps, outside of what is timed."""
+    """Train with TRL's GRPO for all turns; `after_step` runs between two steps, outside of what is timed."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -234,7 +234,7 @@ def main(argv: list[str]) -> None:
 
 
 def report(turns: dict[str, list[Times]]) -> None:
-    """Prints medians of the seconds of each phase, and ratios of the turns."""
+    """Print medians of the seconds of each phase, and ratios of the turns."""
 
     def median(key: str, phase: str) -> str:
         pairs = [times[phase] for times in turns[key] if phase in times]

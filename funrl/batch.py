@@ -73,7 +73,7 @@ class MissingField(ValueError):
 
 
 class Across(NamedTuple):
-    """What crosses between a rank's own rows b and all rows B of a step. At a prompt every row is one's own.
+    """Exchange between a rank's own rows b and all rows B of a step. At a Python prompt all rows are its own.
 
     Attributes:
       sums: x [b, T] -> [B] float64, the sum of each row; see `row_sums`.
@@ -137,9 +137,7 @@ class Batch:
     greedy_score: Annotated[Tensor, Field("row", "source", "outcome reward of a greedy completion of the prompt")]
     label: Annotated[
         Tensor,
-        Field(
-            "token", "source", "judgement, 0 to 1, on all tokens of what is judged; label_outcomes makes it of scores"
-        ),
+        Field("token", "source", "outcome, 0 to 1, on all tokens of what has one; label_outcomes makes it of scores"),
     ]
     margin: Annotated[Tensor, Field("token", "source", "by how much the chosen sequence of a pair should win")]
     old_logp: Annotated[Tensor, Field("token", "policy", "nats, of the sampled tokens")]
@@ -147,7 +145,7 @@ class Batch:
     sum_pi_squared: Annotated[Tensor, Field("token", "policy", "sum over the vocabulary of squared probabilities")]
     ref_logp: Annotated[Tensor, Field("token", "reference", "nats")]
     teacher_logp: Annotated[Tensor, Field("token", "teacher", "nats")]
-    teacher_topk: Annotated[Tensor, Field("token_k", "teacher", "the teacher's K likeliest tokens at t", "int")]
+    teacher_topk: Annotated[Tensor, Field("token_k", "teacher", "the teacher's K most probable tokens at t", "int")]
     teacher_topk_logp: Annotated[Tensor, Field("token_k", "teacher", "nats, the teacher's, of these tokens")]
     implicit_logp: Annotated[Tensor, Field("token", "implicit_reward", "nats")]
     value: Annotated[Tensor, Field("token", "critic", "estimate before token t, before the first update")]
@@ -218,7 +216,7 @@ class Batch:
 
     @property
     def across(self) -> Across:
-        """How sums and orders are taken over all rows of the step."""
+        """The batch's `Across`: sums and orders over all rows of the step."""
         return self._across
 
     def _with(self, fields: dict[str, Any], replaced: Iterable[str] = ()) -> Batch:
@@ -297,7 +295,7 @@ class Reads(NamedTuple):
 
 
 class Seen:
-    """What has been read of a recording batch so far."""
+    """Fields that have been read of a recording batch so far."""
 
     def __init__(self) -> None:
         self.required: set[str] = set()

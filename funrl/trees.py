@@ -20,7 +20,7 @@ NAMESPACE = "funrl"  # of node types that `register_node` adds
 
 
 def register_node(kind: type, flatten: Callable, unflatten: Callable) -> None:
-    """Makes a class an inner node of trees.
+    """Make a class an inner node of trees.
 
     Args:
       flatten: node -> (children, what is needed to unflatten, the children's names).
@@ -30,7 +30,7 @@ def register_node(kind: type, flatten: Callable, unflatten: Callable) -> None:
 
 
 def map(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
-    """Applies `fn` leaf by leaf. Trees after the first may be deeper: then `fn` gets their subtrees."""
+    """Apply `fn` leaf by leaf. Trees after the first may be deeper: then `fn` gets their subtrees."""
     return optree.tree_map(fn, tree, *rest, namespace=NAMESPACE)
 
 
@@ -56,7 +56,7 @@ def named(tree: Tree) -> list[tuple[str, Any]]:
 
 
 def map_named(fn: Callable, tree: Tree, *rest: Tree) -> Tree:
-    """Applies `fn(name, leaf, ...)` leaf by leaf. Trees after the first may be deeper, as in `map`."""
+    """Apply `fn(name, leaf, ...)` leaf by leaf. Trees after the first may be deeper, as in `map`."""
     name = iter(names(optree.tree_structure(tree, namespace=NAMESPACE)))
     return map(lambda *xs: fn(next(name), *xs), tree, *rest)
 

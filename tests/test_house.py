@@ -130,3 +130,51 @@ def test_every_function_that_a_page_links_to_exists(page):
     assert links
     missing = [(name, target) for name, target in links if name not in names_in(file.parent / target)]
     assert missing == []
+
+
+FORBIDDEN = {  # a word that is not the field's: what to write instead
+    r"lies|lay|lays": "is, layout",
+    r"judges?|judged|judgement": "score",
+    r"heeds?": "optional reads",
+    r"patience": "timeout",
+    r"likeliest|among_logp": "most probable, topk, topk_logp",
+    r"lessons?|learnt|teach|teaches|taught": "example, train, trained",
+    r"lam": "gae_lambda",
+    r"(?<!actor/)kl_loss": "kl_coef",
+    r"given up": "donated",
+    r"in the place of": "instead of",
+    r"is none of": "is not one of",
+}
+OWN_WORDS = {  # where another's own word is meant
+    "funrl/algos/losses/pairs.py": r"lets a judge or reward model choose",
+}
+
+
+def pages_and_sources():
+    root = Path(__file__).parents[1]
+    found = [
+        file for folder in ("funrl", "docs", "examples", "benchmarks", "tools") for file in (root / folder).rglob("*")
+    ]
+    return [file for file in (*found, *root.glob("*.md")) if file.suffix in (".py", ".md")]
+
+
+@pytest.mark.parametrize("words", FORBIDDEN)
+def test_words_are_the_field_s(words):
+    root, found = Path(__file__).parents[1], []
+    for file in pages_and_sources():
+        text = re.sub(OWN_WORDS.get(str(file.relative_to(root)), r"(?!)"), "", file.read_text())
+        found += [f"{file.relative_to(root)}: {match[0]}" for match in re.finditer(rf"\b(?:{words})\b", text)]
+    assert found == [], f"write: {FORBIDDEN[words]}"
+
+
+def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative():
+    root, found = Path(__file__).parents[1], []
+    for file in (file for file in pages_and_sources() if file.suffix == ".py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition("\n")[0]
+                if re.match(
+                    r"(What|How|Where|When|Which|Whether|Who|Why|Raises|Returns|Writes|Reads|Makes|Gives)\b(?!:)", first
+                ):
+                    found.append(f"{file.relative_to(root)}: {first}")
+    assert found == []

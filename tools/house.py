@@ -67,7 +67,7 @@ class House(NamedTuple):
 
 
 def read_house(root: Path = ROOT) -> House:
-    """Finds the modules of a checkout."""
+    """Find the modules of a checkout."""
     files = {}
     for file in sorted((root / "funrl").rglob("*.py")):
         parts = file.relative_to(root).with_suffix("").parts
@@ -126,7 +126,7 @@ def arrows(house: House) -> dict[str, tuple[str, ...]]:
 
 
 def problems(house: House) -> list[str]:
-    """What breaks a rule, each with its file and line; [] where nothing does."""
+    """List breaches of the rules, each with its file and line; [] where there is none."""
     known = {package(name) for name in house.files} - {""}
     found = [f"funrl/{name}: not in the order of tools/house.py" for name in sorted(known - set(ORDER))]
     found += [f"{name}: in the order of tools/house.py, but not in funrl/" for name in ORDER if name not in known]

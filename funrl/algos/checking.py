@@ -101,7 +101,7 @@ def _makes(piece: Advantage, field: str) -> bool:
 
 
 def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: str) -> bool:
-    """Whether a piece's result, the field itself aside, is another where the signal has the field."""
+    """True where a piece's result, the field itself aside, depends on a field of the signal."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:
         outs = [run_piece(piece, s, state, batch)[0]._replace(**{field: None}, metrics={}) for s in (signal, given)]

@@ -1,4 +1,4 @@
-"""What recipes have in common: a policy term with its regularisers, and changes to a finished algorithm."""
+"""Parts that recipes share: a policy term with its regularisers, and changes to a finished algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an algorithm is made of: three small closed families and one record.
+"""The parts of an algorithm: three small closed families and one record.
 
 | piece | type | closed under | runs |
 |---|---|---|---|
@@ -81,7 +81,7 @@ def value_of(nums: tuple[Tensor, ...], dens: tuple[Tensor, ...]) -> Tensor:
 
 
 class Signal(NamedTuple):
-    """What an advantage chain transforms: it begins as rewards and ends as advantages.
+    """The value that an advantage chain transforms: rewards at first, advantages at the end.
 
     Attributes:
       x: [B] outcome scores, later [B, T] token rewards, finally [B, T] advantages.
@@ -120,7 +120,7 @@ class Advantage(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """What the step computes as `batch.divergence`, over the whole vocabulary, p the teacher and q the policy.
+    """The divergence that the step writes as `batch.divergence`: whole vocabulary, p the teacher, q the policy.
 
     Attributes:
       beta: 0 is KL(p || q), 1 is KL(q || p), between them beta KL(p || m) + (1 - beta) KL(q || m) with the mixture
@@ -174,7 +174,7 @@ class Algorithm:
 
 
 def described(x: Any) -> str:
-    """What something is, for an error: a function by its name, a tensor by its shape."""
+    """Describe a value for an error: a function by its name, a tensor by its shape."""
     if x is None:
         return "None"
     if isinstance(x, Tensor):

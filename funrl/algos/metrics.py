@@ -1,4 +1,4 @@
-"""What is reported: means, maxima and sums that micro-batches and ranks merge."""
+"""Metrics: means, maxima and sums that are merged over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def merge(a: Any, b: Any) -> Any:
 
 
 def token_mean_of(x_BT: Tensor, mask_BT: Tensor) -> Mean:
-    """The mean of x over the tokens of the mask; what lies outside the mask may be NaN."""
+    """The mean of x over the tokens of the mask; what is outside the mask may be NaN."""
     return Mean(where_masked(x_BT, mask_BT).sum(), mask_BT.count_nonzero().to(x_BT.dtype))
 
 

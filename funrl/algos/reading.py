@@ -1,4 +1,4 @@
-"""What pieces read and make, found by running them on an example batch that records."""
+"""The fields that pieces read and make, found by running them on an example batch that records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CountError(ValueError):
 
 
 class PieceRun(NamedTuple):
-    """What an advantage did on the example.
+    """Result of an advantage chain on the example.
 
     Attributes:
       reads: the fields that it read, `score` among them where its result depends on the outcomes that it was given.
@@ -120,7 +120,7 @@ def _leaves(signal: Signal) -> list[Tensor]:
 
 
 def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
-    """What `run` gives on the recording example, and what it read; with as many reward functions as it asks for.
+    """Result of `run` on the recording example, and what it read; with as many reward functions as it asks for.
 
     Raises:
       PieceError: it failed on the example.

@@ -43,7 +43,7 @@ def topk_divergence(topk_logp: Tensor, teacher_topk_logp: Tensor, beta: float = 
     factor. Without the further outcome a sum over K tokens is no divergence: the reverse KL's is least at q = p / e.
 
     Args:
-      topk_logp, teacher_topk_logp: [..., K] log-probabilities of the same K tokens, the teacher's likeliest, of the
+      topk_logp, teacher_topk_logp: [..., K] log-probabilities of the same K tokens, the teacher's most probable, of the
         distributions over the whole vocabulary.
       beta: as in `divergence`.
 
@@ -58,7 +58,7 @@ def log_mixture(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
 
 
 def check_divergence_beta(beta: float) -> None:
-    """Raises ValueError where `beta` is not in [0, 1]."""
+    """Raise ValueError where `beta` is not in [0, 1]."""
     if not 0 <= beta <= 1:
         raise ValueError(f"beta is {beta}; it goes from 0, the forward KL, to 1, the reverse KL")
 

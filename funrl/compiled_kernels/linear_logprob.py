@@ -188,7 +188,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _local(ids_TN: Tensor, unembed_VD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows each token is, and whether it is one."""
+    """Row of each token in this rank's part of the vocabulary, and a mask of the tokens that are in it."""
     row_TN = ids_TN - mesh.index("tensor") * unembed_VD.shape[0]
     mine_TN = (row_TN >= 0) & (row_TN < unembed_VD.shape[0])
     return torch.where(mine_TN, row_TN, 0), mine_TN

@@ -38,10 +38,10 @@ def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype) -> Rotary:
     return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
 
 
-def rotate(x: Tensor, turn: Rotary) -> Tensor:
-    """Turns heads x [..., H, N] by `turn`."""
+def rotate(x: Tensor, rope: Rotary) -> Tensor:
+    """Turn heads x [..., H, N] by `rope`."""
     # Rolling by half a head swaps the two of each pair; the sign is already in the sine.
-    return torch.addcmul(x * turn.cos, x.roll(x.shape[-1] // 2, -1), turn.sin)
+    return torch.addcmul(x * rope.cos, x.roll(x.shape[-1] // 2, -1), rope.sin)
 
 
 def rotate_reference(x: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Causal attention over sequences that lie end to end in one row, in memory linear in the row.
+"""Causal attention over sequences that stand end to end in one row, in memory linear in the row.
 
 One opaque operator for every device: eager mode, `torch.func`, `torch.compile(fullgraph=True)` and the rank simulator
 take it, and no graph depends on where sequences begin, for that is data and not shape.
@@ -64,7 +64,7 @@ def varlen_attention_reference(
 
 
 def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
-    """Where segments begin and end, from their numbers, without waiting for the device.
+    """Offsets of segments, from their numbers, without waiting for the device.
 
     Args:
       segments_1T: 1, 2, ... ascending in runs, a number may be missing; 0 is padding, behind all of them.
@@ -292,7 +292,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _window(window: int) -> dict[str, int]:
-    """How many tokens before and behind itself a token sees, as flash kernels are told; -1 is all."""
+    """Window as flash kernels take it: tokens that a token sees before and behind itself; -1 is all."""
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 

@@ -1,4 +1,4 @@
-"""What a piece of the trainer costs, counted while it runs on tensors without memory.
+"""Costs of a part of the trainer, counted while it runs on tensors without memory.
 
 `Tracer` stands between the program and its kernels. Weights are fake tensors: they have a shape and no numbers, and so
 has whatever is computed of them. Token ids, masks and row numbers are real, because the program looks at them. The
@@ -22,25 +22,39 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import funrl.compiled_kernels.varlen_attention  # noqa: F401  (registers its operators)
 from funrl import trees
 from funrl.cost.hardware import Hardware, op_seconds
+from funrl.data.packing import UNIT, RowCost
 from funrl.optim.base import Transformation
 
 aten = torch.ops.aten
 MEMORY_KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
 UPDATES = "update_"  # how the names of phases that learn begin
-_FLASH_CPU = {
+
+
+def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
+    """FLOPs of the two matrix products of `varlen_attention`: of the pairs of a token and one that it sees."""
+    pairs = int(RowCost(1.0, window or None).work(offsets.diff().numpy()).sum()) / UNIT - int(offsets[-1])
+    return 4 * q.shape[1] * q.shape[2] * pairs
+
+
+_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
         g.shape, q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
+    torch.ops.funrl.varlen_attention: lambda q, k, v, offsets, window, *_: _attended(q, offsets, window),
+    torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
+        2.5 * _attended(q, offsets, window)
+    ),
 }
 
 
 class Traffic(NamedTuple):
-    """What one kind of collective of one group sends; `nbytes` are of the larger side: the input or the result."""
+    """Traffic of one kind of collective in one group; `nbytes` are of the larger side: the input or the result."""
 
     count: float
     nbytes: float
@@ -48,7 +62,7 @@ class Traffic(NamedTuple):
 
 @dataclass
 class Costs:
-    """What one phase takes on one rank.
+    """Costs of one phase on one rank.
 
     Attributes:
       peaks: for each part of the phase (forward, backward, optimizer, other) the bytes by kind at the moment when their
@@ -168,7 +182,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
-        """Where the CPU's matrix product takes 16-bit weights through a copy in float32, an accelerator's has none."""
+        """True for a copy that an accelerator does not make: a CPU multiplies 16-bit weights through one in float32."""
         if func is not aten._to_copy.default or self.fake is None or not self.hardware.accelerator:
             return False
         source = self.live.get(args[0].untyped_storage()._cdata)
@@ -206,13 +220,13 @@ class Tracer(TorchDispatchMode):
             return torch.empty(tuple(shape), dtype=dtype)
 
     def hold_tree(self, tree: trees.Tree, kind: str) -> None:
-        """Says of what kind the tensors of a tree are."""
+        """Note the kind of a tree's tensors."""
         for x in trees.leaves(tree):
             if isinstance(x, Tensor):
                 self.hold(x, kind, overwrite=True)
 
     def hold(self, x: Tensor, kind: str, overwrite: bool = False) -> None:
-        """Counts the storage of a tensor from now until it is gone."""
+        """Count the storage of a tensor from now until it is gone."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self.live:
@@ -292,9 +306,9 @@ class Tracer(TorchDispatchMode):
                 self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
             return
         packet = func.overloadpacket
-        formula: Callable | None = _FLASH_CPU.get(packet) or flop_registry.get(packet)
-        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _FLASH_CPU else 0
-        if formula and packet in _FLASH_CPU:
+        formula: Callable | None = _ATTENTION.get(packet) or flop_registry.get(packet)
+        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _ATTENTION else 0
+        if formula and packet in _ATTENTION:
             flops = formula(*args)
         if not flops and (
             func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
@@ -318,7 +332,7 @@ def _nbytes(values: Any) -> int:
 
 
 def _floating(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator that makes a tensor of nothing makes one of floating point numbers."""
+    """True for an operator that creates a tensor of floating point numbers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype.is_floating_point

@@ -1,4 +1,4 @@
-"""What a dry run says: tables of memory, work and traffic, and a verdict."""
+"""Report of a dry run: tables of memory, work and traffic, and a verdict."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def traffic(found: Estimate) -> str:
 
 
 def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]) -> str:
-    """Whether it fits; if it does not, what flags would bring it to, one after the other until it does.
+    """The verdict: the job fits, or flags that reduce its memory, added one after the other until it does.
 
     Args:
       costs: estimates other settings.

@@ -1,4 +1,4 @@
-"""What a run will cost, before it is started: memory by phase, bytes by mesh axis, FLOPs, time.
+"""Cost of a run before it is started: memory by phase, bytes by mesh axis, FLOPs, time.
 
     python -m funrl.experiments.ppo --mesh=dp64,tp8 --model=CONFIG.json --dry_run
 
@@ -36,7 +36,7 @@ from funrl.cost.estimate import (
     tracer_of,
 )
 from funrl.cost.hardware import Hardware
-from funrl.data.supervised import TEXT_FIELDS, Text, TextExample
+from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
@@ -49,17 +49,17 @@ from funrl.trainer import job as jobs
 from funrl.trainer import loop, offload
 from funrl.trainer.build import Generator, Parts, build, first_state
 from funrl.trainer.checks import check_settings
-from funrl.trainer.completion_scores import completion_scores
+from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
-from funrl.trainer.job_source import text_rows
+from funrl.trainer.micro import plan_epoch, row_cost
+from funrl.trainer.rows import Rows, rows_of, split
 from funrl.trainer.settings import Settings, for_kind
 from funrl.trainer.sources import Source
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
-NO_SOURCE = Source(dict, lambda state, step: (Batch(), state, {}), lambda roles, step: {})  # rows are made here
 
 
 def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
@@ -123,7 +123,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
 
 
 def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
-    """What a step of the job costs on each rank of its mesh, by phase.
+    """Cost of a step of the job on each rank of its mesh, by phase.
 
     Args:
       tokens: of a prompt, or of a text where texts are given.
@@ -175,7 +175,7 @@ def check_width(job: Job, tokens: int) -> int:
 
 
 def _describe(job: Job, tokens: int) -> str:
-    """What a step is, in words."""
+    """Describe a step in words."""
     count = job.settings.batch_prompts
     if isinstance(job.task, Texts):
         texts = len(TEXT_FIELDS[job.task.kind])
@@ -186,9 +186,9 @@ def _describe(job: Job, tokens: int) -> str:
 
 
 def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
-    """What a step has beside what is counted."""
+    """Parts of a step that are not counted, in words."""
     settings = job.settings
-    out = ["rewards", "gathering completions"] * job.generates + [
+    out = ["rewards", "moving rows"] * job.generates + [
         "tokenizer",
         "files",
         f"the evaluation every {settings.eval_every} steps",
@@ -212,7 +212,7 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
-    at = functools.cache(lambda local: trace_step(once, parts, full_batch(job, tokens, local * ranks), hardware))
+    at = functools.cache(lambda local: trace_step(once, parts, full_rows(once, parts, tokens, local), hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
     piece, found = micro_batch(job, width), {}
     if parts.generator is not None and whole.generator is not None:
@@ -233,15 +233,20 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     return found | {"rests": Costs({"other": some.resting})}
 
 
+<<<<<<< HEAD
+def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False) -> Trace:
+    """Score rows and learn from them with the trainer's own functions.
+=======
 def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: bool = False) -> Trace:
-    """Scores a batch and learns from it with the trainer's own functions.
+    """Score a batch and learn from it with the trainer's own functions.
+>>>>>>> audit
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
-      batch: rows of all ranks.
+      rows: of all ranks, on the ranks that train them, as `full_rows` makes them.
       real: compute what is counted, instead of pretending.
     """
-    tracer, rows = tracer_of(job, parts, hardware, real), len(batch.tokens)
+    tracer = tracer_of(job, parts, hardware, real)
     roles = {
         name: role if role.optimizer is None else role._replace(optimizer=tracer.marked(role.optimizer))
         for name, role in parts.roles.items()
@@ -251,32 +256,75 @@ def trace_step(job: Job, parts: Parts, batch: Batch, hardware: Hardware, real: b
         for name, role in roles.items()
     }
     frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
-    trainer = loop.Trainer(job, parts._replace(roles=roles), NO_SOURCE, frozen, TracedClock(tracer))
-    tracer.hold_tree(batch, "batch")
+    no_source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
+    trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
+    tracer.hold_tree(rows.batch, "batch")
     with tracer:
         state = first_state(job, trainer.parts, weights, ())
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         if "reward_model" in frozen:
-            texts = [row[:length] for row, length in zip(batch.tokens.tolist(), batch.length.tolist(), strict=True)]
+            read = _as_read(job, rows)
             with trainer.clock.phase("score_reward_model"):
-                judge = roles["reward_model"], frozen["reward_model"]
-                completion_scores(*judge, texts, job.pad, job.settings.token_budget)
+<<<<<<< HEAD
+                end_values(roles["reward_model"], frozen["reward_model"], read, job.settings.token_budget)
+        rows, state, _ = loop.score_batch(trainer, state, rows)
+        tracer.hold_tree(rows.batch, "batch")
+        loop.learn_batch(trainer, state._replace(step=_learning_step(parts) - 1), rows)
+    return Trace(tracer.phases, resting, trees.nbytes(rows.batch) / max(1, len(rows.own)))
+
+
+def _learning_step(parts: Parts) -> int:
+    """The first step in which every role learns."""
+    return max(role.first_step for role in parts.roles.values())
+
+
+def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
+    """Rows of the greatest length, as they come from the source, on the ranks that train them.
+
+    Args:
+      local: how many a rank has.
+    """
+    mesh, settings = parts.mesh, job.settings
+    ranks = mesh.size(mesh.row_axes)
+    batch = full_batch(job, tokens, local * ranks)
+    cost = row_cost([role for role in parts.roles.values() if role.loss is not None][-1].placed)
+    plan = plan_epoch(
+        batch.length.numpy(), ranks, 1, settings.seed, _learning_step(parts), 0, settings.token_budget, cost
+    )
+    return split(batch, plan.to, mesh)
+
+
+def _as_read(job: Job, rows: Rows) -> Rows:
+    """The rows as the reward model reads them. Ranks that are pretended cannot say how long theirs are."""
+    length = int(rows.lengths.max())
+    text = Text(rows.batch.tokens.new_ones(length).tolist(), [False] * length)
+    one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
+    here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
+    return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
+=======
+                grader = roles["reward_model"], frozen["reward_model"]
+                completion_scores(*grader, texts, job.pad, job.settings.token_budget)
         batch, state, _ = loop.score_batch(trainer, state, batch)
         tracer.hold_tree(batch, "batch")
         before = max(role.first_step for role in roles.values()) - 1  # in the next step every role learns
         loop.learn_batch(trainer, state._replace(step=before), batch)
     return Trace(tracer.phases, resting, trees.nbytes(batch) / rows)
+>>>>>>> audit
 
 
 def full_batch(job: Job, tokens: int, rows: int) -> Batch:
-    """Rows of the greatest length, as they come from the source; the same on every rank."""
+    """Rows of the greatest length, as they come from the source."""
     if isinstance(job.task, Texts):
         text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
         found = reads(job.algorithm)
         margin = 0.0 if "margin" in found.required | found.optional else None
-        one = text_rows(job, [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], torch.device("cpu"))
+        one = text_batch(
+            [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], job.pad, job.lead == "reward_model"
+        )
+        if margin is not None:
+            one = one._replace(margin=one.margin.to(job.master))
         return trees.map(lambda x: x.expand(rows, *x.shape[1:]).clone(), one)
     length = tokens + job.sampling.max_new_tokens
     shape, wide = (rows, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
@@ -295,8 +343,7 @@ def full_batch(job: Job, tokens: int, rows: int) -> Batch:
 
 
 def _engine_bytes(generator: Generator, master: torch.dtype) -> tuple[float, float]:
-    """What the engine holds: beside the trainer's weights, and of them. Leaves that keep their box and their dtype are
-    both's."""
+    """Bytes that the engine holds beside the trainer's weights, and of them: leaves that keep their box and dtype."""
     own, shared, made = 0.0, 0.0, generator.to_engine
     for has, dtype in zip(held(made, 0), made.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
@@ -315,7 +362,9 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
     """
     stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
     stored = {name: trees.leaves(role.placed.stored) for name, role in parts.roles.items() if role.loss is None}
-    frozen = {name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in lay)) for name, lay in stored.items()}
+    frozen = {
+        name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
+    }
     shared = 0.0 if parts.generator is None else _engine_bytes(parts.generator, job.master)[1]
     of_part = {
         "optimizer": {"optimizer": rests["optimizer"]},
@@ -342,7 +391,7 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
 
 
 def chunks(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int) -> list[tuple[int, int]]:
-    """How often a rank of the engine decodes how many completions together, as the engine does at its own depth."""
+    """Chunks of one rank of the engine: how often it decodes how many completions, as at its full depth."""
     rows = own_prompts(job, generator) * sampling.samples
     most = min(rows, generator.engine.rows(prompt_tokens + sampling.max_new_tokens))
     full, rest = divmod(rows, most)
@@ -367,7 +416,7 @@ def _chunk(
     cache_shape = trees.leaves(model.init_cache(mesh, count, length, job.dtype, torch.device("meta")))[0].shape
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
-    shapes = [lay.local_shape(0) for lay in trees.leaves(wanted)]
+    shapes = [layout.local_shape(0) for layout in trees.leaves(wanted)]
     tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache_shape))
     params = make_weights(tracer, wanted, job.dtype)
     loaded = native.loaded_model(model, params, mesh)

@@ -1,4 +1,4 @@
-"""What every dry run is made of: ranks that do not exist, traces of a step, and the lines through two of them."""
+"""Parts of every dry run: ranks that do not exist, traces of a step, and the lines through two of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from funrl import trees
 from funrl.cost.costs import UPDATES, Costs, Tracer, along
 from funrl.cost.hardware import Hardware
+from funrl.data.packing import packed_sizes
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
@@ -19,13 +20,14 @@ from funrl.models import Model
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
+from funrl.trainer.micro import MULTIPLE
 
 DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
 TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 
 class Estimate(NamedTuple):
-    """What one step costs one rank.
+    """Cost of one step for one rank.
 
     Attributes:
       job: what was estimated.
@@ -97,9 +99,9 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
 def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool) -> Tracer:
     """A tracer that knows the weights of the roles when it sees them."""
     stored = [role.placed.stored for role in parts.roles.values()]
-    shapes = {tuple(lay.local_shape(0)) for lay in trees.leaves(stored)}
+    shapes = {tuple(layout.local_shape(0)) for layout in trees.leaves(stored)}
     shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.fsdp else set()
-    vocabulary = next((lay.local_shape(0)[0] for lay in trees.leaves(unembedding(parts))), 0)
+    vocabulary = next((layout.local_shape(0)[0] for layout in trees.leaves(unembedding(parts))), 0)
     return Tracer(hardware, shapes, (vocabulary,), real=real)
 
 
@@ -111,7 +113,7 @@ def unembedding(parts: Parts) -> trees.Tree:
 
 def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:
     """Weights of rank 0 in these layouts, held from now on."""
-    made = trees.map(lambda lay: tracer.empty(lay.local_shape(0), dtype), stored)
+    made = trees.map(lambda layout: tracer.empty(layout.local_shape(0), dtype), stored)
     tracer.hold_tree(made, "weights")
     return made
 
@@ -160,7 +162,7 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
 
 def micro_batch(job: Job, width: int) -> int:
     """Rows of one forward pass."""
-    return max(1, job.settings.token_budget // (-(-width // 8) * 8))
+    return packed_sizes(job.settings.token_budget, width, MULTIPLE)[-1] // width
 
 
 def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:

@@ -41,7 +41,7 @@ def define_flags(table: flags.FlagValues) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line and returns the exit status: 2 where it asks for what cannot be."""
+    """Run the command line and return the exit status: 2 where it asks for what cannot be."""
     values = flags.FlagValues()
     define_flags(values)
     if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):

@@ -85,6 +85,6 @@ def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """What changes when a file is written."""
+    """Signature of a file, which changes when it is written."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns

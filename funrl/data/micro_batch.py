@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """Where each token of a packed micro-batch [1, N] is from. S is the fixed maximum of segments.
+    """Source of each token of a packed micro-batch [1, N]. S is the fixed maximum of segments.
 
     Attributes:
       source: [N] int64, which token of the flattened rows [b * T]; 0 at padding.

@@ -164,8 +164,7 @@ class _Units(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """What bins are there, and the most work that an example of so many tokens can have: that of one row, but for the
-    rounding of its rows' work."""
+    """Bins, and by number of tokens the most work of an example: that of one row, but for rounding."""
 
     ranks: int
     sizes: np.ndarray
@@ -331,7 +330,7 @@ def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Splits rows into parts of nearly equal total length: the longest row left goes to the part that has least.
+    """Split rows into parts of nearly equal total length: the longest row left goes to the part that has least.
 
     Args:
       lengths: tokens (or any cost) of each row.
@@ -352,7 +351,7 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int, multiple: int = 1) -> list[list[int]]:
-    """Splits rows into micro-batches of similar lengths, longest first.
+    """Split rows into micro-batches of similar lengths, longest first.
 
     Args:
       lengths: tokens of each row.

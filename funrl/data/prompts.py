@@ -18,7 +18,7 @@ class PromptError(ValueError):
 
 
 class Prompt(NamedTuple):
-    """What a completion is asked for.
+    """A prompt to complete, with the fields of its line.
 
     Attributes:
       prompt: text, or chat messages with "role" and "content".

@@ -42,7 +42,7 @@ class Text(NamedTuple):
 
 
 class TextExample(NamedTuple):
-    """What belongs together: one text, or the chosen and the rejected one.
+    """One example: a text, or the chosen and the rejected one.
 
     Attributes:
       margin: by how much the first text should win.
@@ -120,7 +120,7 @@ def load_examples(path: str | Path, kind: str, tokenizer: Any) -> TextFile:
 
 
 def check_record(record: Any, kind: str) -> None:
-    """Raises DataError where a field of a record is missing or of the wrong type."""
+    """Raise DataError where a field of a record is missing or of the wrong type."""
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
     if kind == "demonstrations" and "messages" in record:

@@ -27,7 +27,7 @@ RECIPES = "funrl.algos.recipes"  # the package with one file per recipe, each wi
 
 
 class Arguments(NamedTuple):
-    """What a recipe takes.
+    """Arguments of a recipe.
 
     Attributes:
       flags: those that a command line can give, by name.

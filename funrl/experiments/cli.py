@@ -63,7 +63,7 @@ def experiment_names() -> tuple[str, ...]:
 
 
 def listing() -> str:
-    """What there is to run, a line each."""
+    """List the experiments and recipes, a line each."""
     experiments = [(name, first_line(f"funrl.experiments.{name}:")) for name in experiment_names()]
     rest = [name for name in recipe_names() if name not in experiment_names()]
     recipes = [(name, first_line(f"{RECIPES}.{name}:{name}")) for name in rest]

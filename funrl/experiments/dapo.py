@@ -3,7 +3,7 @@
     python -m funrl.experiments.dapo --mesh=dp4,tp2
     python -m funrl.experiments.dapo --model=DIR --prompts=FILE.jsonl --reward=FILE.py:function
 
-Prompts whose rewards are all equal teach a group baseline nothing; more are sampled until the batch is full, at most
+Prompts whose rewards are all equal give a group baseline no signal; more are sampled until the batch is full, at most
 `--max_refills` times, and the metrics `filter_groups/...` say what was thrown away. A completion that comes close to
 the limit of its length loses up to `--overlong_coef`.
 

@@ -137,9 +137,9 @@ def page() -> str:
         for flag in settings_flags().values():
             if flag.group == group:
                 default = flag.chosen or "none" if flag.default is None else f"`{_written(flag.default)}`"
-                said = "; ".join((flag.text, *(bound.text for bound in flag.bounds))).replace("|", "\\|")
+                text = "; ".join((flag.text, *(bound.text for bound in flag.bounds))).replace("|", "\\|")
                 only = "" if flag.kinds == RUN_KINDS else f" ({' and '.join(KIND_TEXTS[kind] for kind in flag.kinds)})"
-                lines.append(f"| `--{flag.name}` | {default} | {said}{only} |")
+                lines.append(f"| `--{flag.name}` | {default} | {text}{only} |")
     return "\n".join(lines)
 
 

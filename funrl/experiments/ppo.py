@@ -3,7 +3,7 @@
     python -m funrl.experiments.ppo --mesh=dp4,tp2
     python -m funrl.experiments.ppo --model=DIR --prompts=FILE.jsonl --reward=FILE.py:function
 
-The first command launches eight ranks by itself, teaches a small decoder from scratch to add numbers by imperfect
+The first command launches eight ranks by itself, trains a small decoder from scratch to add numbers by imperfect
 demonstrations, and lets PPO do the rest. The loop is `funrl/trainer/loop.py`; what makes it PPO is
 `funrl/algos/recipes/ppo.py`.
 

@@ -4,7 +4,7 @@
     python -m funrl.experiments.prime --model=DIR --prompts=FILE.jsonl --reward=FILE.py:function
 
 The process model begins as a copy of the policy. beta times its log-ratio to the reference is a token's reward, and the
-sum over a completion is taught to tell right answers from wrong ones while the policy learns. Prompts that are too easy
+sum over a completion learns beside the policy to tell right answers from wrong ones. Prompts that are too easy
 or too hard are replaced, as in `dapo.py`.
 
 Left out on purpose: updating the process model before its rewards are used in the same step.

@@ -47,7 +47,7 @@ class TrainedModel:
         self.directory = Path(directory)
 
     def generate(self, texts: Sequence[str], seed: int = 0, **sampling: Any) -> list[str]:
-        """Completes texts on this device.
+        """Complete texts on this device.
 
         Args:
           texts: prompts.
@@ -59,12 +59,12 @@ class TrainedModel:
         return generate(self.directory, texts, seed=seed, **sampling)
 
     def save(self, directory: str | Path) -> None:
-        """Copies the Hugging Face directory."""
+        """Copy the Hugging Face directory."""
         shutil.copytree(self.directory, directory, dirs_exist_ok=True)
 
 
 def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
-    """Completes texts with a model, on this device.
+    """Complete texts with a model, on this device.
 
     Args:
       model: a Hugging Face directory, the name of a model in the local cache, or the model of a run.
@@ -123,7 +123,7 @@ def train(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> Run:
-    """Trains a model by a recipe: what the command line does, from Python.
+    """Train a model by a recipe: what the command line does, from Python.
 
     It runs in this process on one device, and starts one process per device otherwise.
 

@@ -55,9 +55,9 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
         if command.settings.dry_run:
             from funrl.cost.dry_report import dry_run
 
-            said = dry_run(command.settings, command.compose)
+            text = dry_run(command.settings, command.compose)
             if first:
-                print_whole(said)
+                print_whole(text)
             return 0
         _job(command)
         if first:

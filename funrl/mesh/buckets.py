@@ -180,7 +180,7 @@ class Item(NamedTuple):
 
 
 def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
-    """What is in every bucket: leaves of one dtype that go in one way, in turn until it is full."""
+    """Fill buckets: leaves of one dtype and one route, in turn until a bucket is full."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}, it must be at least 1")
     kinds: dict[tuple, list[int]] = {}

@@ -43,12 +43,12 @@ def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
 
 
 def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
-    """Concatenates the shards of `axes` along `dim`; the gradient is summed and split."""
+    """Concatenate the shards of `axes` along `dim`; the gradient is summed and split."""
     return x if mesh.size(axes) == 1 else _AllGather.apply(x, mesh.size(axes), mesh.group_name(axes), dim)
 
 
 def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
-    """Sums over `axes` and keeps this rank's part of `dim`; the gradient is concatenated."""
+    """Sum over `axes` and keep this rank's part of `dim`; the gradient is concatenated."""
     return x if mesh.size(axes) == 1 else _PSumScatter.apply(x, mesh.size(axes), mesh.group_name(axes), dim)
 
 
@@ -60,14 +60,14 @@ def own_shard(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
 
 
 def gather_replicated(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
-    """Concatenates the shards of `axes` along `dim` for a use that is the same on every rank."""
+    """Concatenate the shards of `axes` along `dim` for a use that is the same on every rank."""
     if mesh.size(axes) == 1:
         return x
     return _GatherReplicated.apply(x, mesh.size(axes), mesh.group_name(axes), dim, mesh.index(axes))
 
 
 def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Tensor:
-    """Splits dim `split` over the ranks of `axes` and concatenates what arrives along dim `concat`."""
+    """Split dim `split` over the ranks of `axes` and concatenate what arrives along dim `concat`."""
     return x if mesh.size(axes) == 1 else _AllToAll.apply(x, mesh.size(axes), mesh.group_name(axes), split, concat)
 
 

@@ -13,7 +13,7 @@ _c10d = torch.ops._c10d_functional
 
 
 def exchange(flat: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], mesh: Mesh, axes: Axes) -> Tensor:
-    """What every rank of `axes` has for this one, end to end by rank. One collective; no gradient.
+    """Exchange rows: what every rank of `axes` has for this one, end to end by rank. One collective; no gradient.
 
     Args:
       flat: [sum of send_counts, ...], what this rank has for each other and itself, end to end by rank.

@@ -95,7 +95,7 @@ def placement(logical: tuple[str, ...], layout: Layout) -> str:
 
 
 def way(route: Route) -> str:
-    """How it goes: "alias", "local", "gather dp4" or "pieces"."""
+    """The route in words: "alias", "local", "gather dp4" or "pieces"."""
     sizes = dict(zip(meshes.AXES, route.src.sizes, strict=True))
     return " ".join([route.way, *(f"{_SHORTS[axis]}{sizes[axis]}" for axis in route.axes)])
 

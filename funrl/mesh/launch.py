@@ -38,7 +38,7 @@ def device_type() -> str:
 
 
 def check_devices(sizes: Mapping[str, int], device: str) -> None:
-    """Raises MeshError where the mesh does not fit the machine or the ranks that torchrun has started."""
+    """Raise MeshError where the mesh does not fit the machine or the ranks that torchrun has started."""
     world, shape = Mesh(dict(sizes)).world, meshes.text(dict(sizes))
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != world:
@@ -48,7 +48,7 @@ def check_devices(sizes: Mapping[str, int], device: str) -> None:
 
 
 def ranks_per_node() -> int:
-    """How many ranks torchrun has started on this machine; without torchrun a usual number, for all are on it."""
+    """Ranks that torchrun has started on this machine; without torchrun a usual number, for all are on it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
 
 

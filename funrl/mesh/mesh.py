@@ -80,7 +80,7 @@ class Mesh:
 
     @property
     def here(self) -> bool:
-        """Whether this process is in the mesh."""
+        """True if this process is in the mesh."""
         return self.rank >= 0
 
     @property

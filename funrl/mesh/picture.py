@@ -75,7 +75,7 @@ def _dims(src: Layout, dst: Layout) -> tuple[int | None, int | None]:
 
 
 def _span(box: Box, dim: int | None, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Where the box begins and ends in a dim, from 0 to 1."""
+    """The box's begin and end in a dim, from 0 to 1."""
     return (0.0, 1.0) if dim is None else (box[dim][0] / shape[dim], box[dim][1] / shape[dim])
 
 

@@ -1,4 +1,4 @@
-"""Which bytes go where when a tree changes its layout: pure data, made without a process group, equal on every rank.
+"""Plans of a change of layout: which bytes go where, as pure data, without a process group, equal on every rank.
 
 The two layouts may be on the same ranks or on different ones, which may have some or none in common; ranks are numbered
 as in the run. A `Route` is the plan of one kind of tensor (all tensors with the same two layouts); a `Plan` says which
@@ -47,7 +47,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How every tensor with these two layouts goes.
+    """Route of every tensor with these two layouts.
 
     Attributes:
       src, dst: the layouts.
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def world(self) -> int:
-        """How many ranks there are up to the last one that takes part."""
+        """Number of ranks up to the last one that takes part."""
         return 1 + max(self.src_ranks[-1], self.dst_ranks[-1])
 
     def route(self, leaf: int) -> Route:

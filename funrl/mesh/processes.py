@@ -29,7 +29,7 @@ class WorkerError(RuntimeError):
 
 
 class RankProgram(NamedTuple):
-    """What every process does.
+    """The program of every process.
 
     Attributes:
       run: (rank, folder that all processes share) -> a result, of which that of rank 0 counts.
@@ -76,7 +76,7 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
 
 
 def can_fork() -> bool:
-    """Whether a forked child of this process can compute. Ends this thread's idle OpenMP threads to make it so.
+    """True if a forked child of this process can compute. Ends this thread's idle OpenMP threads to make it so.
 
     The threads of a pool do not survive a fork. A child whose OpenMP believes that it has some waits for them forever
     at its first parallel operation; so the pool is ended here, and the next such operation makes another. The threads

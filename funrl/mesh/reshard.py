@@ -372,7 +372,7 @@ def _blaming(rank: int, peer: int) -> Iterator[None]:
 
 
 def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
-    """Whether gathers are the backend's all-gather: if it is faster than messages and the mesh has the groups.
+    """True if gathers use the backend's all-gather: it is faster than messages and the mesh has the groups.
 
     Gloo's all-gather takes two to four times as long as its own messages between the same ranks.
     """

@@ -48,7 +48,7 @@ def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, a
 
 
 def across(owner: np.ndarray, mesh: Mesh, axes: Axes) -> Across:
-    """What pieces of an advantage take over all rows, where this rank has the tokens of some.
+    """Operations of advantage pieces over all rows, where this rank has the tokens of some.
 
     `sums` is one collective of B numbers; `kth_largest` is one of 2^16 counts for every 16 bits of its dtype.
     """
@@ -235,7 +235,7 @@ def _exchanged(
 
 
 class _Record(NamedTuple):
-    """How one token of a field is sent."""
+    """Format in which one token of a field is sent."""
 
     dtype: torch.dtype
     bytes: int

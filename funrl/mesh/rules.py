@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis of a tensor is split over: tables of rules, and the layouts that they give.
+"""Tables of rules, which split a tensor's logical axes over mesh axes, and the layouts that they give.
 
 A parameter tree has beside it a tree of logical axes, such as `("vocab", "embed")`. A rule table sends each logical
 axis to a mesh axis, to several (outermost first), or to None. The three together give a tree of `Layout`s.
@@ -63,7 +63,7 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor is spread over a mesh: the only sharding metadata there is.
+    """Layout of one tensor over a mesh: the only sharding metadata there is.
 
     Attributes:
       shape: the whole tensor's shape.

@@ -77,7 +77,7 @@ def own_range(count: int, mesh: Mesh, axes: Axes) -> range:
 
 
 def gather_rows(columns: Sequence[Tensor], count: int, mesh: Mesh, axes: Axes) -> list[Tensor]:
-    """Joins the ranks' `own_range` rows of each column into all `count` rows, on every rank, in one collective.
+    """Join the ranks' `own_range` rows of each column into all `count` rows, on every rank, in one collective.
 
     Args:
       columns: [R, ...] tensors of this rank's rows, integers below 2^53, booleans or floats.

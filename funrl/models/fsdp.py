@@ -86,7 +86,7 @@ class Group(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What autograd keeps of a gathered weight: which part it is of which buffer of which group."""
+    """Note that autograd keeps of a gathered weight: its part, buffer and group."""
 
     group: int
     bucket: int
@@ -193,7 +193,7 @@ class Layers:
             del weights
 
     def note(self, x: Tensor) -> Any:
-        """What autograd keeps of a tensor that it wants to save: a note if it is a part of this layer's weights."""
+        """Saved form of a tensor for autograd: a note if it is a part of this layer's weights."""
         if self.at is not None:
             for bucket, buffer in enumerate(self.at[1]):
                 if _same_memory(x, buffer):
@@ -367,7 +367,7 @@ def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _buffers(names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...]) -> Buffers:
-    """How leaves of these layouts are put into buffers: one for each distinct set of axes to gather over."""
+    """Buffers for leaves of these layouts: one for each distinct set of axes to gather over."""
     buckets: dict[tuple[str, ...], Bucket] = {}
     places: list[Place | None] = []
     for name, have, want in zip(names, stored, compute, strict=True):

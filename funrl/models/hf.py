@@ -196,7 +196,7 @@ def _directory(path: str | Path) -> Path:
 
 
 def _is_classifier(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a sequence classifier with one label."""
+    """True if a config.json describes a sequence classifier with one label."""
     kinds = raw.get("architectures") or []
     if not any(str(kind).endswith(CLASSIFIER) for kind in kinds):
         return False

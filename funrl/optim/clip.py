@@ -36,7 +36,7 @@ def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None 
         return torch.stack(squares).sum().sqrt()
     # The sum is over the axes that split some leaf. Ranks of it that hold copies of a leaf each give an equal part of
     # its square, so that the sum counts it once.
-    splits = [lay.axes for lay in trees.leaves(layouts)]
+    splits = [layout.axes for layout in trees.leaves(layouts)]
     over = tuple(a for a in AXES if any(a in axes for axes in splits))
     copies = [mesh.size(over) // mesh.size(axes) for axes in splits]
     mine = torch.stack([s / n for s, n in zip(squares, copies, strict=True)]).sum()
@@ -46,7 +46,7 @@ def global_norm(tree: trees.Tree, layouts: trees.Tree = None, mesh: Mesh | None 
 def clip_by_global_norm(
     max_norm: float, norm_of: Callable[[trees.Tree], Tensor] = global_norm, in_place: bool = False
 ) -> Transformation:
-    """Scales the gradients down together to a global norm of at most `max_norm`: g min(1, max_norm / |g|).
+    """Scale the gradients down together to a global norm of at most `max_norm`: g min(1, max_norm / |g|).
 
     Args:
       max_norm: in units of the gradient's norm.

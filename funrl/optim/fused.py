@@ -30,7 +30,7 @@ def fused_adamw(
 
     `update` takes over the state, and the gradients, whose memory becomes the updates; gradients of a lower dtype
     than the moments are copied first. Its own memory is one temporary of about 64 million elements, or of the largest
-    leaf if that is larger. With `apply_updates_` the parameters are given up as well.
+    leaf if that is larger. With `apply_updates_` the parameters are donated as well.
 
     Args: those of `adamw`.
     """

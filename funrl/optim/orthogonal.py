@@ -27,7 +27,7 @@ SCALINGS = {
 
 
 class MatrixView(NamedTuple):
-    """How a tensor is one matrix or a batch of them: its first dims count a batch, the next are rows, the rest columns.
+    """A tensor as matrices: its first dims count a batch, the next are rows, the rest columns.
 
     Rows are outputs and columns inputs of a linear map. A query projection [H, N, D] has (0, 2), an [H N, D] matrix;
     an output projection [D, H, N] has (0, 1); experts [E, F, D] have (1, 1), E matrices [F, D].
@@ -84,7 +84,7 @@ def orthogonalize(
     """
     if scaling not in SCALINGS:
         raise ValueError(f"scaling is {scaling!r}, there are {list(SCALINGS)}")
-    logical, lay, world = axes_by_name(axes), dict(trees.named(layouts)), mesh or single()
+    logical, layout_of, world = axes_by_name(axes), dict(trees.named(layouts)), mesh or single()
 
     def kind(name: str, x: Tensor) -> _Kind:
         if axes is None and x.ndim != 2:
@@ -92,7 +92,7 @@ def orthogonalize(
                 f"{name} has shape {tuple(x.shape)}: how it is a matrix is said by its logical axes, `axes`"
             )
         its = view(name, logical[name]) if axes is not None else MatrixView(0, 1)
-        return _Kind(its, tuple(x.shape), x.dtype, lay.get(name))
+        return _Kind(its, tuple(x.shape), x.dtype, layout_of.get(name))
 
     def scaled(whole: Tensor, its: MatrixView) -> Tensor:
         rows = whole.shape[its.batch : its.batch + its.rows].numel()
@@ -134,7 +134,7 @@ def newton_schulz(x: Tensor, coefficients: Coefficients = JORDAN, eps: float = 1
 
 
 class _Kind(NamedTuple):
-    """What tensors have in common that are made orthogonal together; `shape` is that of the shard."""
+    """Key of the tensors that are made orthogonal together; `shape` is that of the shard."""
 
     view: MatrixView
     shape: tuple[int, ...]

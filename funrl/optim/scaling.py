@@ -71,7 +71,7 @@ def trace(decay: float, nesterov: bool = False) -> Transformation:
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> Transformation:
-    """Adds `weight_decay` times the weight to the update.
+    """Add `weight_decay` times the weight to the update.
 
     Args:
       weight_decay: per update, in units of the learning rate that follows.

@@ -42,8 +42,8 @@ def layouts_of(state: trees.Tree, layouts: trees.Tree) -> trees.Tree:
         return node
 
     found = optree.tree_map(of_subtree, state, is_leaf=is_like_params)
-    for (name, lay), x in zip(trees.named(found), trees.leaves(state), strict=True):
-        if not isinstance(lay, Layout) or len(lay.shape) != x.ndim:
+    for (name, layout), x in zip(trees.named(found), trees.leaves(state), strict=True):
+        if not isinstance(layout, Layout) or len(layout.shape) != x.ndim:
             raise ValueError(
                 f"{name} of the optimizer's state has shape {tuple(x.shape)}; it is neither a scalar nor in a tree "
                 "like the parameters, so it has no layout"

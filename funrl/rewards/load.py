@@ -34,7 +34,7 @@ def load_rewards(text: str) -> tuple[Reward, ...]:
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RewardError where a function has no place for a field that a prompt brings, or wants one that it lacks."""
+    """Raise RewardError where a function has no place for a field that a prompt brings, or wants one that it lacks."""
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # one written in C has none
@@ -93,7 +93,7 @@ def score_one(
 
 
 def score_row(rewards: Sequence[Reward], prompt: str, completion: str, fields: Mapping[str, Any]) -> list[float]:
-    """What each reward function gives for one completion; of several functions, NaN where one does not apply.
+    """Rewards of one completion by each function; of several functions, NaN where one does not apply.
 
     Raises:
       RewardError: as `score_all`; or no function applies.

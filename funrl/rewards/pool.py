@@ -116,7 +116,7 @@ def open_pool(rewards: Sequence[Reward], workers: int, timeout_s: float = 60.0) 
     Args:
       rewards: functions (prompt, completion, **fields) -> number. Each worker has a copy, made by forking: what a
         function keeps, such as a cache, it keeps for itself.
-      workers: how many; more than there are cores for functions that wait for others, such as a judge behind a
+      workers: how many; more than there are cores for functions that wait for others, such as a model behind a
         network. 0: no process is made, rows are rewarded where they are submitted, and nothing times out.
       timeout_s: how long all functions together may take for one row.
     """

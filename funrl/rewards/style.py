@@ -11,7 +11,7 @@ from typing import Any
 
 
 def words(text: str) -> int:
-    """How many words a text has, with blanks between."""
+    """Number of words in a text, with blanks between."""
     return len(text.split())
 
 

@@ -14,7 +14,7 @@ _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
 
 def exact_match(prompt: str, completion: str, *, answer: Any, **fields: Any) -> float:
-    """Whether the completion is the field "answer", blanks around either aside.
+    """1 if the completion is the field "answer", blanks around either aside.
 
     Example: exact_match("2+2=", " 4", answer=4) is 1.0.
     """
@@ -22,7 +22,7 @@ def exact_match(prompt: str, completion: str, *, answer: Any, **fields: Any) -> 
 
 
 def gsm8k(prompt: str, completion: str, *, answer: Any, **fields: Any) -> float:
-    """Whether the number after the last "####" of the completion is that of the field "answer".
+    """1 if the number after the last "####" of the completion is that of the field "answer".
 
     Args:
       answer: a number, or a solution that ends in "#### number", as in the data set.

@@ -53,7 +53,7 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens cannot be drawn although the model gives them a probability."""
+        """True if some tokens cannot be drawn although the model gives them a probability."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
 

@@ -106,6 +106,6 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
 
     raw = config_to_hf(model.config)
     peer = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
-    lay = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    weights = WeightSpec(model.names, lay, mesh, dtype)
+    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    weights = WeightSpec(model.names, placed, mesh, dtype)
     return HFEngine(model.config, weights, peer.to(mesh.device, dtype).eval())

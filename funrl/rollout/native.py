@@ -145,8 +145,8 @@ def native_engine(
         return max(1, min(max_rows, cache_bytes // (one * slots)))
 
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
-    lay = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    return NativeEngine(model, WeightSpec(names, lay, mesh, dtype), rows, layer)
+    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    return NativeEngine(model, WeightSpec(names, placed, mesh, dtype), rows, layer)
 
 
 def loaded_model(model: Model, params: trees.Tree, mesh: Mesh = SINGLE, layer: Layer | None = None) -> LoadedModel:

@@ -99,7 +99,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Shifts in zeros: torch's own shift of int64 repeats the sign."""
+    """Shift in zeros: torch's own shift of int64 repeats the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -51,7 +51,7 @@ def problems(seed: int, count: int, digits: int = DIGITS, split: Split = "train"
 
 
 def is_held_out(pairs: np.ndarray) -> np.ndarray:
-    """Which pairs [N, 2] are never trained on: a hash of the two summands, in either order, decides."""
+    """Mask of the pairs [N, 2] that are never trained on, by a hash of the two summands in either order."""
     low, high = pairs.min(1).astype(np.uint64), pairs.max(1).astype(np.uint64)
     # Two rounds of the finaliser of splitmix64; uint64 wraps.
     x = low * np.uint64(0x9E3779B97F4A7C15) + high
@@ -61,7 +61,7 @@ def is_held_out(pairs: np.ndarray) -> np.ndarray:
 
 
 def sum_without_carries(pairs: np.ndarray) -> np.ndarray:
-    """What a demonstrator gets who adds each column on its own and forgets the carries: 27 and 186 make 103."""
+    """Sum without carries, as a demonstrator gets it who adds each column on its own: 27 and 186 make 103."""
     total = np.zeros(len(pairs), dtype=np.int64)
     place = 1
     while place <= pairs.max(initial=0):

@@ -37,7 +37,7 @@ class Band(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How values lie on an axis."""
+    """Scale of an axis."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Scale(NamedTuple):
     ticks: tuple[float, ...]
 
     def at(self, value: float) -> float:
-        """Where a value lies between the ends of the axis, 0 to 1; what lies outside is put on the edge."""
+        """Place of a value between the ends of the axis, 0 to 1; values outside are put on the edge."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
@@ -212,7 +212,7 @@ def _curve(series: Series, x: Scale, y: Scale) -> str:
 
 
 def smoothing(length: int) -> int:
-    """How many steps on either side of a step a smoothed curve of this many points takes in; 0: it is not smoothed."""
+    """Steps on either side of a step that a smoothed curve of this many points takes in; 0: it is not smoothed."""
     return length // 30 if length >= 30 else 0
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes during a run; on other ranks the same calls do nothing."""
+"""Observer of a run: rank 0 shows and writes; on other ranks the same calls do nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funrl.models import Placed, hf
 from funrl.track.progress import open_progress
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps
 from funrl.track.samples import Sample, open_samples
-from funrl.track.trackers import jsonl, tensorboard, together
+from funrl.track.trackers import join_trackers, jsonl, tensorboard
 from funrl.trainer.generation import Example
 from funrl.trainer.job import Job
 
@@ -47,7 +47,7 @@ class RunObserver:
             return self
         title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
         with _writing(self.run):
-            self.track = together(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
+            self.track = join_trackers(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
             self.stack.callback(self.track.close)
             self.write_sample = open_samples(self.run.samples)
             self.stack.callback(self.write_sample.close)
@@ -102,7 +102,7 @@ class RunObserver:
             self.on_step(step, metrics)
 
     def resumed(self, step: int) -> None:
-        """Forgets the lines of steps after `step`, which are written again."""
+        """Forget the lines of steps after `step`, which are written again."""
         if self.run is None:
             return
         with _writing(self.run):
@@ -110,11 +110,11 @@ class RunObserver:
             keep_steps(self.run.samples, step)
 
     def checkpoint_folder(self) -> str | None:
-        """Where rank 0 writes checkpoints."""
+        """Folder in which rank 0 writes checkpoints."""
         return None if self.run is None else str(self.run.checkpoints)
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
-        """Writes the model; every rank takes part, as its weights come one by one from all ranks.
+        """Write the model; every rank takes part, as its weights come one by one from all ranks.
 
         Args:
           placed, params: the trained model and this rank's weights.
@@ -132,7 +132,7 @@ class RunObserver:
 
 @contextlib.contextmanager
 def _writing(run: RunDirectory | None) -> Iterator[None]:
-    """Says of an error of the file system which run directory it struck."""
+    """Name the run directory in an error of the file system."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""What a user sees of a run while it goes on: a live table on a terminal, aligned plain lines elsewhere.
+"""Display of a run while it goes on: a live table on a terminal, aligned plain lines elsewhere.
 
     with open_progress(total=100, title="ppo, addition, dp4,tp2") as progress:
         with progress.stage("warm start", 300):
@@ -126,7 +126,7 @@ class Progress:
             self._live.stop()
 
     def stage(self, name: str, total: int) -> contextlib.AbstractContextManager[None]:
-        """Begins a part of the run. It lasts until the next begins or, under `with`, to the end of the block."""
+        """Begin a part of the run. It lasts until the next begins or, under `with`, to the end of the block."""
         before, began = self._now, time.monotonic()
         self._close_stage()
         self._now = Stage(name, total, began)
@@ -145,7 +145,7 @@ class Progress:
         return block()
 
     def update(self, step: int, metrics: StepMetrics) -> None:
-        """Shows what a step has reported. Keys that the display does not know are left to the trackers."""
+        """Show what a step has reported. Keys that the display does not know are left to the trackers."""
         stage, values = self._now, {key: float(value) for key, value in metrics.items()}
         stage.step = step
         stage.times.append((step, time.monotonic()))
@@ -162,7 +162,7 @@ class Progress:
             self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(values)}  {_remaining(stage)}"))
 
     def sample(self, prompt: str, completion: str, reward: float | None, step: int | None = None) -> None:
-        """Prints a sample above the table, unless one was printed a moment ago. It is of the latest step or `step`."""
+        """Print a sample above the table, unless one was printed a moment ago. It is of the latest step or `step`."""
         if time.monotonic() < self._next_sample:
             return
         self._next_sample = time.monotonic() + self._sample_seconds
@@ -176,7 +176,7 @@ class Progress:
         self._print(text)
 
     def note(self, text: str) -> None:
-        """Prints a line above the table."""
+        """Print a line above the table."""
         self._print(Text(_one_line(text, self._console.encoding, limit=10_000)))
 
     def _print(self, text: Text) -> None:
@@ -297,7 +297,7 @@ def _step_of(stage: Stage) -> str:
 
 
 def _seconds_left(stage: Stage) -> float | None:
-    """What remains at the pace of the last steps; None where there is no pace yet."""
+    """Seconds that remain at the pace of the last steps; None where there is no pace yet."""
     before = [(0, stage.began)] if stage.times and stage.times[0][0] == 1 else []
     marks = before + list(stage.times)
     if len(marks) < 2 or marks[-1][0] <= marks[0][0]:

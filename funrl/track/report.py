@@ -34,7 +34,7 @@ class ReportError(ValueError):
 
 
 class RunFiles(NamedTuple):
-    """What a run directory says: its config.json, its metrics in the order of steps, its samples."""
+    """Content of a run directory: its config.json, its metrics in the order of steps, its samples."""
 
     config: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -105,7 +105,7 @@ CHARTS = (
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Writes report.html from the files of a run and returns its path.
+    """Write report.html from the files of a run and return its path.
 
     Raises:
       ReportError: the directory or one of its files is missing, empty or broken.
@@ -120,7 +120,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def read_run(directory: RunDirectory) -> RunFiles:
-    """Reads the files of a run. Of a step that was written twice (a resumed run), the later line counts."""
+    """Read the files of a run. Of a step that was written twice (a resumed run), the later line counts."""
     if not directory.path.is_dir():
         raise ReportError(f"{directory.path}: no such directory")
     for path in (directory.config, directory.metrics):

@@ -38,7 +38,7 @@ class RunDirectoryError(ValueError):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where a run writes. It holds no open file, so it may be handed to other processes."""
+    """Directory of a run. It holds no open file, so it may be handed to other processes."""
 
     path: Path
 
@@ -72,7 +72,7 @@ class RunDirectory:
 
 
 def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False) -> RunDirectory:
-    """Creates the directory of a run, proves that it can be written, and writes its config.json.
+    """Create the directory of a run, prove that it can be written, and write its config.json.
 
     Args:
       run_dir: where; None or "" is runs/<experiment>-<time>, with a number behind it if that is taken.
@@ -99,7 +99,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
 
 
 def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says: the flags, and what else is needed to do the run again."""
+    """Content of config.json: the flags, and what else is needed to do the run again."""
     return {
         "experiment": experiment,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -142,7 +142,7 @@ class Lines(NamedTuple):
 
 
 def open_lines(path: Path) -> Lines:
-    """Opens a file to add JSON lines to; each is handed to the system, whole, before `write` returns."""
+    """Open a file to add JSON lines to; each is handed to the system, whole, before `write` returns."""
     file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by the caller)
 
     def write(record: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_steps(path: Path, step: int) -> None:
-    """Removes the lines of steps after `step` from a file of JSON lines, in place: whoever adds to it may have it open.
+    """Remove the lines of steps after `step` from a file of JSON lines, in place: whoever adds to it may have it open.
 
     Raises:
       RunDirectoryError: as `read_lines`.
@@ -188,7 +188,7 @@ def keep_steps(path: Path, step: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: to a neighbour first, which then takes its name."""
+    """Write a file whole or not at all: to a neighbour first, which then takes its name."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(draft, "w", encoding="utf-8", errors="replace") as file:
@@ -226,7 +226,7 @@ def _new_default(experiment: str) -> Path:
 
 
 def check_unused(run: RunDirectory) -> None:
-    """Raises RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
+    """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
     written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended

@@ -26,7 +26,7 @@ class SampleWriter(NamedTuple):
 
 
 def open_samples(path: Path) -> SampleWriter:
-    """Opens samples.jsonl to add to it."""
+    """Open samples.jsonl to add to it."""
     lines = open_lines(path)
     return SampleWriter(lambda sample: lines.write(sample._asdict()), lines.close)
 

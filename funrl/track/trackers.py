@@ -26,13 +26,13 @@ class Tracker(NamedTuple):
 
 
 def jsonl(path: Path) -> Tracker:
-    """Adds one JSON object a step to a file; what is not finite becomes null."""
+    """Add one JSON object a step to a file; what is not finite becomes null."""
     lines = open_lines(path)
     return Tracker(lambda step, metrics: lines.write({"step": step} | dict(metrics)), lines.close)
 
 
 def tensorboard(directory: Path) -> Tracker:
-    """Writes TensorBoard events, readable after every step.
+    """Write TensorBoard events, readable after every step.
 
     Only tensorboard's record format is imported (0.2 s; torch's writer takes seconds), and no thread is started.
 
@@ -63,7 +63,7 @@ def tensorboard(directory: Path) -> Tracker:
     return Tracker(write, file.close)
 
 
-def together(*trackers: Tracker) -> Tracker:
+def join_trackers(*trackers: Tracker) -> Tracker:
     """All of the trackers as one; each is closed even where closing another fails."""
 
     def write(step: int, metrics: StepMetrics) -> None:

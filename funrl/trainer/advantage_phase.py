@@ -17,8 +17,13 @@ from funrl.trainer.rows import Rows, mapped, on_cpu, take
 from funrl.trainer.step import engine_gap
 
 
+<<<<<<< HEAD
 def advantages(chain: Advantage, state: Any, rows: Rows) -> tuple[Rows, Any, dict[str, float]]:
-    """Runs an advantage chain on scored rows; its sums have one order, whatever the mesh.
+    """Run an advantage chain on scored rows; its sums have one order, whatever the mesh.
+=======
+def advantages(chain: Advantage, state: Any, batch: Batch) -> tuple[Batch, Any, dict[str, float]]:
+    """Run an advantage chain on scored rows; its sums have one order, that of the CPU, on every rank.
+>>>>>>> audit
 
     Args:
       state: of the chain; begins as `chain.init()`.

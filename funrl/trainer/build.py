@@ -39,7 +39,7 @@ class Generator(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What is made once.
+    """Meshes, roles and functions that are made once.
 
     Attributes:
       mesh: to train on.
@@ -106,7 +106,7 @@ def _generator(job: Job, policy: Role, layer: Layer) -> Generator:
 
 
 def needs_old_scores(job: Job) -> bool:
-    """Whether the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
+    """True if the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
     of its forward pass, unless something before or beside the policy's loss reads them."""
     algorithm = job.algorithm
     if not job.generates:
@@ -152,7 +152,7 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
 
 
 def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
-    """Gives the engine the policy's weights in the layout to generate in; nothing where nothing is generated."""
+    """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated."""
     if parts.generator is None:
         return state
     engine, _, to_engine = parts.generator

@@ -49,7 +49,7 @@ def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
 
 
 def save(folder: str | Path, state: State, layouts: dict[str, Layout], mesh: Mesh) -> Path:
-    """Writes `folder`/step-N. Collective: every rank takes part; rank 0 writes, and needs the whole state's memory.
+    """Write `folder`/step-N. Collective: every rank takes part; rank 0 writes, and needs the whole state's memory.
 
     Raises:
       CheckpointError: on every rank, where rank 0 cannot write.
@@ -115,7 +115,7 @@ def shared_folder(observer: Observer, mesh: Mesh) -> str | None:
 
 
 def save_when_due(job: Job, parts: Parts, state: State, folder: str | None) -> None:
-    """Saves a state every `--save_every` steps, and after the last one."""
+    """Save a state every `--save_every` steps, and after the last one."""
     every = job.settings.save_every
     if every and folder is not None and (state.step % every == 0 or state.step == job.settings.steps):
         save(folder, state, state_layouts(parts, state), parts.mesh)

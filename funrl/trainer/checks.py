@@ -120,7 +120,7 @@ def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
             f"--reward_weights={settings.reward_weights}: give one number for each of the rewards ({rewards}), with "
             "commas between"
         )
-    if not any(weights):  # a negative one alone is a penalty, which can be learnt from
+    if not any(weights):  # a negative one alone is a penalty, from which a policy can learn
         raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
     return weights
 

@@ -1,4 +1,4 @@
-"""What a reward model gives for whole completions, beside the reward functions or instead of them."""
+"""Scores of whole completions by a reward model, beside the reward functions or instead of them."""
 
 from __future__ import annotations
 
@@ -56,24 +56,34 @@ def with_completion_scores(
 
 @torch.no_grad()
 def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, token_budget: int = 16384) -> Tensor:
-    """The value at the end of each row, [B], known to all ranks. It is read as in training: at one token more than the
-    last that is not padding, so that it has seen the whole text.
+    """The value at the end of each row, [B], known to all ranks.
 
     Args:
       role, params: a model with a value head, and this rank's weights.
       pad: id of the padding token.
       token_budget: tokens in one forward pass of one device.
     """
+    return end_values(role, params, as_read(rows, pad), token_budget)
+
+
+def as_read(rows: Rows, pad: int) -> Rows:
+    """The rows as a reward model reads them in training: one token longer than the last that is not padding, with the
+    mask true there, so that the number at that place has seen the whole text."""
     lengths = rows.lengths[rows.own].tolist()
     texts = [tokens[:length] for tokens, length in zip(rows.batch.tokens.tolist(), lengths, strict=True)]
     whole = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in texts]
     batch = text_batch(whole, pad, reader=True, device=rows.mesh.device)
     table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
-    read = rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)
+    return rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)
+
+
+@torch.no_grad()
+def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) -> Tensor:
+    """The value where each row's mask is true, [B], known to all ranks; see `as_read`."""
     score_b = None
     for places, _, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
         value_N = role.placed.values(params, piece)[piece.mask]
-        score_b = value_N.new_zeros(len(texts)) if score_b is None else score_b
+        score_b = value_N.new_zeros(len(read.own)) if score_b is None else score_b
         score_b[places] = value_N
     assert score_b is not None
-    return gather_table({"score": score_b}, rows.owner, rows.mesh, rows.mesh.row_axes)["score"]
+    return gather_table({"score": score_b}, read.owner, read.mesh, read.mesh.row_axes)["score"]

@@ -1,4 +1,4 @@
-"""What is declared of a flag: its type, default, text and bounds, from which validation, help and tables derive."""
+"""Declarations of flags: type, default, text and bounds, from which validation, help and tables derive."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def some_of(*choices: str) -> Bound:
 
 
 class Flag(NamedTuple):
-    """What is known of one flag.
+    """One flag.
 
     Attributes:
       name, default: of the flag; a default of None means that the run chooses.
@@ -123,7 +123,7 @@ class Flag(NamedTuple):
         return value
 
     def problem(self, value: Any) -> str:
-        """Why a value cannot be this flag's, such as "it must be at least 1"; "" for one that can."""
+        """Reason to refuse a value of this flag, such as "it must be at least 1"; "" for a good one."""
         if value is None:
             return "" if self.optional else f"{WANTED[self.type]} is needed"
         good = (int, float) if self.type is float else self.type
@@ -159,7 +159,7 @@ def flag(
 
 
 class ValueType(NamedTuple):
-    """What values an annotation allows.
+    """Values that an annotation allows.
 
     Attributes:
       type: bool, int, float or str.

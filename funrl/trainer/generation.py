@@ -60,9 +60,15 @@ class Rollout(NamedTuple):
     mesh: Mesh
 
     @property
+<<<<<<< HEAD
     def own(self) -> np.ndarray:
         """Numbers of this rank's rows, ascending."""
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
+=======
+    def scored(self) -> bool:
+        """True if anything rewards the completions."""
+        return self.scores.shape[1] > 0
+>>>>>>> audit
 
 
 Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]
@@ -78,7 +84,7 @@ def rollout(
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
 ) -> Rollout:
-    """Completes and rewards all prompts.
+    """Complete and reward all prompts.
 
     Args:
       engine: holds the weights; on `mesh`.

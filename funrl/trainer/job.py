@@ -64,7 +64,7 @@ class Job(NamedTuple):
 
     @property
     def generates(self) -> bool:
-        """Whether the policy writes the rows that it learns from."""
+        """True if the policy writes the rows that it learns from."""
         return isinstance(self.task, Task)
 
     @property
@@ -74,7 +74,7 @@ class Job(NamedTuple):
 
 
 def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
-    """Checks every flag and file and reads the small ones.
+    """Check every flag and file and read the small ones.
 
     Args:
       settings: the flags.
@@ -168,7 +168,7 @@ def models_of(
 
 
 def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
-    """Compares what an algorithm reads with what a run of these settings provides.
+    """Compare what an algorithm reads with what a run of these settings provides.
 
     Args:
       source: fields that the source writes; None: all that a source may write.
@@ -221,7 +221,7 @@ def check_meshes(
 def task_of(
     algorithm: Algorithm, kind: str, settings: Settings, tokenizer: Any, model: Model, given: Given
 ) -> Task | Texts:
-    """What the run learns from: prompts to complete, or texts."""
+    """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
         return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
@@ -230,7 +230,7 @@ def task_of(
 
 
 def texts_kind(algorithm: Algorithm) -> str:
-    """What texts an algorithm without an advantage learns from: those of `funrl.data.supervised`."""
+    """Kind of texts for an algorithm without an advantage, as in `funrl.data.supervised`."""
     return "preferences" if algorithm.example == "pair" else "demonstrations"
 
 
@@ -251,7 +251,7 @@ def new_tokens(settings: Settings, task: Task | Texts | None = None) -> int:
 
 
 def samplings(settings: Settings, count: int, stop: tuple[int, ...]) -> tuple[Sampling, Sampling]:
-    """How completions are drawn to train on, and to evaluate."""
+    """Sampling of the completions to train on, and of those to evaluate."""
     train = Sampling(settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt)
     greedy = settings.eval_temperature == 0
     return train, Sampling(settings.eval_temperature or 1.0, 0, 1.0, count, stop, 1, greedy)
@@ -268,7 +268,7 @@ def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]
 
 @contextlib.contextmanager
 def blaming(flag: str) -> Iterator[None]:
-    """Puts the flag that led to an error before its message."""
+    """Put the flag that led to an error before its message."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a run learns from: prompts with rewards, or given texts; of the embedded task or of files."""
+"""Data of a run: prompts with rewards, or given texts; of the embedded task or of files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Demonstrations = Callable[[int, int], list[tuple[str, str]]]
 
 
 class Given(NamedTuple):
-    """What a caller in Python gives as it is, instead of a flag that names it.
+    """Objects that a caller in Python gives, instead of flags that name them.
 
     Attributes:
       model: instead of --model; its weights begin at random.
@@ -192,7 +192,7 @@ def to_example(prompt: Prompt, tokenizer: Any) -> Example:
 
 
 def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: int = 0) -> None:
-    """Raises SettingsError where the longest prompt and its completion are longer than a model's positions.
+    """Raise SettingsError where the longest prompt and its completion are longer than a model's positions.
 
     Args:
       further: tokens that the model reads behind a completion.

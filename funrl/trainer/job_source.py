@@ -67,8 +67,13 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
 
 def rescoring(
     job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]
+<<<<<<< HEAD
 ) -> Callable[[Rows, Sequence[Example]], Rows] | None:
     """What adds the reward model's numbers to rows; None where the run has no reward model."""
+=======
+) -> Callable[[Rollout, Sequence[Example]], Rollout] | None:
+    """A function that adds the reward model's numbers to a rollout; None where the run has no reward model."""
+>>>>>>> audit
     params = frozen.get("reward_model")
     if params is None:
         return None
@@ -81,7 +86,7 @@ def rescoring(
 
 
 def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
-    """Which completions have all that the reward functions can give, where each gives 1 at most.
+    """Mask of the completions that have all that the reward functions can give, where each gives 1 at most.
 
     Args:
       weights: of the functions.
@@ -93,7 +98,7 @@ def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
 
 
 def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
-    """What each reward function gives for each completion."""
+    """Rewards of each completion by each reward function."""
     if not task.rewards:
         return [[] for _ in rows]
     return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]
@@ -103,7 +108,7 @@ def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     """Given texts as rows, one an example; each rank reads its own part."""
     ranks = mesh.size(mesh.row_axes)
     owner = np.arange(len(examples)) * ranks // len(examples)
-    own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))]
+    own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()]
     # A rank without texts has the same fields of no rows.
     some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
     mine = select(some, slice(len(own)))

@@ -31,7 +31,7 @@ def learn(
     frozen: Mapping[str, trees.Tree] | None = None,
     cost: RowCost | None = None,
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
-    """Updates every role that has a loss, in the order of `roles`, on each mini-batch; the same rows on every mesh.
+    """Update every role that has a loss, in the order of `roles`, on each mini-batch; the same rows on every mesh.
 
     Args:
       roles: those without a loss, and those whose first step is a later one, are passed over.

@@ -33,7 +33,7 @@ MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], S
 
 
 class Outcome(NamedTuple):
-    """How a run ended: the evaluations at the start and the end, and what stopped it, if something did."""
+    """End of a run: the evaluations at the start and the end, and what stopped it, if something did."""
 
     first: dict[str, float]
     last: dict[str, float]
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """What a run needs on this rank, beside its state.
+    """Everything that a run needs on this rank beside its state.
 
     Attributes:
       frozen: weights of the roles that do not learn.

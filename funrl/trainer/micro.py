@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Which rows of a batch a rank computes, and in which forward passes: packed end to end, with few sizes."""
+=======
+"""Assignment of a batch's rows to ranks and forward passes."""
+>>>>>>> audit
 
 from __future__ import annotations
 

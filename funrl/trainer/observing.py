@@ -1,4 +1,4 @@
-"""What a run tells about itself, and to whom."""
+"""Observers of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from funrl.trainer.generation import Example
 
 
 class WarmstartObserver(Protocol):
-    """Where a warm start shows its progress."""
+    """Observer of a warm start's progress."""
 
     def note(self, text: str) -> None: ...
 
@@ -19,7 +19,7 @@ class WarmstartObserver(Protocol):
 
 
 class Observer(WarmstartObserver, Protocol):
-    """Where a run shows and writes what happens. Every rank has one; those of other ranks than 0 show nothing."""
+    """Observer of a run, which shows and writes what happens. Every rank has one; that of rank 0 shows it."""
 
     def samples(
         self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
@@ -28,13 +28,13 @@ class Observer(WarmstartObserver, Protocol):
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 
     def resumed(self, step: int) -> None:
-        """What was told of later steps is repeated from here on."""
+        """Forget later steps, which are repeated from here on."""
         ...
 
     def checkpoint_folder(self) -> str | None:
-        """Where rank 0 writes checkpoints; None: nowhere."""
+        """Folder in which rank 0 writes checkpoints; None: nowhere."""
         ...
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
-        """Takes the weights of the trained model, in which every rank takes part."""
+        """Take the weights of the trained model, in which every rank takes part."""
         ...

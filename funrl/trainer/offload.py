@@ -87,7 +87,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
 
 
 def shared(params: trees.Tree, plan: Plan) -> list[bool]:
-    """Which of the policy's weights are the engine's too, by the plan to it: those that keep their box and dtype."""
+    """Mask of the policy's weights that are the engine's too: those that keep box and dtype in the plan to it."""
     return [
         plan.route(leaf).way == "alias" and plan.dtypes[leaf] == x.dtype for leaf, x in enumerate(trees.leaves(params))
     ]

@@ -6,7 +6,7 @@
 | critic | values | value | yes |
 | implicit_reward | log-probability | implicit_logp | yes |
 | reference | log-probability | ref_logp | no |
-| teacher | log-probability, its likeliest tokens | teacher_logp, teacher_topk, teacher_topk_logp | no |
+| teacher | log-probability, its most probable tokens | teacher_logp, teacher_topk, teacher_topk_logp | no |
 | teacher | hidden states, beside the policy in the step | divergence | no |
 | reward_model | a value at the end of a completion | part of score | only by `reward_model` runs |
 
@@ -54,12 +54,12 @@ class Companion(NamedTuple):
     divergence: Divergence
 
     def teacher(self, params: trees.Tree) -> Teacher:
-        """What a student's scores are given; `params` are this rank's weights."""
+        """The teacher as `token_scores` takes it; `params` are this rank's weights."""
         return Teacher(self.placed, params, self.divergence.beta, self.divergence.temperature)
 
 
 class Role(NamedTuple):
-    """What a model does in a run.
+    """The part of one model in a run.
 
     Attributes:
       placed: the model on its devices.
@@ -70,7 +70,7 @@ class Role(NamedTuple):
       mask: field of the batch that says which tokens it learns from.
       first_step: the first step in which it learns.
       temperature: its log-probabilities are those of logits divided by this.
-      topk: how many of its likeliest tokens it writes.
+      topk: how many of its most probable tokens it writes.
       metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
       watch_entropy: whether its mean entropy is among the metrics of an update.
       companion: what its loss reads the `divergence` from; None: it reads none.
@@ -90,7 +90,7 @@ class Role(NamedTuple):
 
 
 class RoleState(NamedTuple):
-    """What changes of a role that learns: this rank's shards of its weights, and its optimizer's state."""
+    """State of a role that learns: this rank's shards of its weights, and its optimizer's state."""
 
     params: trees.Tree
     opt_state: trees.Tree
@@ -120,9 +120,14 @@ def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
 
 
 def reads_scores(algorithm: Algorithm) -> bool:
+<<<<<<< HEAD
     """Whether an algorithm goes by rewards; the others take prompts without any. What an advantage chain reads counts
     where a loss reads what it makes."""
     found, chain = reads(*algorithm.losses.values(), algorithm.filter), algorithm.advantage
     if chain is not None and (found.required | found.optional) & run_advantage(chain).makes:
         found |= reads(chain)
+=======
+    """True if an algorithm reads rewards; the others take prompts without any."""
+    found = reads(algorithm)
+>>>>>>> audit
     return bool({"score", "scores", "greedy_score"} & (found.required | found.optional))

@@ -55,7 +55,7 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
 
 
 def _outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
-    """What the model gives for each field that the role writes."""
+    """Values of the model for each field that the role writes."""
     wanted, placed, found = tuple(role.writes.values()), role.placed, {}
     if "values" in wanted:
         found["values"] = placed.values(params, rows)

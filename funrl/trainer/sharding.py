@@ -1,4 +1,4 @@
-"""Which rule table stores each role's weights, and the mesh to generate on."""
+"""Rule tables that store each role's weights, and the mesh to generate on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sharded_roles(settings: Settings) -> Collection[str]:
 
 
 def check_roles(settings: Settings, roles: Collection[str]) -> None:
-    """Whether --fsdp_models names roles that a run has.
+    """Check that --fsdp_models names roles that a run has.
 
     Raises:
       SettingsError: it names another one.
@@ -46,7 +46,7 @@ def check_roles(settings: Settings, roles: Collection[str]) -> None:
 def check_layouts(
     models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]
 ) -> None:
-    """Whether the models of a run can be laid out on its meshes.
+    """Check that the models of a run can be laid out on its meshes.
 
     Args:
       models: of every role.

@@ -1,4 +1,4 @@
-"""Where rows come from: prompts that the policy completes, or texts that are given."""
+"""Sources of rows: prompts that the policy completes, or texts that are given."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
 
 class Source(NamedTuple):
-    """Where rows come from.
+    """A source of rows.
 
     Attributes:
       init: () -> the source's state before the first step.
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 
 class Show(Protocol):
-    """Where a source shows completions and remarks."""
+    """Observer of a source's completions and remarks."""
 
     def samples(
         self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
@@ -53,7 +53,7 @@ class Show(Protocol):
 
 
 class Generation(NamedTuple):
-    """What generating needs.
+    """Everything that generation needs.
 
     Attributes:
       roll: (examples, sampling, seed) -> completions, rewarded.
@@ -108,7 +108,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 _show(g, show, step, drawn[:8], done, rows, g.sampling.samples)
             kept_PS = _kept(g, rows, len(drawn))
             room = g.batch_prompts - sum(len(one.examples) for one in found)
-            useful = kept_PS.any(1).nonzero()[0]
+            useful = np.flatnonzero(kept_PS.any(1))
             consumed, sampled, passed = consumed + len(drawn), sampled + len(drawn), passed + len(useful)
             found.append(_chosen(drawn, rows, useful[:room], kept_PS))
             dropped_rows += int((~kept_PS[useful[:room]]).sum())

@@ -145,7 +145,7 @@ def fields_of(loss: Loss) -> frozenset[str]:
 
 
 def engine_gap(batch: Batch) -> dict[str, Metric]:
-    """How far the trainer's log-probabilities are from those of the engine that sampled, in nats: mean and largest."""
+    """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest."""
     gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), batch.mask)
     return {
         "rollout/logprob_gap_mean": token_mean_of(gap_BT, batch.mask),
@@ -154,7 +154,7 @@ def engine_gap(batch: Batch) -> dict[str, Metric]:
 
 
 def check_finite(loss: float, norm: float, what: str) -> None:
-    """Raises NotFiniteError where a loss or its gradient's norm over the mesh is not finite."""
+    """Raise NotFiniteError where a loss or its gradient's norm over the mesh is not finite."""
     if not (math.isfinite(norm) and math.isfinite(loss)):
         raise NotFiniteError(
             f"{what}: the gradient's norm is {norm} and the loss {loss:.4g}; the update was not made. A lower --lr or "

@@ -1,4 +1,4 @@
-"""Where the policy's first weights come from: a Hugging Face directory, or a supervised warm start from scratch.
+"""The policy's first weights: from a Hugging Face directory, or by a supervised warm start from scratch.
 
 The warm start is cached by everything that its result depends on, so that a second run skips it. A cache that cannot be
 read is made again and takes the place of the damaged one.
@@ -113,7 +113,7 @@ def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
 
 
 def cache_directory() -> Path:
-    """Where warm starts are kept: $XDG_CACHE_HOME/funrl/warmstart, by default below ~/.cache."""
+    """Directory of cached warm starts: $XDG_CACHE_HOME/funrl/warmstart, by default below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funrl" / "warmstart"
 
 
@@ -142,7 +142,7 @@ def _read(cached: Path, job: Job, placed: Placed | None = None) -> tuple[trees.T
 
 
 def _store(cached: Path, job: Job, whole: trees.Tree, stage: WarmstartObserver) -> None:
-    """Writes beside and renames, so that a reader sees a whole directory or none."""
+    """Write beside and rename, so that a reader sees a whole directory or none."""
     beside = None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)

@@ -194,13 +194,13 @@ ZERO_BY_GROUP = {
     *("dppo by KL", "grpo, truncated importance weights"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
-    **dict.fromkeys(("ppo", "pf_ppo", "vapo", "ppo with everything"), "a critic judges, not the group"),
-    "remax": "a greedy completion judges, not the group",
-    "reinforce_plus_plus": "the batch judges, not the group",
+    **dict.fromkeys(("ppo", "pf_ppo", "vapo", "ppo with everything"), "a critic scores, not the group"),
+    "remax": "a greedy completion scores, not the group",
+    "reinforce_plus_plus": "the batch scores, not the group",
     "reinforce_plus_plus_baseline": "whitens over tokens of completions of different lengths",
     "prime": "process rewards differ, and it whitens as the one before",
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
-    **dict.fromkeys(("distillation", "distillation direct"), "a teacher judges every token"),
+    **dict.fromkeys(("distillation", "distillation direct"), "a teacher scores every token"),
 }
 
 

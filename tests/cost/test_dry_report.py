@@ -121,7 +121,7 @@ def test_what_is_left_out_is_said(capsys):
     assert main("dapo", ["dapo", *flags]) == 0
     said = capsys.readouterr().out
     for words in (
-        "rewards, gathering completions, tokenizer, files",
+        "rewards, moving rows, tokenizer, files",
         "evaluation every 7 steps",
         "7 more batches",
         "the time of its copies",

@@ -22,7 +22,7 @@ TAUGHT = ("distillation", "gkd")
 
 def trace(job, tokens, rows, real=False):
     parts = build(job, single(), lambda _: None)
-    return dry_run.trace_step(job, parts, dry_run.full_batch(job, tokens, rows), CPU, real=real)
+    return dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, tokens, rows), CPU, real=real)
 
 
 def assert_alike(found, exact, flops=1e-6):
@@ -128,10 +128,10 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     for name, costs in plain_.items():
         more = held[name].peak["weights"] - costs.peak["weights"]
         assert more == pytest.approx(4 * params(with_it, "reward_model")), name
-    # It reads 40 tokens of each of 16 rows: a completion of 32, one more, and the padding behind it.
+    # It reads 33 tokens of each of 16 rows: a text of 32, and one more.
     layer = sum(x.numel() for name, x in trees.named(judge.shapes) if x.ndim > 1 and "layers/0" in name)
-    attention = 16 * 4 * 40 * 40 * judge.config.heads * judge.config.head
-    assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * 16 * 40 + attention), rel=0.01)
+    attention = 16 * 4 * (33 * 34 // 2) * judge.config.heads * judge.config.head
+    assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * 16 * 33 + attention), rel=0.01)
 
 
 def test_what_is_offloaded_is_away_where_it_is_not_needed():

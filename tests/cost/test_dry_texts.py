@@ -45,7 +45,7 @@ def test_phases_are_scores_of_what_is_frozen_and_updates(name, phases):
 def test_deep_models_and_many_micro_batches_are_on_the_line():
     job = small("dpo", sizes={"layers": 5}, batch_prompts=32)
     parts = build(job, single(), lambda _: None)
-    exact = dry_run.trace_step(job, parts, dry_run.full_batch(job, 30, 32), CPU)
+    exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 30, 32), CPU)
     found = dry_run.estimate(job, 30, CPU)
     for phase, costs in exact.phases.items():
         assert found.phases[phase].total == pytest.approx(costs.total, rel=0.1), phase

@@ -211,9 +211,9 @@ def test_a_reward_that_fails_at_step_seven_loses_nothing(function, says, own, tm
     assert call([*DATA, f"--reward={own}/r.py:{function}", "--seed=1"], own, run_dir) == 1
     said = capsys.readouterr()
     assert says in said.err
-    steps, learnt = check_stopped(run_dir, said, [f"{i}+{i}=" for i in range(1, 9)])
+    steps, trained = check_stopped(run_dir, said, [f"{i}+{i}=" for i in range(1, 9)])
     assert steps == [1, 2, 3, 4, 5, 6]
-    assert learnt
+    assert trained
 
 
 @pytest.mark.gloo

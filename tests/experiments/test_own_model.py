@@ -1,4 +1,4 @@
-"""A real model, own prompts and an own reward: the reward rises, and transformers loads what was learnt."""
+"""A real model, own prompts and an own reward: the reward rises, and transformers loads what was trained."""
 
 import json
 import os

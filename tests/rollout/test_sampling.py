@@ -64,8 +64,8 @@ def test_neighbours_are_independent():
 def scalar_distribution(logits: list[float], how: Sampling) -> list[float]:
     """Probabilities after temperature, top-k and top-p, one number at a time in float64."""
     weight = [math.exp((x - max(logits)) / how.temperature) for x in logits]
-    likeliest = sorted(range(len(logits)), key=lambda i: -weight[i])
-    kept = likeliest[: how.top_k or len(logits)]
+    by_weight = sorted(range(len(logits)), key=lambda i: -weight[i])
+    kept = by_weight[: how.top_k or len(logits)]
     total = sum(weight[i] for i in kept)
     chosen, mass = [], 0.0
     for i in kept:
@@ -133,7 +133,7 @@ def test_inversion_takes_the_token_whose_interval_holds_the_noise():
     assert sampling.invert(logp.expand(6, -1), noise)[:, 0].tolist() == [1, 1, 3, 3, 4, 4]
 
 
-def test_greedy_takes_the_likeliest_with_the_models_own_logp():
+def test_greedy_takes_the_by_weight_with_the_models_own_logp():
     logits = torch.randn(9, 30, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     token, logp, model_logp = sampling.sample_tokens(logits, None, Sampling(greedy=True, temperature=0.3, top_k=2))
     assert torch.equal(token, logits.argmax(-1))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from funrl.track.trackers import Tracker, jsonl, tensorboard, together
+from funrl.track.trackers import Tracker, join_trackers, jsonl, tensorboard
 
 
 def test_jsonl_writes_one_valid_object_a_step(tmp_path):
@@ -45,7 +45,7 @@ def test_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path):
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
 
 
-def test_together_writes_to_all_and_closes_all_even_after_a_failure():
+def test_join_trackers_writes_to_all_and_closes_all_even_after_a_failure():
     seen, closed = [], []
 
     def one(name, fails=False):
@@ -56,7 +56,7 @@ def test_together_writes_to_all_and_closes_all_even_after_a_failure():
 
         return Tracker(lambda step, metrics: seen.append((name, step, dict(metrics))), close)
 
-    tracker = together(one("a"), one("b", fails=True), one("c"))
+    tracker = join_trackers(one("a"), one("b", fails=True), one("c"))
     tracker(3, {"x": 1.0})
     assert seen == [(name, 3, {"x": 1.0}) for name in "abc"]
     with pytest.raises(OSError, match="b"):

@@ -171,7 +171,7 @@ def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
     assert (step, again[0]) == (0, 7) and again[1:] == (prompts, texts, scores)
     assert prompts == [e.text for e in job.task.heldout[:6]]
     assert one["eval/reward"] == pytest.approx(sum(scores) / 6)  # all six held-out prompts are shown
-    # Greedy: every token is the likeliest one.
+    # Greedy: every token is the most probable one.
     example = job.task.heldout[0]
     ids = job.tokenizer.encode(texts[0], add_special_tokens=False)
     for i, token in enumerate(ids):

@@ -81,7 +81,7 @@ def test_the_saved_model_is_the_one_that_was_trained(alone):
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
-def test_a_reward_that_fails_ends_the_run_with_what_was_learnt(mesh, tmp_path):
+def test_a_reward_that_fails_ends_the_run_with_what_was_trained(mesh, tmp_path):
     """Prompts 8 to 11 are those of step 3; the reward fails at one of them, on one rank."""
     bad = prompt_batch(small_job().task.prompts, 4, 0, 8)[1].text
 
@@ -92,8 +92,8 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_learnt(mesh, tmp_path):
     assert repr(bad) in outcome.error and "nan" in outcome.error.lower()
     assert [line["step"] for line in lines] == [1, 2]
     _, saved = hf.load(run_dir / "model", torch.float64)
-    learnt = run_steps(2, reward=lambda prompt, completion, **fields: len(completion) / 4)["weights"]["policy"]
-    assert gap(saved, learnt) < 1e-9
+    trained = run_steps(2, reward=lambda prompt, completion, **fields: len(completion) / 4)["weights"]["policy"]
+    assert gap(saved, trained) < 1e-9
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])

@@ -98,7 +98,7 @@ def cut(file, share):
 
 
 def hole(file):
-    """Zeros in the place of the first half, as a power cut leaves them."""
+    """Zeros instead of the first half, as a power cut leaves them."""
     data = file.read_bytes()
     file.write_bytes(bytes(len(data) // 2) + data[len(data) // 2 :])
 

@@ -143,7 +143,7 @@ def length_weighted_center() -> Advantage:
 
 
 def informative_rescale() -> Advantage:
-    """Multiply by rows / (rows of groups whose x are not all 0), so that groups that teach nothing do not dilute.
+    """Multiply by rows / (rows of groups whose x are not all 0), so that groups without a signal do not dilute.
 
     Comes after `group_center`, which makes x exactly 0 in a group of equal rewards.
 

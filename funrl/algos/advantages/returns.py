@@ -1,6 +1,6 @@
 """Advantages of single tokens: generalised estimation, rewards to go, whitening. Pieces on token rewards [B, T].
 
-What lies outside the mask of the result is exactly 0, and may be NaN in the batch. `whiten` compares tokens, not rows:
+What is outside the mask of the result is exactly 0, and may be NaN in the batch. `whiten` compares tokens, not rows:
 where completions differ in length, the mean over tokens of what was centred by rows is not 0, and zeros before it are
 that mean, negated and scaled, after it.
 """

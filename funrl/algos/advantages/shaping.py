@@ -46,7 +46,7 @@ def last_of(mask_BT: Tensor) -> Tensor:
 
 
 class Controller(NamedTuple):
-    """How strong the KL penalty is, as a state.
+    """The coefficient of the KL penalty, as a state.
 
     Attributes:
       init: () -> coefficient, 0-dim float64, in reward per nat.

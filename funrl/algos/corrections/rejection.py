@@ -42,11 +42,11 @@ def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_de
     """
     check_bounds(over, low, high)
 
-    def keep(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def within(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
         ratio_BT = gap_over(over, d_BT, mask_BT).exp()
         return (ratio_BT >= low) & (ratio_BT <= high)
 
-    return _rejection(keep, in_denominator)
+    return _rejection(within, in_denominator)
 
 
 def reject_divergence(
@@ -70,7 +70,7 @@ def reject_divergence(
     if high < 0:
         raise ValueError(f"reject_divergence(high={high}): the bound must be at least 0")
 
-    def keep(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def within(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
         k_BT = 0.5 * d_BT.square() if kind == "k2" else d_BT.expm1() - d_BT
         if over == "token":
             return k_BT <= high
@@ -80,7 +80,7 @@ def reject_divergence(
         bound_B1 = high * mask_BT.sum(1, keepdim=True) if over == "mean" else high
         return (sum_B1 <= bound_B1).expand(k_BT.shape)
 
-    return _rejection(keep, in_denominator)
+    return _rejection(within, in_denominator)
 
 
 def mask_truncated(in_denominator: bool = False) -> Advantage:
@@ -100,10 +100,10 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
     return Advantage(lambda: (), update)
 
 
-def _rejection(keep: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
+def _rejection(within: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
-        after = signal.mask & keep(d_BT, signal.mask)
+        after = signal.mask & within(d_BT, signal.mask)
         rejected = mean_over_tokens((~after).to(d_BT.dtype), signal.mask, batch)
         signal = signal._replace(metrics=signal.metrics | {"rollout_corr/rejected": rejected})
         return _without(signal, after, in_denominator), state

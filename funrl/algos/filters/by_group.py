@@ -18,14 +18,14 @@ def unequal_scores() -> Filter:
     Warning: a group of one row is dropped, since its advantage would be 0; verl keeps it.
     """
 
-    def keep(batch: Batch) -> Tensor:
+    def chosen(batch: Batch) -> Tensor:
         return group_std(batch.score, groups_of(batch.group)) > 0
 
-    return keep
+    return chosen
 
 
 def mean_between(low: float, high: float) -> Filter:
-    """Keep the groups whose mean score lies strictly between low and high: neither too hard nor too easy.
+    """Keep the groups whose mean score is strictly between low and high: neither too hard nor too easy.
 
     Args:
       low, high: in units of reward.
@@ -34,17 +34,17 @@ def mean_between(low: float, high: float) -> Filter:
       moves both ends inwards by 1e-6.
     """
 
-    def keep(batch: Batch) -> Tensor:
+    def chosen(batch: Batch) -> Tensor:
         mean_B = group_mean(batch.score, groups_of(batch.group))
         return (mean_B > low) & (mean_B < high)
 
-    return keep
+    return chosen
 
 
 def complete_groups(size: int) -> Filter:
     """Keep the groups of exactly `size` rows, where others are still being sampled or were lost. Needs: group [B]."""
 
-    def keep(batch: Batch) -> Tensor:
+    def chosen(batch: Batch) -> Tensor:
         return groups_of(batch.group).size == size
 
-    return keep
+    return chosen

@@ -15,23 +15,23 @@ def not_truncated() -> Filter:
     `mask_truncated` keeps them in the group's statistics instead.
     """
 
-    def keep(batch: Batch) -> Tensor:
+    def chosen(batch: Batch) -> Tensor:
         return ~batch.truncated
 
-    return keep
+    return chosen
 
 
 def every(*filters: Filter) -> Filter:
     """Keep the rows that all filters keep.
 
-    Filters that read no groups judge single rows and come first: those that judge groups then see what these have left
+    Filters that read no groups are of single rows and come first: those of groups then see what these have left
     of them, so that a group that lost its only different row is not taken for an unequal one.
     """
     of_groups = [one for one in filters if "group" in reads(one).required]
     of_rows = [one for one in filters if one not in of_groups]
     of_kind = frozenset(row_fields())
 
-    def keep(batch: Batch) -> Tensor:
+    def chosen(batch: Batch) -> Tensor:
         row = next(x for name, x in as_dict(batch).items() if name in of_kind)
         kept_B = torch.ones(len(row), dtype=torch.bool, device=row.device)
         for one in of_rows:
@@ -42,4 +42,4 @@ def every(*filters: Filter) -> Filter:
             kept_B = kept_B.index_put((left,), kept_B[left] & one(rest))
         return kept_B
 
-    return keep
+    return chosen

@@ -61,13 +61,13 @@ def gamma_weighted(
     negative: tuple[float, float] = (3.0, 2.0),
     sampled_by: str = "rollout_logp",
 ) -> Term:
-    """-A sg(phi(w)) log pi with phi(w) = w^k exp(lam (1 - w)) and w = prod_t pi / pi_sampler of the sequence.
+    """-A sg(phi(w)) log pi with phi(w) = w^k exp(c (1 - w)) and w = prod_t pi / pi_sampler of the sequence.
 
     phi(1) = 1, and it falls to 0 smoothly for sequences that have become much more or much less likely.
 
     Args:
-      positive: (k, lam) where A >= 0.
-      negative: (k, lam) where A < 0.
+      positive: (k, c) where A >= 0.
+      negative: (k, c) where A < 0.
       sampled_by: "rollout_logp", the engine, as published: w holds the gap between engine and trainer. Then
         `importance_weights` in the chain and `weighted` around this would count that gap twice. Or "old_logp", for a
         w of the updates alone.

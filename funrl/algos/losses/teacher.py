@@ -35,7 +35,7 @@ def divergence_to_teacher() -> Term:
 
 
 def forward_kl_topk(rest: bool = False) -> Term:
-    """sum_k p_k (log p_k - log q_k) over the teacher's K likeliest tokens, at least 0; p the teacher, q the student.
+    """sum_k p_k (log p_k - log q_k) over the teacher's top K tokens, at least 0; p the teacher, q the student.
 
     Both are probabilities over the whole vocabulary, so that with K of its size this is KL(p || q).
 

@@ -14,7 +14,7 @@ def recipe(name: str) -> Any:
     """The function of a recipe.
 
     Raises:
-      ValueError: there is none of this name.
+      ValueError: no recipe has this name.
     """
     if name not in NAMES:
         raise ValueError(f"there is no recipe {name!r}; there are {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, the teacher judges every token.
+"""On-policy distillation: the student samples, the teacher scores every token.
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; as a reward, Lu and Thinking Machines, 2025,
   https://thinkingmachines.ai/blog/on-policy-distillation
@@ -29,8 +29,8 @@ def distillation(
     Args:
       direct: minimise the estimate itself.
       kind: the estimator of the KL, as in `funrl.algos.losses.kl`; None: k1 by policy gradient, k1+ directly. Or
-        forward, KL(teacher || student) over the teacher's likeliest tokens instead of each sampled one, which is always
-        minimised directly.
+        forward, KL(teacher || student) over the teacher's top tokens instead of each sampled one, always minimised
+        directly.
       rest: of forward: count all other tokens as one more outcome.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1, without `direct`.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.

@@ -1,7 +1,7 @@
 """GKD: the student's own samples, and the divergence from the teacher over the whole vocabulary, minimised directly.
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649.
-verl: estimates from the sampled token, or the teacher's likeliest tokens. TRL: GKDTrainer, over the whole vocabulary,
+verl: estimates from the sampled token, or the teacher's top tokens. TRL: GKDTrainer, over the whole vocabulary,
   with logits of both models in memory; it mixes samples of the data set in by lmbda, and beta is this one.
 
 The step computes hidden states of the teacher in the same micro-batch and the divergence in chunks of the vocabulary:

@@ -1,4 +1,4 @@
-"""GPG: the plain policy gradient on centred rewards, rescaled for the groups that teach nothing.
+"""GPG: the plain policy gradient on centred rewards, rescaled for the groups without a signal.
 
 References: Chu et al., 2025, https://arxiv.org/abs/2504.02546.
 verl: rescales by the rows whose reward is not 0, instead of the rows of groups with unequal rewards. TRL has none.

@@ -1,4 +1,4 @@
-"""GRPO: no critic; a completion is judged against the others of its prompt.
+"""GRPO: no critic; a completion is compared with the others of its prompt.
 
 References: Shao et al., 2024, https://arxiv.org/abs/2402.03300.
 verl: token-mean by default, KL factor 0.001, k3 clamped to +-10, a singleton group keeps its raw reward.

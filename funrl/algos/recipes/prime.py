@@ -38,7 +38,7 @@ def prime(
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       beta: reward per nat between the implicit reward model and the reference.
       process_coef: weight of the process rewards; the outcome's is 1.
-      easiest, hardest: prompts are kept whose mean score, 0 to 1, lies strictly between.
+      easiest, hardest: prompts are kept whose mean score, 0 to 1, is strictly between.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
     Warning: advantages of a group of equal rewards, or of one row, are not 0: see the head of this file.

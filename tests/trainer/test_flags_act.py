@@ -1,0 +1,141 @@
+"""Every flag of `Settings` changes something: the numbers of a run here, or a named test elsewhere shows what."""
+
+import ast
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import GRPO, PPO, Quiet, small_job, steps_program
+
+from funrl import trees
+from funrl.algos.recipes.dapo import dapo
+from funrl.algos.recipes.prime import prime
+from funrl.mesh.mesh import single
+from funrl.optim import clip_by_global_norm, global_norm
+from funrl.trainer import loop, step
+from funrl.trainer import optimizer as optimizers
+from funrl.trainer.settings import Settings, settings_flags
+from funrl.trainer.sharding import stored_rules
+
+TESTS = Path(__file__).parents[1]
+BASE: dict[str, Any] = {"batch_prompts": 2, "minibatches": 1}
+
+# flag: (recipe, the run that it changes, the change)
+CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "batch_prompts": (GRPO, {}, 3),
+    "samples_per_prompt": (GRPO, {}, 3),
+    "max_new_tokens": (GRPO, {}, 3),
+    "temperature": (GRPO, {}, 0.7),
+    "top_k": (GRPO, {}, 3),
+    "top_p": (GRPO, {}, 0.5),
+    "seed": (GRPO, {}, 1),
+    "warmstart_steps": (GRPO, {}, 1),
+    "dtype": (GRPO, {}, "float32"),
+    "lr": (GRPO, {}, 1e-3),
+    "optimizer": (GRPO, {}, "muon"),
+    "lr_schedule": (GRPO, {}, "cosine"),
+    "lr_warmup_steps": (GRPO, {}, 2),
+    "weight_decay": (GRPO, {}, 0.5),
+    "max_grad_norm": (GRPO, {"optimizer": "muon"}, 1e-9),  # Adam would undo a factor of all gradients
+    "epochs": (GRPO, {}, 2),
+    "minibatches": (GRPO, {}, 2),
+    "critic_lr": (PPO, {}, 1e-4),
+    "critic_warmup_steps": (PPO, {}, 1),
+    "implicit_reward_lr": (prime, {"max_refills": 1}, 1e-4),
+    "max_refills": (dapo, {"max_refills": 1}, 3),
+}
+SHOWN: dict[str, Any] = {"steps": 3, "eval_every": 1, "eval_prompts": 3, "eval_temperature": 2.0, "sample_every": 1}
+TABLES: dict[str, Any] = {"fsdp": False, "fsdp_axes": "ep", "fsdp_models": "critic"}
+TESTED = {  # flag: the test that fails where it does nothing
+    "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
+    "generate_mesh": "experiments/test_bad_input.py::test_bad_input_is_refused_before_any_work",
+    "device": "experiments/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
+    "remat": "cost/test_dry_run.py::test_so_it_does_whatever_the_flags",
+    "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",
+    "hardware": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
+    "timeout": "mesh/test_launch.py::test_a_rank_that_waits_in_vain_says_so_in_time",
+    "compile": "trainer/test_loop_compile.py::"
+    "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
+    "token_budget": "cost/test_dry_run.py::test_many_micro_batches_and_mini_batches_are_on_the_line",
+    "model": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
+    "task": "trainer/test_settings.py::test_choices_are_those_of_the_modules_that_act_on_them",  # it has one choice
+    "prompts": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
+    "reward": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
+    "reward_model": "trainer/test_completion_scores.py::test_it_may_be_all_that_scores",
+    "reward_weights": "experiments/test_experiments.py::test_gdpo_weighs_by_the_flag_that_weighs_rewards",
+    "data": "trainer/test_gkd.py::test_given_texts_are_distilled_too",
+    "teacher": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",
+    "teacher_top_k": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",
+    "dry_run": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
+    "prompt_tokens": "cost/test_dry_run.py::test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks",
+    "text_tokens": "cost/test_dry_report.py::test_texts_have_flags_of_their_own",
+    "run_dir": "experiments/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
+    "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
+    "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
+}
+
+
+def test_every_flag_is_here():
+    named = [*CHANGES, *SHOWN, *TABLES, *TESTED]
+    assert len(named) == len(set(named)) and set(named) == set(settings_flags())
+    for where in TESTED.values():
+        file, test = where.split("::")
+        tree = ast.parse((TESTS / file).read_text())
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, where
+
+
+def weights_after(recipe, **settings):
+    """The policy's weights, or those of every role that learns, after two steps."""
+    job = small_job(recipe, **BASE | {"steps": 4} | settings)
+    return steps_program(job, 2)(single())["weights"]
+
+
+def moved(before, after):
+    pairs = zip(trees.named(before), trees.named(after), strict=True)
+    return any(x.shape != y.shape or not torch.equal(x.double(), y.double()) for (_, x), (_, y) in pairs)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_flag_of_the_update_changes_the_weights(name):
+    recipe, settings, value = CHANGES[name]
+    before = weights_after(recipe, **settings)
+    assert not moved(before, weights_after(recipe, **settings)), "the same run twice"
+    assert moved(before, weights_after(recipe, **settings | {name: value}))
+
+
+def shown(**settings):
+    """What an observer is told of a run: metrics by step, without times, and the samples."""
+    job, observer = small_job(GRPO, **BASE | {"steps": 2, "eval_every": 2, "sample_every": 5} | settings), Quiet()
+    loop.train_loop(job, single(), observer)
+    told = [(n, {k: v for k, v in step.items() if k.startswith("eval/")}) for n, step in observer.steps]
+    return told, observer.shown
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_flag_of_the_output_changes_what_is_shown(name):
+    before = shown(steps=3) if name == "sample_every" else shown()
+    assert before != shown(**({"steps": 3} if name == "sample_every" else {}) | {name: SHOWN[name]})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_flag_of_the_layout_changes_the_table_of_a_role(name):
+    base = {"mesh": "dp2", "fsdp": True}
+    tables = [stored_rules(Settings(**base | more), "policy") for more in ({}, {}, {name: TABLES[name]})]
+    assert tables[0] == tables[1] != tables[2]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_global_norm_is_taken_once_an_update(optimizer, monkeypatch):
+    taken = []
+
+    def counting(*args):
+        taken.append(args)
+        return global_norm(*args)
+
+    monkeypatch.setattr(step, "global_norm", counting)
+    clip = functools.partial(clip_by_global_norm, norm_of=counting)  # which takes it where it is not handed over
+    monkeypatch.setattr(optimizers, "clip_by_global_norm", clip)
+    weights_after(PPO, minibatches=2, optimizer=optimizer)
+    assert len(taken) == 2 * 2 * 2, "steps, mini-batches, models"
