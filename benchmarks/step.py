@@ -26,9 +26,9 @@ import torch
 from absl import app, flags
 
 from funrl import trees
+from funrl.algos import grpo, ppo
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import character_tokenizer
-from funrl.experiments import grpo, ppo
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, hf
 from funrl.models.config import Config
@@ -46,13 +46,16 @@ SAMPLES = flags.DEFINE_integer("samples", 8, "completions of each prompt")
 PROMPT = flags.DEFINE_integer("prompt_tokens", 32, "tokens of each prompt")
 NEW = flags.DEFINE_integer("new_tokens", 64, "tokens of each completion")
 KL = flags.DEFINE_float("kl_coef", 0.0, "of both GRPOs; above 0 they keep a reference")
-TOKEN_BUDGET = flags.DEFINE_integer("token_budget", Settings.token_budget, "padded tokens in one pass of funrl")
+TOKEN_BUDGET = flags.DEFINE_integer("token_budget", Settings.token_budget, "tokens in one pass of funrl")
 TURNS = flags.DEFINE_integer("turns", 7, "timed turns of each, after one that is not timed")
 THREADS = flags.DEFINE_integer("threads", 1, "CPU threads")
 
 INSTALL = "trl is not installed here, so there is nothing to compare with: pip install trl datasets accelerate"
 REWARD = "def reward(prompt, completion, **fields):\n    return sum(map(ord, completion)) % 97 / 97\n"
-PHASES = ("generate", "old_logp", "ref", "value", "advantage", "update_critic", "update_actor", "reshard")
+PHASES = (
+    "generate", "score_policy", "score_reference", "score_critic", "advantage", "update_critic", "update_policy",
+    "reshard",
+)  # fmt: skip
 LR = 1e-5
 
 Seconds = tuple[float, float]  # CPU, wall
@@ -132,11 +135,11 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
     def step() -> Times:
         nonlocal state
         start = now()
-        batch, state, _ = loop.draw_batch(run, state)
-        batch, state, _ = loop.score_batch(run, state, batch)
-        state, _ = loop.learn_batch(run, state, batch)
+        rows, state, _ = loop.draw_batch(run, state)
+        rows, state, _ = loop.score_batch(run, state, rows)
+        state, _ = loop.learn_batch(run, state, rows)
         state = sync(run.parts, state, clock)
-        assert batch.tokens.shape == (PROMPTS.value * SAMPLES.value, PROMPT.value + NEW.value)
+        assert rows.batch.tokens.shape == (PROMPTS.value * SAMPLES.value, PROMPT.value + NEW.value)
         times, clock.times = clock.times, {}
         return times | {"total": since(start)}
 
@@ -186,7 +189,7 @@ def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) ->
             mark["step"] = now()
 
         def on_optimizer_step(self, *_, **__):
-            times["update_actor"] = since(mark["update"])
+            times["update_policy"] = since(mark["update"])
 
         def on_step_end(self, *_, **__):
             after_step(times | {"total": since(mark["step"])})
@@ -206,8 +209,8 @@ def main(argv: list[str]) -> None:
         folder = Path(name)
         files = make_files(folder)
         steps = {
-            "PPO": funrl_step(files, ppo.algorithm),
-            "GRPO": funrl_step(files, functools.partial(grpo.algorithm, kl_coef=KL.value)),
+            "PPO": funrl_step(files, ppo),
+            "GRPO": funrl_step(files, functools.partial(grpo, kl_coef=KL.value)),
         }
 
         def ours() -> None:
