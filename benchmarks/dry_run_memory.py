@@ -32,6 +32,7 @@ from funrl.trainer.build import build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.settings import Settings
+from funrl.trainer.sources import Source
 
 PROMPT, NEW = 64, 64
 SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
@@ -88,7 +89,8 @@ def measure(shape: str) -> None:
         a = torch.randn(64, 64, requires_grad=True)  # what the libraries take for themselves comes first
         torch.nn.functional.silu(a @ a).sum().backward()
         parts = build(job, mesh, lambda _: None)
-        batch = dry_run.full_batch(job, PROMPT, SHAPES[shape.partition("/")[0]][1])
+        ranks = mesh.size(mesh.row_axes)
+        rows = dry_run.full_rows(job, parts, PROMPT, SHAPES[shape.partition("/")[0]][1] // ranks)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
         before = resident("VmHWM")
         generator = torch.Generator().manual_seed(0)
@@ -96,9 +98,10 @@ def measure(shape: str) -> None:
         weights = first_weights(job, parts, begin)
         frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
         state = sync(parts, first_state(job, parts, weights, ()))
-        trainer = loop.Trainer(job, parts, dry_run.NO_SOURCE, frozen, Clock())
-        batch, state, _ = loop.score_batch(trainer, state, batch)
-        loop.learn_batch(trainer, state, batch)
+        no_source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
+        trainer = loop.Trainer(job, parts, no_source, frozen, Clock())
+        rows, state, _ = loop.score_batch(trainer, state, rows)
+        loop.learn_batch(trainer, state, rows)
         return resident("VmHWM") - before
 
     print(json.dumps(launch.launch(program, job.sizes, "cpu")))

@@ -194,7 +194,7 @@ class Settings:
     max_grad_norm: float = flag(1.0, "update", "gradients are scaled down to this global norm", above(0))
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
-    token_budget: int = flag(16384, "update", "padded tokens of a micro-batch on one device", at_least(1))
+    token_budget: int = flag(16384, "update", "tokens of a micro-batch on one device", at_least(1))
 
     eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
