@@ -74,26 +74,3 @@ def own_range(count: int, mesh: Mesh, axes: Axes) -> range:
     """This rank's contiguous share of `count` things over `axes`; shares differ by at most one."""
     parts, at = mesh.size(axes), mesh.index(axes)
     return range(count * at // parts, count * (at + 1) // parts)
-
-
-def gather_rows(columns: Sequence[Tensor], count: int, mesh: Mesh, axes: Axes) -> list[Tensor]:
-    """Join the ranks' `own_range` rows of each column into all `count` rows, on every rank, in one collective.
-
-    Args:
-      columns: [R, ...] tensors of this rank's rows, integers below 2^53, booleans or floats.
-      count: rows of all ranks.
-    """
-    parts = mesh.size(axes)
-    if parts == 1:
-        return list(columns)
-    rows = len(columns[0])
-    widths = [c.shape[1:].numel() for c in columns]
-    flat = torch.cat([c.reshape(rows, n).to(torch.float64) for c, n in zip(columns, widths, strict=True)], 1)
-    most = -(-count // parts)
-    padded = torch.cat([flat, flat.new_zeros(most - rows, flat.shape[1])])
-    whole = collectives.all_gather(padded, mesh, axes).view(parts, most, sum(widths))
-    counts = [count * (i + 1) // parts - count * i // parts for i in range(parts)]
-    joined = torch.cat([whole[i, :n] for i, n in enumerate(counts)])
-    return [
-        part.reshape(count, *c.shape[1:]).to(c.dtype) for part, c in zip(joined.split(widths, 1), columns, strict=True)
-    ]

@@ -23,34 +23,6 @@ def test_own_ranges_are_the_whole_in_order_and_differ_by_at_most_one(text, count
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def columns_of(rows):
-    """One column of each kind: of a row's number, exactly representable or not."""
-    at = torch.tensor(list(rows), dtype=torch.int64)
-    wide = at[:, None] * 10 + torch.arange(3)
-    return [at, wide + 2**52, wide % 2 == 0, (wide / 7).float(), wide / 7.0, at.view(-1, 1, 1).expand(-1, 2, 2) * 1.5]
-
-
-def test_gather_rows_on_one_device_is_the_identity():
-    columns = columns_of(range(3))
-    for before, after in zip(columns, sums.gather_rows(columns, 3, single(), "data"), strict=True):
-        assert after is before
-
-
-@pytest.mark.gloo
-def test_gather_rows_joins_uneven_and_empty_shares_exactly():
-    def program(mesh):
-        return [
-            (count, axes, sums.gather_rows(columns_of(sums.own_range(count, mesh, axes)), count, mesh, axes))
-            for count in COUNTS
-            for axes in ("data", ("data", "tensor"))
-        ]
-
-    for count, axes, joined in launch(program, parse("dp4,tp2"), "cpu"):
-        for got, expected in zip(joined, columns_of(range(count)), strict=True):
-            assert got.dtype == expected.dtype, (count, axes)
-            assert torch.equal(got, expected), (count, axes)
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize("bucket_bytes", [8, 128 << 20])
 def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
