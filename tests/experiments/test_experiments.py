@@ -255,6 +255,14 @@ def test_an_experiment_raises_the_reward(name, warm, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_muon_raises_the_reward(warm, tmp_path, capsys):
+    status, _, err = run("grpo", capsys, *warm, "--optimizer=muon", "--steps=5", f"--run_dir={tmp_path}")
+    assert status == 0, err
+    metrics = metrics_of(tmp_path)
+    assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.1
+
+
+@pytest.mark.slow
 def test_dpo_learns_the_preference_and_to_add(warm, tmp_path, capsys):
     status, _, err = run("dpo", capsys, *warm, "--likelihood_coef=1", "--steps=20", f"--run_dir={tmp_path}")
     assert status == 0, err

@@ -124,13 +124,13 @@ def _watched(remat, mesh):
     start, spread = fsdp.start, fsdp._spread
 
     def watch_start(group):
-        if group.packing.buckets:  # some of it is split
+        if group.buffers.buckets:  # some of it is split
             started.append(group.dtype)
         return start(group)
 
     def watch_spread(group, arriving):
         whole = spread(group, arriving)
-        if len(group.packing.places) > 1:  # a layer, not the embedding
+        if len(group.buffers.places) > 1:  # a layer, not the embedding
             alive.extend(weakref.ref(buffer.untyped_storage()) for buffer in whole)
         most[0] = max(most[0], sum(ref() is not None for ref in alive))
         return whole
