@@ -105,13 +105,14 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     flags.refuse_unknown(every.unknown, every.values)
     known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
     command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
+    from funrl.algos.core import Algorithm
     from funrl.trainer.roles import reads_scores
 
     algorithm = command.compose()
     kind = run_kind(algorithm, settings.data)
     flags.refuse_idle(every.given - set(arguments.flags), kind, source)
     settings = for_kind(settings, kind)
-    check_settings(settings, kind, kind == "rl" and reads_scores(algorithm))
+    check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
     return command._replace(settings=settings, kind=kind)
 
 

@@ -160,7 +160,11 @@ def train(
     named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
     if isinstance(model, (str, Path)):
         named["model"] = str(find_model(model))
-    algorithm = recipe if isinstance(recipe, Algorithm) else composed(recipe, Settings(**settings), own)
+    algorithm = (
+        recipe
+        if isinstance(recipe, Algorithm)
+        else composed(recipe, resolved(Settings(**settings, **named), prompts is not None), own)
+    )
     if isinstance(prompts, (str, Path)):
         named["data" if run_kind(algorithm, settings.get("data")) == "supervised" else "prompts"] = str(prompts)
     chosen = Settings(**named, **settings)
@@ -191,12 +195,13 @@ def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorit
     """The algorithm of a recipe that is named; arguments that are settings too have the settings' values.
 
     Args:
+      settings: with a number of new tokens.
       own: values of other arguments; those that are not there have their defaults.
 
     Raises:
       SettingsError: a value cannot be that argument's.
     """
-    values, common = {}, dataclasses.asdict(resolved(settings))
+    values, common = {}, dataclasses.asdict(settings)
     for name, flag in recipe_flags(recipe).items():
         values[name] = common[name] if name in common else own.get(name, flag.default)
         if problem := flag.problem(values[name]):

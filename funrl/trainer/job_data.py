@@ -15,7 +15,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_rewards, weights_of_rewards
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example
-from funrl.trainer.settings import NEW_TOKENS, Settings
+from funrl.trainer.settings import Settings, resolved
 
 TEXTS = 4096  # made of the embedded task
 
@@ -108,7 +108,9 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     train, heldout = split(examples, settings.eval_prompts)
     weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
     name = "prompts" if settings.prompts is None else Path(settings.prompts).stem
-    return Task(name, train, heldout, rewards, weights, None, NEW_TOKENS)
+    new_tokens = resolved(settings, given=True).max_new_tokens
+    assert new_tokens is not None
+    return Task(name, train, heldout, rewards, weights, None, new_tokens)
 
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from funrl import trees
 from funrl.algos.core import Algorithm, Divergence, Loss, reads
+from funrl.algos.reading import run_advantage
 from funrl.batch import FIELDS
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
@@ -119,6 +120,9 @@ def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
 
 
 def reads_scores(algorithm: Algorithm) -> bool:
-    """True if an algorithm reads rewards; the others take prompts without any."""
-    found = reads(algorithm)
+    """True if an algorithm reads rewards; the others take prompts without any. What an advantage chain reads counts
+    where a loss reads what it makes."""
+    found, chain = reads(*algorithm.losses.values(), algorithm.filter), algorithm.advantage
+    if chain is not None and (found.required | found.optional) & run_advantage(chain).makes:
+        found |= reads(chain)
     return bool({"score", "scores", "greedy_score"} & (found.required | found.optional))

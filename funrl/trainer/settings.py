@@ -35,6 +35,7 @@ from funrl.trainer.declaration import (
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,9 @@ class Settings:
 
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(
-        None, "rollout", "tokens a completion may have", at_least(1), chosen="the task's, else 64", kinds=RL
-    )
+        None, "rollout", "tokens a completion may have", at_least(1), kinds=RL,
+        chosen="the embedded task's; with --prompts 64, or 32 without --model",
+    )  # fmt: skip
     temperature: float = flag(
         1.0, "rollout", "of sampling; the trainer's log-probabilities use it too", above(0), kinds=RL
     )
@@ -242,8 +244,14 @@ def for_kind(settings: Settings, kind: str) -> Settings:
     return dataclasses.replace(settings, **idle)
 
 
-def resolved(settings: Settings) -> Settings:
-    """The settings with the number of new tokens that they imply."""
-    embedded = settings.prompts is None and settings.reward is None
-    default = arithmetic.MAX_NEW_TOKENS if embedded else NEW_TOKENS
+def resolved(settings: Settings, given: bool = False) -> Settings:
+    """The settings with the number of new tokens that they imply.
+
+    Args:
+      given: whether prompts are given in another way than by a flag.
+    """
+    if settings.prompts is None and settings.reward is None and not given:
+        default = arithmetic.MAX_NEW_TOKENS
+    else:
+        default = NEW_TOKENS_FROM_SCRATCH if settings.model is None else NEW_TOKENS
     return dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens or default)

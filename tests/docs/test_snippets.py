@@ -7,12 +7,15 @@ import shutil
 import string
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from funrl.algos.recipes import NAMES, recipe
+from funrl.models import with_value_head
 from funrl.trainer.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +61,7 @@ def test_python_blocks_run(page, tmp_path):
             assert done.returncode == 0, f"{page}, block {number}:\n{done.stderr}"
 
 
-def tiny_model(folder: Path) -> None:
+def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model) -> None:
     from funrl.data.tokenizer import character_tokenizer
     from funrl.models import Config, decoder_model, hf
 
@@ -75,7 +78,7 @@ def tiny_model(folder: Path) -> None:
         eos=(1,),
         pad=0,
     )
-    model = decoder_model(config)
+    model = made_of(decoder_model(config))
     hf.save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
 
 
@@ -96,6 +99,7 @@ def words_of(line: str) -> list[str]:
     if "--help" not in words and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
+        given |= {"--samples_per_prompt", "--max_new_tokens"} if "--data" in given else set()
         words += [word for word in [*SHORT, "--run_dir=here"] if word.split("=")[0] not in given]
     return [sys.executable, *words[1:]]
 
@@ -107,8 +111,11 @@ def test_commands_run(page, lines, tmp_path):
     write_files(page, tmp_path)
     tiny_model(tmp_path / "MODEL_DIR")
     tiny_model(tmp_path / "TEACHER_DIR")
-    prompt = {"prompt": "Tell me of a cat. "}
-    (tmp_path / "PROMPTS.jsonl").write_text("".join(json.dumps(prompt) + "\n" for _ in range(20)))
+    tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
+    texts = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks."}
+    for name, fields in {"PROMPTS": (), "DEMONSTRATIONS": ("completion",), "PAIRS": ("chosen", "rejected")}.items():
+        record = {"prompt": "Tell me of a cat. "} | {field: texts[field] for field in fields}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
     (tmp_path / "REWARD.py").write_text(
         "def score(prompt, completion, **fields):\n    return float('a' in completion)\n"
     )

@@ -21,6 +21,7 @@ from small_runs import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
+from funrl.algos import recipes, unequal_scores
 from funrl.algos.core import Algorithm, Divergence, add, reduce, scale
 from funrl.algos.losses.likelihood import negative_log_likelihood
 from funrl.algos.losses.reductions import token_mean
@@ -36,6 +37,7 @@ from funrl.models import Inputs, decoder_model, hf, place
 from funrl.models.placed import Teacher
 from funrl.tasks import arithmetic
 from funrl.trainer import offload
+from funrl.trainer.declaration import kinds_of
 from funrl.trainer.job import check_algorithm
 from funrl.trainer.roles import reads_scores
 from funrl.trainer.settings import Settings, SettingsError
@@ -138,7 +140,11 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
 
 
 def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, prompts):
-    assert [reads_scores(make()) for make in (gkd, distillation, grpo)] == [False, False, True]
+    without = [name for name in recipes.NAMES if not reads_scores(recipes.recipe(name)())]
+    given = [name for name in recipes.NAMES if kinds_of(recipes.recipe(name)()) == ("supervised",)]
+    assert set(without) == {"gkd", "distillation", *given} and "sft" in given
+    assert not reads_scores(distillation(kind="forward")) and not reads_scores(distillation(direct=True))
+    assert reads_scores(dataclasses.replace(gkd(), filter=unequal_scores()))
     with pytest.raises(SettingsError, match=r"--prompts=.* needs --reward=FILE.py:function or --reward_model=DIR"):
         small_job(grpo, reward=None, prompts=prompts)
     run, state = begin(small_job(distillation, reward=None, prompts=prompts, teacher=teacher), single())

@@ -97,7 +97,8 @@ def test_a_whole_number_is_a_number():
 
 def test_help_has_text_bounds_and_what_the_run_chooses():
     flag = FLAGS["max_new_tokens"]
-    assert flag.help() == "tokens a completion may have; at least 1; default: the task's, else 64"
+    chosen = "the embedded task's; with --prompts 64, or 32 without --model"
+    assert flag.help() == f"tokens a completion may have; at least 1; default: {chosen}"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,9 @@ def test_flags_without_a_meaning_have_the_value_that_changes_nothing():
 
 def test_the_number_of_new_tokens_is_the_tasks():
     assert resolved(Settings()).max_new_tokens == 6
-    assert resolved(Settings(prompts="p", reward="r")).max_new_tokens == 64
+    assert resolved(Settings(prompts="p", reward="r", model="m")).max_new_tokens == 64
+    assert resolved(Settings(prompts="p", reward="r")).max_new_tokens == 32
+    assert resolved(Settings(), given=True).max_new_tokens == 32
     assert resolved(Settings(max_new_tokens=9)).max_new_tokens == 9
 
 

@@ -1,0 +1,203 @@
+"""`funrl.train` from Python: what it takes, where it runs, and what it gives back."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import funrl
+from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, stateless, to_tokens, token_mean
+from funrl.loading import LoadError
+from funrl.models import Inputs, decoder_model, hf
+from funrl.models.config import ModelError
+from funrl.tasks import arithmetic
+from funrl.trainer.declaration import SettingsError
+
+TINY = {
+    "steps": 2,
+    "batch_prompts": 4,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 4,
+    "eval_prompts": 4,
+    "device": "cpu",
+}
+PROMPTS = [{"prompt": f"{n}+{n}=", "wanted": str(n % 10)} for n in range(3, 23)]
+TEXTS = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)[::-1]} for n in range(3, 23)]
+MESHES = pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.gloo)])
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory."""
+    made = decoder_model(arithmetic.model_config())
+    hf.save(tmp_path / "begin", made, made.init(torch.Generator().manual_seed(3)), arithmetic.tokenizer())
+    return str(tmp_path / "begin")
+
+
+def own_algorithm(factor):
+    """GRPO without its deviation, in which a lambda and a closure over `factor` take part."""
+    advantage = chain(group_center(), stateless(lambda x, batch: factor * x), to_tokens())
+    return Algorithm(advantage, {"policy": reduce(clipped_surrogate(), token_mean())})
+
+
+@MESHES
+def test_a_recipe_by_name_on_the_embedded_task(mesh, tmp_path):
+    told = tmp_path / "told"
+
+    def on_step(step, metrics):
+        with told.open("a") as file:
+            file.write(f"{step} {metrics['reward/mean']} {os.getpid()}\n")
+
+    run = funrl.train("grpo", mesh=mesh, warmstart_steps=1, on_step=on_step, **TINY)
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    steps, rewards, processes = zip(*(line.split() for line in told.read_text().splitlines()), strict=True)
+    assert steps == ("1", "2") and [float(x) for x in rewards] == [row["reward/mean"] for row in run.metrics]
+    assert {int(x) == os.getpid() for x in processes} == {mesh == "dp1"}
+    with open(f"{run.run_dir}/config.json") as file:
+        config = json.load(file)["flags"]
+    assert config["algorithm"] == "grpo" and config["mesh"] == mesh
+    assert run.outcome.error is None and run.outcome.last["eval/reward"] == run.metrics[-1]["eval/reward"]
+
+
+@MESHES
+def test_an_algorithm_with_a_lambda_prompts_in_memory_and_a_reward_that_is_a_closure(mesh):
+    liked = {str(digit) for digit in (1, 2, 3)}
+
+    def reward(prompt, completion, wanted):
+        return sum(letter in liked for letter in completion) / 4 + (completion[:1] == wanted)
+
+    run = funrl.train(own_algorithm(2.0), prompts=PROMPTS, reward=reward, mesh=mesh, minibatches=1, **TINY)
+    rows = run.metrics
+    assert len(rows) == 2 and 0 <= rows[0]["reward/mean"] <= 2
+    assert rows[0]["critic/advantages/max"] != 0 and "time_s/update_policy" in rows[0]
+
+
+def test_a_rank_of_its_own_computes_what_this_process_does():
+    runs = [funrl.train(own_algorithm(2.0), prompts=PROMPTS, reward=len_reward, mesh=m, dtype="float64", **TINY)
+            for m in ("dp1", "dp2")]  # fmt: skip
+    for one, other in zip(runs[0].metrics, runs[1].metrics, strict=True):
+        for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm"):
+            assert one[name] == pytest.approx(other[name], abs=1e-9)
+
+
+def len_reward(prompt, completion, **fields):
+    return len(completion) / 4
+
+
+def test_several_rewards_a_model_of_a_directory_and_what_the_run_leaves(model, tmp_path):
+    rewards = (len_reward, lambda prompt, completion, **_: completion.count("1"))
+    run = funrl.train("gdpo", model=model, prompts=PROMPTS, reward=rewards, reward_weights="1,0.5", lr=1e-2, **TINY)
+    assert "reward/2/mean" in run.metrics[0]
+    assert run.run_dir.startswith("runs/gdpo")
+    before, after = (hf.load(folder, torch.float32)[1] for folder in (model, run.model.directory))
+    assert (before["embed"] - after["embed"]).abs().max() > 1e-3
+    run.model.save(tmp_path / "copy")
+    texts = ["12+30=", "1+1="]
+    said = run.model.generate(texts, max_new_tokens=3)
+    assert said == funrl.generate(tmp_path / "copy", texts, max_new_tokens=3)
+    assert said == funrl.load(tmp_path / "copy").generate(texts, max_new_tokens=3)
+    assert len(said) == 2 and all(len(text) <= 3 for text in said)
+
+
+def test_greedy_completions_are_the_likeliest_tokens_and_samples_follow_their_seed(model):
+    made, params = hf.load(model, torch.float32)
+    tokenizer, tokens = arithmetic.tokenizer(), arithmetic.tokenizer().encode("12+30=")
+    for _ in range(4):
+        hidden = made.apply(params, Inputs(torch.tensor([tokens]))).hidden[0, -1]
+        tokens.append(int((made.unembed(params) @ hidden).argmax()))
+    wanted = tokenizer.decode(tokens, skip_special_tokens=True).removeprefix("12+30=")
+    assert funrl.generate(model, ["12+30="], max_new_tokens=4) == [wanted]
+    drawn = [funrl.generate(model, ["12+30="] * 8, max_new_tokens=6, temperature=1.0, seed=s) for s in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 1
+    assert len(funrl.generate(model, ["1+1="], max_new_tokens=2, temperature=1.0, samples=3)) == 3
+
+
+def test_texts_in_memory_for_a_supervised_recipe():
+    run = funrl.train("sft", prompts=TEXTS, steps=25, batch_prompts=8, lr=3e-3, device="cpu")
+    assert "rollout/logp_mean" not in run.metrics[0] and len(run.metrics) == 25
+    assert run.metrics[-1]["train/loss"] < 0.5 * run.metrics[0]["train/loss"]
+    assert funrl.train("dpo", prompts=PAIRS, steps=1, batch_prompts=4, device="cpu").metrics[0]["eval/accuracy"] == 0.5
+
+
+PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(20)]
+
+
+def test_a_model_of_one_s_own_begins_at_random_weights():
+    config = arithmetic.model_config()
+    small = decoder_model(type(config)(**{**vars(config), "layers": 1, "embed": 32, "mlp": 32}))
+    run = funrl.train("grpo", model=small, tokenizer=arithmetic.tokenizer(), prompts=PROMPTS, reward=len_reward, **TINY)
+    assert hf.check_directory(run.model.directory).config.embed == 32
+
+
+def test_arguments_of_a_recipe_are_settings_too():
+    weak, strong = (
+        funrl.train("ppo", value_clip=0.3, entropy_coef=coef, prompts=PROMPTS, reward=len_reward, seed=5, **TINY)
+        for coef in (0.0, 1.0)
+    )
+    assert weak.metrics[0]["actor/pg_loss"] != strong.metrics[0]["actor/pg_loss"]
+    with open(f"{strong.run_dir}/config.json") as file:
+        assert json.load(file)["flags"]["entropy_coef"] == 1.0
+    with pytest.raises(SettingsError, match="clip_low='wide': a number is needed"):
+        funrl.train("ppo", clip_low="wide", **TINY)
+
+
+def test_what_is_given_needs_no_warm_start_and_has_none():
+    """Neither prompts nor texts of one's own have demonstrations; from scratch, the embedded task has."""
+    from funrl.algos import grpo, sft
+    from funrl.trainer.job import prepare
+    from funrl.trainer.job_data import Given
+    from funrl.trainer.settings import Settings
+
+    assert prepare(Settings(), grpo).warmstart_steps == arithmetic.WARMSTART_STEPS
+    given = Given(records=PROMPTS, rewards=(len_reward,))
+    assert prepare(Settings(), grpo, given).warmstart_steps == 0
+    assert prepare(Settings(), sft, Given(records=TEXTS)).warmstart_steps == 0
+    with pytest.raises(SettingsError, match="--warmstart_steps=7: only the embedded task has demonstrations"):
+        prepare(Settings(warmstart_steps=7), grpo, given)
+
+
+def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_path):
+    from funrl.experiments.run import main
+
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in PROMPTS))
+    (tmp_path / "own_reward.py").write_text("def score(prompt, completion, **fields):\n    return len(completion)\n")
+    flags = ["--prompts=prompts.jsonl", "--reward=own_reward.py:score", "--run_dir=run"]
+    assert main("grpo", ["grpo", *flags, *(f"--{name}={value}" for name, value in TINY.items())]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"recipe": "grpo", "step": 3}, "step=3: there is no such setting"),
+        ({"recipe": own_algorithm(1.0), "clip_low": 0.1}, "clip_low=0.1: there is no such setting"),
+        ({"recipe": "grppo"}, "did you mean grpo"),
+        ({"recipe": "grpo", "model": "nowhere/nothing"}, "no such directory, and no such model in the local cache"),
+        ({"recipe": "grpo", "reward": len_reward}, "prompts and a reward are given together"),
+        ({"recipe": "grpo", "prompts": PROMPTS}, "prompts need a reward"),
+        ({"recipe": "grpo", "prompts": PROMPTS, "reward": lambda prompt: 0.0}, "the prompts' fields make the call"),
+        ({"recipe": "sft", "prompts": PROMPTS}, "there is no field 'completion'"),
+        ({"recipe": "grpo", "steps": 0}, "--steps=0: it must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(settings, says, tmp_path):
+    with pytest.raises((SettingsError, LoadError, ValueError), match=says):
+        funrl.train(**settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="empty"):
+        (tmp_path / "empty").mkdir()
+        funrl.load(tmp_path / "empty")
+
+
+def test_the_public_index_is_whole_and_lazy():
+    assert all(getattr(funrl, name) is not None for name in funrl.__all__)
+    with pytest.raises(AttributeError, match="funrl has no 'trian'; it has"):
+        _ = funrl.trian
