@@ -148,7 +148,7 @@ def row_cost(placed: Placed) -> RowCost:
 def micro_batch(
     batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int, mask: str = "mask"
 ) -> MicroBatch:
-    """Some rows end to end in [1, `size`], in the given order.
+    """Some rows end to end in [1, `size`], the shortest first.
 
     Args:
       batch: its per-token fields are of this rank's rows.
@@ -160,6 +160,7 @@ def micro_batch(
     fields = {n: x for n, x in (fields | {"mask": fields[mask]}).items() if n in PER_TOKEN}
     if not len(batch.tokens):  # a rank without rows computes padding
         fields = {n: x.new_zeros(1, 1, *x.shape[2:]) for n, x in fields.items()}
+    rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
     at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows).to(device)
     laid = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
     inner = laid.get("segments")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 from dry_jobs import CPU, H100, plain, settings, small, write_config
@@ -12,6 +13,7 @@ from funrl import trees
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cost import dry_run
 from funrl.cost.estimate import at_rows, pretended
+from funrl.data.packing import pack, packed_sizes
 from funrl.mesh.mesh import single
 from funrl.models.config import ModelError
 from funrl.trainer.build import build
@@ -128,10 +130,12 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     for name, costs in plain_.items():
         more = held[name].peak["weights"] - costs.peak["weights"]
         assert more == pytest.approx(4 * params(with_it, "reward_model")), name
-    # It reads 33 tokens of each of 16 rows: a text of 32, and one more.
+    # It reads 33 tokens of each of 16 rows, a text of 32 and one more, and the padding of its micro-batches.
+    sizes = packed_sizes(with_it.settings.token_budget, 33, 8)
+    size = int(pack(np.full(16, 33), 1, sizes, 16).size.sum())
     layer = sum(x.numel() for name, x in trees.named(judge.shapes) if x.ndim > 1 and "layers/0" in name)
     attention = 16 * 4 * (33 * 34 // 2) * judge.config.heads * judge.config.head
-    assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * 16 * 33 + attention), rel=0.01)
+    assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * size + attention), rel=0.01)
 
 
 def test_what_is_offloaded_is_away_where_it_is_not_needed():

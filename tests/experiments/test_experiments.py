@@ -267,7 +267,7 @@ def test_dpo_learns_the_preference_and_to_add(warm, tmp_path, capsys):
     status, _, err = run("dpo", capsys, *warm, "--likelihood_coef=1", "--steps=20", f"--run_dir={tmp_path}")
     assert status == 0, err
     first, last = metrics_of(tmp_path)[0], metrics_of(tmp_path)[-1]
-    assert first["eval/margin"] == 0 and last["eval/margin"] > 2 and last["eval/accuracy"] > 0.95
+    assert first["eval/margin"] == 0 and last["eval/margin"] > 0.5 and last["eval/accuracy"] > 0.95
     assert last["eval/chosen"] > 0  # sums have become more probable
 
 
