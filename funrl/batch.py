@@ -169,6 +169,10 @@ class Batch:
     ]
     kl_baseline: Annotated[Tensor, Field("token", "source", "nats, KTO's reference point, as of reference_point()")]
     offsets: Annotated[Tensor, Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", "int")]
+    trained: Annotated[
+        Tensor,
+        Field("packing", "trainer", "[N] places where the mask is true, behind the first of a packed row", "int"),
+    ]
     sampled: Annotated[Tensor, Field("token", "trainer", "the mask before corrections, set after the chain", "bool")]
     entropy: Annotated[Tensor, Field("token", "step", "nats, differentiable")]
     topk_logp: Annotated[Tensor, Field("token_k", "step", "nats, of the teacher's K tokens; differentiable")]
@@ -356,7 +360,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(), "offsets": torch.arange(3) * (T // 2),
+        "label": mask.double(), "offsets": torch.arange(3) * (T // 2), "trained": torch.arange(1, 5),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:

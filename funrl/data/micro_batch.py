@@ -18,6 +18,7 @@ class Slots(NamedTuple):
       positions: [1, N] int64, 0 at the first token of each row and at padding.
       segments: [1, N] int64, 1 for the first row, 2 for the next, ..., 0 at padding.
       offsets: [S + 1] int32, where segments begin and end, as `varlen_attention` takes them.
+      total: tokens that are not padding; they come first.
       longest: tokens of the longest row, rounded up to a power of two or N, so that few values occur.
     """
 
@@ -26,6 +27,7 @@ class Slots(NamedTuple):
     positions: Tensor
     segments: Tensor
     offsets: Tensor
+    total: int
     longest: int
 
     def to(self, device: torch.device) -> Slots:
@@ -64,7 +66,7 @@ def slots(lengths: np.ndarray, rows: np.ndarray, width: int, size: int, max_segm
     at = torch.from_numpy(segments).unsqueeze(0)
     return Slots(
         torch.from_numpy(source), at > 0, torch.from_numpy(positions).unsqueeze(0), at, torch.from_numpy(offsets),
-        longest,
+        total, longest,
     )  # fmt: skip
 
 
@@ -76,6 +78,5 @@ def pack_tokens(x_bT: Tensor, at: Slots, fill: float = 0) -> Tensor:
 
 def unpack_tokens(x_1N: Tensor, at: Slots, into_bT: Tensor) -> Tensor:
     """`into_bT` [b, T, ...] with the tokens of a micro-batch written to their places, in place."""
-    used = at.used[0]
-    into_bT.view(-1, *into_bT.shape[2:])[at.source[used]] = x_1N[0, used].to(into_bT.dtype)
+    into_bT.view(-1, *into_bT.shape[2:])[at.source[: at.total]] = x_1N[0, : at.total].to(into_bT.dtype)
     return into_bT

@@ -158,7 +158,9 @@ class Placed:
         before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch.get("mask")
         if mask_BT is None:
             return before_MD, w_VD, over, slice(None)
-        at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
+        at_N = batch.get("trained")
+        if at_N is None:
+            at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
         return before_MD[at_N], w_VD, over, at_N
 
 

@@ -119,9 +119,10 @@ def packed(
       part: numbers of the rows that the packing is of; None: all.
     """
     lengths, own = rows.lengths, rows.own
+    host_mask = getattr(rows.batch, mask).cpu()  # once for all: no micro-batch waits for the device
     for places, size in packing.own(rows.index):
         numbers = places if part is None else part[places]
-        yield micro_batch(rows.batch, lengths[own], np.searchsorted(own, numbers), size, max_rows, mask)
+        yield micro_batch(rows.batch, lengths[own], np.searchsorted(own, numbers), size, max_rows, host_mask)
 
 
 def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
@@ -146,7 +147,7 @@ def row_cost(placed: Placed) -> RowCost:
 
 
 def micro_batch(
-    batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int, mask: str = "mask"
+    batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int, host_mask: Tensor
 ) -> MicroBatch:
     """Some rows end to end in [1, `size`], the shortest first.
 
@@ -154,14 +155,18 @@ def micro_batch(
       batch: its per-token fields are of this rank's rows.
       lengths: [b] tokens of each of these.
       rows: their places, at most `max_rows`, which fixes the shape of `offsets`.
-      mask: field that becomes the mask.
+      host_mask: [b, T] of these rows, on the host; it becomes the mask.
     """
     device, fields = batch.tokens.device, as_dict(batch)
-    fields = {n: x for n, x in (fields | {"mask": fields[mask]}).items() if n in PER_TOKEN}
+    fields = {n: x for n, x in fields.items() if n in PER_TOKEN - {"mask"}}
     if not len(batch.tokens):  # a rank without rows computes padding
         fields = {n: x.new_zeros(1, 1, *x.shape[2:]) for n, x in fields.items()}
+        host_mask = host_mask.new_zeros(1, 1)
     rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
-    at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows).to(device)
+    at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
+    mask_1N = pack_tokens(host_mask, at, False)
+    trained = mask_1N[0, 1:].nonzero().squeeze(-1)
+    at = at.to(device)
     laid = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
     inner = laid.get("segments")
     if inner is None:
@@ -170,6 +175,7 @@ def micro_batch(
         segments = torch.where(at.used, inner + PARTS_OF_A_ROW * (at.segments - 1), 0)
         offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
     laid |= {"positions": laid.get("positions", at.positions), "segments": segments, "offsets": offsets}
+    laid |= {name: x.to(device, non_blocking=True) for name, x in (("mask", mask_1N), ("trained", trained))}
     return MicroBatch(torch.from_numpy(rows).to(device), at, Batch(**laid))
 
 
