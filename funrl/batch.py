@@ -343,7 +343,8 @@ def recording(batch: Batch) -> tuple[Batch, Seen]:
 
 
 def example(names: Iterable[str] | None = None) -> Batch:
-    """A small batch of these fields (default: all), with values that the schema allows, to run a piece on.
+    """A small batch of these fields (default: all but those of a packed row), with values that the schema allows, to
+    run a piece on.
 
     Two groups of two rows, scores 0 and 1 in each; 8 tokens a row, of which the third to the sixth are sampled and the
     others are 0; two sequences a row; K = 2.
@@ -360,7 +361,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(), "offsets": torch.arange(3) * (T // 2), "trained": torch.arange(1, 5),
+        "label": mask.double(),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:
@@ -372,7 +373,9 @@ def example(names: Iterable[str] | None = None) -> Batch:
         on = mask[..., None] if len(shape) == 3 else mask
         return torch.where(on, x, x.new_zeros(())) if len(shape) > 1 else x
 
-    return Batch(**{name: value(name) for name in (FIELDS if names is None else names)})
+    return Batch(
+        **{name: value(name) for name in (fields_of_kind("row", "token", "token_k") if names is None else names)}
+    )
 
 
 # ---- errors

@@ -97,7 +97,7 @@ def test_it_is_a_tree_whose_leaves_are_named_by_field():
 def test_select_takes_rows_of_every_field():
     batch = example()
     picked = select(batch, torch.tensor([2, 0]))
-    assert set(picked.names()) == set(FIELDS)
+    assert set(picked.names()) == set(batch.names())
     assert all(torch.equal(x, as_dict(batch)[name][[2, 0]]) for name, x in as_dict(picked).items())
 
 

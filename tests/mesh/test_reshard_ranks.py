@@ -204,7 +204,7 @@ def test_a_rank_that_dies_in_the_middle_is_named():
         tree = {name: torch.ones(layout.local_shape(mesh.rank)) for name, layout in src.items()}
         if mesh.rank == 2:
             begun = []
-            pack = resharding.pack
+            pack = resharding.pack_message
 
             def dying(*args):
                 begun.append(args)
@@ -212,7 +212,7 @@ def test_a_rank_that_dies_in_the_middle_is_named():
                     os.kill(os.getpid(), signal.SIGKILL)
                 return pack(*args)
 
-            resharding.pack = dying
+            resharding.pack_message = dying
         reshard(tree, plan(src, resharding.replicated(src), torch.float32), mesh, 1 << 18)
 
     with pytest.raises(WorkerError, match=r"rank 2 was killed by SIGKILL|rank 2, which has failed"):
