@@ -23,7 +23,6 @@ from torch import Tensor
 
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, token_mean_of
-from funrl.algos.metrics import merge as merge
 from funrl.batch import Batch, Reads, select
 
 Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum

@@ -123,8 +123,8 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     reward = write_config(tmp_path, num_hidden_layers=5, num_labels=1, architectures=["LlamaForSequenceClassification"])
     given = {"prompts": "prompts.jsonl", "reward_model": reward}
     with_it, without = small("grpo", **given), small("grpo")
-    judge = with_it.models["reward_model"]
-    assert judge.config.layers == 5 and judge.unembed is None
+    grader = with_it.models["reward_model"]
+    assert grader.config.layers == 5 and grader.unembed is None
     held, plain_ = (dry_run.estimate(job, 8, CPU).phases for job in (with_it, without))
     assert set(held) - set(plain_) == {"score_reward_model"}
     for name, costs in plain_.items():
@@ -133,8 +133,8 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     # It reads 33 tokens of each of 16 rows, a text of 32 and one more, and the padding of its micro-batches.
     sizes = packed_sizes(with_it.settings.token_budget, 33, 8)
     size = int(pack(np.full(16, 33), 1, sizes, 16).size.sum())
-    layer = sum(x.numel() for name, x in trees.named(judge.shapes) if x.ndim > 1 and "layers/0" in name)
-    attention = 16 * 4 * (33 * 34 // 2) * judge.config.heads * judge.config.head
+    layer = sum(x.numel() for name, x in trees.named(grader.shapes) if x.ndim > 1 and "layers/0" in name)
+    attention = 16 * 4 * (33 * 34 // 2) * grader.config.heads * grader.config.head
     assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * size + attention), rel=0.01)
 
 

@@ -32,7 +32,7 @@ def draws(*seeds, dtype=torch.float64):
     return [draw(seed, dtype) for seed in seeds]
 
 
-def same(a, b, tolerance=1e-12):
+def assert_same(a, b, tolerance=1e-12):
     for (name, x), (other, y) in zip(trees.named(a), trees.named(b), strict=True):
         assert name == other
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
@@ -80,8 +80,8 @@ def test_shards_make_the_steps_of_the_whole(row):
         ranks = [gather(got, rank) for rank in range(m.world)]
     state_lay = optim.layouts_of(expected_state, lay)
     for rank, (params, state) in enumerate(ranks):
-        same(params, _own(expected, lay, rank))
-        same(state, _own(expected_state, state_lay, rank))
+        assert_same(params, _own(expected, lay, rank))
+        assert_same(state, _own(expected_state, state_lay, rank))
 
 
 def _own(tree, lay, rank):
@@ -95,7 +95,7 @@ def test_a_state_that_is_saved_by_name_continues(row):
     params, state = run(row.make(Where()), start, grads[:2])
     saved = {name: x.clone() for name, x in trees.named(state)}
     again = trees.from_named(row.make(Where()).init(draw(7)), saved.items())
-    same(run(row.make(Where()), params, grads[2:], again), expected, tolerance=0)
+    assert_same(run(row.make(Where()), params, grads[2:], again), expected, tolerance=0)
 
 
 @every_row
@@ -105,7 +105,7 @@ def test_arguments_stay_as_they_are(row):
     kept = (params,) if row.takes_over else (params, grads, state)
     before = trees.clone(kept)
     updates, _ = step.update(grads, state, params)
-    same(kept, before, tolerance=0)
+    assert_same(kept, before, tolerance=0)
     assert [name for name, _ in trees.named(updates)] == NAMES
 
 
@@ -129,7 +129,7 @@ def test_a_graph_of_it_makes_the_same_steps(row):
     step, params, (first, second) = row.make(Where()), draw(0), draws(1, 2)
     state = step.init(params)
     graph = make_fx(lambda g, s, p: step.update(g, s, p))(trees.clone(first), trees.clone(state), params)
-    same(graph(trees.clone(second), trees.clone(state), params), step.update(second, state, params), tolerance=0)
+    assert_same(graph(trees.clone(second), trees.clone(state), params), step.update(second, state, params), tolerance=0)
 
 
 DESCENDS = {name: row for name, row in ROWS.items() if row.descends}

@@ -161,9 +161,9 @@ def test_sft_then_a_reward_model_then_ppo_from_the_command_line(prompts, tmp_pat
     wrong = [str(n * n * 7919).replace("1", "3")[-1 - n % 3 :] for n in range(40)]
     records = [{"prompt": f"{n}+{n}=", "chosen": "1" * len(x), "rejected": x} for n, x in enumerate(wrong)]
     pairs.write_text("".join(json.dumps(record) + "\n" for record in records))
-    judge, rows = run("reward_model", f"--model={policy}", f"--data={pairs}", "--steps=20", "--lr=0.003")
+    grader, rows = run("reward_model", f"--model={policy}", f"--data={pairs}", "--steps=20", "--lr=0.003")
     assert rows[-1]["eval/accuracy"] == 1  # it tells ones from other digits
-    flags = (f"--model={policy}", f"--prompts={prompts}", f"--reward_model={judge}", "--max_new_tokens=4")
+    flags = (f"--model={policy}", f"--prompts={prompts}", f"--reward_model={grader}", "--max_new_tokens=4")
     final, rows = run("ppo", *flags, "--steps=12", "--lr=0.01", "--samples_per_prompt=16")
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.5, rewards
