@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from funrl.models.config import Config, ModelError
     from funrl.models.decoder import decoder_model
     from funrl.models.hf import load_model
-    from funrl.models.model import Inputs, Model, Output, cache_prefix
+    from funrl.models.model import Inputs, Model, Output
     from funrl.models.placed import Placed, place
     from funrl.models.remat import rematerialized
     from funrl.models.value_head import with_value_head
@@ -22,7 +22,6 @@ _FILES = {
     "ModelError": "config",
     "Output": "model",
     "Placed": "placed",
-    "cache_prefix": "model",
     "compile_layer": "compile",
     "decoder_model": "decoder",
     "load_model": "hf",
@@ -38,7 +37,6 @@ __all__ = [
     "ModelError",
     "Output",
     "Placed",
-    "cache_prefix",
     "compile_layer",
     "decoder_model",
     "load_model",

@@ -59,9 +59,9 @@ def compile_layer(
 
 def _mark_dynamic(x_BTD, context) -> None:
     """Let rows, tokens and slots vary; a size of 1 stays what it is."""
-    rows_and_tokens = [(x, 2) for x in (x_BTD, context.slots_BT, *(context.kv_cache or ()))]
     rotations = [(x, x.dim() - 2) for x in context.rope]
-    for x, dims in [*rows_and_tokens, *rotations, (context.attention_mask_BTS, 3)]:
+    paging = [(x, x.dim()) for x in context.paging or ()]
+    for x, dims in [(x_BTD, 2), *rotations, *paging, (context.attention_mask_BTS, 3)]:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])
 

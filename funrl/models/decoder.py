@@ -19,6 +19,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
+from funrl.compiled_kernels.paged_attention import Paging, paged_attention
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import pbroadcast, psum
@@ -30,9 +31,9 @@ from funrl.models.names import hf_names
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far; slot s of a row holds the token at position s."""
+    """Keys and values of the tokens so far, in pages."""
 
-    keys: tuple[Tensor, ...]  # per layer [B, S, K, N], the key-value heads of this rank
+    keys: tuple[Tensor, ...]  # per layer [pages, tokens of a page, K, N], the key-value heads of this rank
     values: tuple[Tensor, ...]
 
 
@@ -41,19 +42,19 @@ class Context(NamedTuple):
 
     Attributes:
       rope: rotations of the tokens' positions.
-      attention_mask_BTS: bool, true where token t sees slot s; None: every slot, or those up to t where `causal`.
-      causal: without a mask, token t sees slots up to t.
-      kv_cache: this layer's keys and values [B, S, K, N], written in place.
-      slots_BT: the slots of `kv_cache` where the tokens go; None: its first ones.
+      attention_mask_BTS: bool, true where token t sees token s; None: every token, or those up to t where `causal`.
+      causal: without a mask, token t sees tokens up to t.
+      kv_cache: this layer's keys and values [P, page, K, N], written in place.
+      paging: with `kv_cache`, the places of the tokens of one packed row.
       offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
-      window: with `offsets`, how many tokens back a token sees, itself included; None: all of its sequence.
+      window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
     """
 
     rope: Rotary
     attention_mask_BTS: Tensor | None
     causal: bool
     kv_cache: tuple[Tensor, Tensor] | None = None
-    slots_BT: Tensor | None = None
+    paging: Paging | None = None
     offsets: Tensor | None = None
     window: int | None = None
 
@@ -151,11 +152,11 @@ def unembed(params: trees.Tree) -> Tensor:
 
 
 def init_cache(
-    config: Config, mesh: Mesh, rows: int, length: int, dtype: torch.dtype, device: torch.device | None = None
+    config: Config, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> Cache:
-    """An empty cache for `rows` sequences of up to `length` tokens, for this rank's key-value heads."""
+    """An empty cache of pages, for this rank's key-value heads."""
     local = _kv_count(config.heads // mesh.size("tensor"), config.heads // config.kv_heads)
-    shape = (rows, length, local, config.head)
+    shape = (pages, page_tokens, local, config.head)
 
     def empty() -> tuple[Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=dtype, device=device or mesh.device) for _ in range(config.layers))
@@ -174,12 +175,12 @@ def apply(
     """A forward pass, as `Model.apply` says.
 
     Raises:
-      ModelError: packed segments are given together with a cache.
+      ModelError: of a cache and `Inputs.paging` there is only one.
     """
-    if cache is not None and inputs.segments is not None:
-        raise ModelError("packed segments and a cache exclude each other: a cache has one sequence a row")
+    if (cache is None) != (inputs.paging is None):
+        raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
     x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
-    contexts = _contexts(config, inputs, cache, x_BTD.dtype)
+    contexts = _contexts(config, inputs, x_BTD.dtype)
     layer = layer or decoder_layer
     layers = params["layers"]
     with regathering(layers):
@@ -210,24 +211,24 @@ def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor,
     return x_BTD + psum(F.linear(inner_BTF, mlp["down"]), mesh, "tensor")
 
 
-def _contexts(config: Config, inputs: Inputs, cache: Cache | None, dtype: torch.dtype) -> dict[int | None, Context]:
+def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[int | None, Context]:
     """The context of layers with each attention window, less their caches."""
-    tokens_BT, positions, segments, offsets = inputs
+    tokens_BT, positions, segments, offsets, paging = inputs
     T, device = tokens_BT.shape[1], tokens_BT.device
     wide = torch.promote_types(dtype, torch.float32)
     frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide, device)
+    if paging is not None:
+        positions = paging.positions_N
     rope = rotary(torch.arange(T, device=device) if positions is None else positions, frequency, dtype)
-    slots = None if cache is None or positions is None else positions.expand(tokens_BT.shape)
-    length = T if cache is None or slots is None else cache.keys[0].shape[1]
-    if offsets is not None:
-        return {w: Context(rope, None, True, offsets=offsets, window=w) for w in set(config.windows or (None,))}
+    windows = set(config.windows or (None,))
+    if offsets is not None or paging is not None:
+        return {w: Context(rope, None, True, paging=paging, offsets=offsets, window=w) for w in windows}
     contexts = {}
-    for window in set(config.windows or (None,)):
-        if slots is None and segments is None and (window is None or window >= T):
-            contexts[window] = Context(rope, None, T > 1, None, slots)
+    for window in windows:
+        if segments is None and (window is None or window >= T):
+            contexts[window] = Context(rope, None, T > 1)
         else:
-            at = torch.arange(T, device=device) if slots is None else slots
-            contexts[window] = Context(rope, _attention_mask(at, length, segments, window), False, None, slots)
+            contexts[window] = Context(rope, _attention_mask(T, segments, window, device), False)
     return contexts
 
 
@@ -240,9 +241,10 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         q_BTHN = rms_norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"), config.norm_eps)
         k_BTKN = rms_norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"), config.norm_eps)
     q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
-    if context.kv_cache is not None:
-        k_BTKN, v_BTKN = _write(context.kv_cache, k_BTKN, v_BTKN, context.slots_BT)
-    if context.offsets is not None:
+    if context.kv_cache is not None and context.paging is not None:
+        new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
+        out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window).unsqueeze(0)
+    elif context.offsets is not None:
         out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
@@ -254,19 +256,6 @@ def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Hidden states to heads [B, T, H, N], by a weight [H, N, D] and a bias [H, N]."""
     out = F.linear(h_BTD, weight.flatten(0, 1), None if bias is None else bias.flatten())
     return out.unflatten(-1, weight.shape[:2])
-
-
-def _write(kv_cache: tuple[Tensor, Tensor], k_BTKN: Tensor, v_BTKN: Tensor, slots_BT: Tensor | None):
-    """Write new keys and values to a cache; returns those to attend to."""
-    keys, values = kv_cache
-    if slots_BT is None:  # the cache was empty: there are no others
-        keys[:, : k_BTKN.shape[1]] = k_BTKN
-        values[:, : v_BTKN.shape[1]] = v_BTKN
-        return k_BTKN, v_BTKN
-    rows_B1 = torch.arange(slots_BT.shape[0], device=slots_BT.device).unsqueeze(1)
-    keys[rows_B1, slots_BT] = k_BTKN
-    values[rows_B1, slots_BT] = v_BTKN
-    return keys, values
 
 
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
@@ -301,13 +290,13 @@ def _kv_heads(
     return own, None if bias is None else pbroadcast(bias, mesh, "tensor").index_select(0, used)
 
 
-def _attention_mask(at: Tensor, slots: int, segments_BT: Tensor | None, window: int | None) -> Tensor:
-    """Bool [B, T, S], the batch dim 1 where rows are alike: the slots that tokens at slots `at` ([T] or [B, T]) see."""
-    slot_S = torch.arange(slots, device=at.device)
-    last = at.unsqueeze(-1)
-    mask = slot_S <= last
+def _attention_mask(T: int, segments_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Bool [B, T, T], the batch dim 1 where rows are alike: the tokens that each token sees."""
+    at_T = torch.arange(T, device=device)
+    behind_TS = at_T[:, None] - at_T
+    mask = behind_TS >= 0
     if window is not None:
-        mask = mask & (slot_S > last - window)
+        mask = mask & (behind_TS < window)
     if segments_BT is not None:
         # Padding sees padding: its output is never used, and a token that sees nothing has no softmax.
         mask = mask & (segments_BT.unsqueeze(-1) == segments_BT.unsqueeze(-2))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config
 
@@ -29,15 +30,17 @@ class Inputs(NamedTuple):
       tokens: [B, T] int64 token ids.
       positions: [B, T] or [T] int64 position of each token in its sequence; None: 0, 1, 2, ...
       segments: [B, T] int64, the sequence of a packed row that a token belongs to; tokens see their own sequence only.
-        0 is padding. None: every row is one sequence. Not with a cache.
+        0 is padding. None: every row is one sequence.
       offsets: [S + 1] int32, where the sequences of one packed row [1, T] begin and end: attention is then of variable
         length, and no [T, T] mask is made. None: the mask is made of `segments`.
+      paging: with a cache, the places of the tokens of one packed row [1, T]; it has their positions. None: no cache.
     """
 
     tokens: Tensor
     positions: Tensor | None = None
     segments: Tensor | None = None
     offsets: Tensor | None = None
+    paging: Paging | None = None
 
 
 class Output(NamedTuple):
@@ -71,7 +74,7 @@ class Apply(Protocol):
 
 class InitCache(Protocol):
     def __call__(
-        self, mesh: Mesh, rows: int, length: int, dtype: torch.dtype, device: torch.device | None = None
+        self, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> trees.Tree: ...
 
 
@@ -86,15 +89,14 @@ class Model:
       names: for each weight, its name and shape in a Hugging Face file; some neighbouring dims may be merged there.
       init: `(generator, dtype=float32)` -> random weights, whole.
       apply: `(params, inputs, mesh=SINGLE, cache=None, layer=None)` -> `Output`. `params` are this rank's shards of the
-        weights, or what `fsdp.gathered` makes of them; `layer` replaces `Model.layer`. With a cache, keys and values
-        are written at slot == position, in place: the cache is donated, and the returned one takes its place. A token
-        sees the slots up to its position, so what is beyond (padding of a shorter row) is overwritten before it is
-        ever seen. `positions=None` fills an empty cache, and is quicker.
+        weights, or what `fsdp.gathered` makes of them; `layer` replaces `Model.layer`. With a cache and
+        `inputs.paging`, new keys and values are written to their pages, in place: the cache is donated, and the
+        returned one takes its place.
       unembed: `(params)` -> this rank's rows of the matrix [V, D] from hidden states to logits; None: it has no logits.
       value: `(params, hidden [B, T, D])` -> a number per token [B, T]; None: it has no value head.
       layer: the function of one layer that `apply` calls for each; what `compile_layer` and `rematerialized` replace.
-      init_cache: `(mesh, rows, length, dtype, device=None)` -> an empty key-value cache for this rank's heads, a tree
-        of tensors [rows, length, ...].
+      init_cache: `(mesh, pages, page_tokens, dtype, device=None)` -> an empty key-value cache for this rank's heads, a
+        tree of tensors [pages, page_tokens, ...].
       rebuild: `(config)` -> the same architecture of another size.
     """
 
@@ -113,8 +115,3 @@ class Model:
     def with_layers(self, layers: int) -> Model:
         """The same model with only its first `layers` layers."""
         return self.rebuild(self.config.with_layers(layers))
-
-
-def cache_prefix(cache: trees.Tree, length: int) -> trees.Tree:
-    """A view of the first `length` slots of a cache; what is written to it is written to `cache`."""
-    return trees.map(lambda x: x[:, :length], cache)

@@ -16,21 +16,24 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
-def uniform(seed: int, rows_R: Tensor, steps_S: Tensor) -> Tensor:
-    """Noise in (0, 1), equal for equal (seed, row, step) wherever it is computed.
+def request_seed(seed: int, row: int) -> int:
+    """Start of the stream of noise of one row: a hash of (seed, row), as a signed 64-bit number."""
+    return int(_hash(_hash(torch.tensor(_signed(seed))) + torch.tensor(row) * _GAMMA))
 
-    Row r is a SplitMix64 stream whose start is a hash of (seed, r); step s is its s-th number.
+
+def noise(seeds_R: Tensor, steps_S: Tensor) -> Tensor:
+    """Noise in (0, 1), equal for equal (seed, step) wherever it is computed.
+
+    A seed begins a SplitMix64 stream; step s is its s-th number.
 
     Args:
-      seed: any integer; it counts modulo 2^64.
-      rows_R: int64 numbers of the rows.
-      steps_S: int64 numbers of the steps.
+      seeds_R: int64, such as `request_seed` makes.
+      steps_S: int64 numbers of the steps, [S] or [R, S].
 
     Returns: [R, S] float64, (i + 1/2) / 2^52 for a whole number i.
     Reference: Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195
     """
-    start_R = _hash(_hash(_signed(seed) + torch.zeros_like(rows_R)) + rows_R * _GAMMA)
-    bits_RS = _hash(start_R.unsqueeze(1) + (steps_S + 1) * _GAMMA)
+    bits_RS = _hash(seeds_R.unsqueeze(1) + (steps_S + 1) * _GAMMA)
     return (_shift_right(bits_RS, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 

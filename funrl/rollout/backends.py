@@ -1,0 +1,146 @@
+"""The two ways in which a forward pass over the new tokens of many sequences is computed.
+
+`TorchBackend` runs the training model itself on any device and mesh; `PackedBackend` makes one call into compiled code
+on a CPU. The scheduler in `native` knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.paged_attention import paging_of
+from funrl.mesh.collectives import all_gather
+from funrl.mesh.mesh import Mesh
+from funrl.models.model import Inputs, Layer, Model
+from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling import sample_tokens
+
+LOGITS = 1 << 26  # numbers in the logits of one draw
+Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
+
+
+class Work(NamedTuple):
+    """New tokens of some sequences.
+
+    Attributes:
+      tokens_N: int64 ids on the device, those of each sequence together.
+      counts: new tokens of each sequence.
+      ends: tokens of each sequence, the new ones included.
+      table_SP: int32 pages of each sequence in order, on the CPU.
+      draws: numbers of the tokens behind which something is drawn.
+    """
+
+    tokens_N: Tensor
+    counts: Sequence[int]
+    ends: Sequence[int]
+    table_SP: Tensor
+    draws: Sequence[int]
+
+
+class Backend(Protocol):
+    """A model with weights and a cache of pages.
+
+    Attributes:
+      page_tokens: tokens of a page.
+      page_bytes: of one page of all layers, on a rank.
+      vocab: tokens of the vocabulary.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    vocab: int
+
+    def load(self, params: trees.Tree) -> None:
+        """Take this rank's weights."""
+        ...
+
+    def drop(self) -> None:
+        """Let the weights go."""
+        ...
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that it really computes with, by name, in the model's own form."""
+        ...
+
+    def resize(self, pages: int) -> None:
+        """Have a cache of so many pages, with nothing in it; none for 0."""
+        ...
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values of pages."""
+        ...
+
+    def forward(self, work: Work) -> Tensor:
+        """What `draw` needs of each draw of the work, [M, ...]."""
+        ...
+
+    def draw(self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen: Tensor | None) -> Draw:
+        """One token per draw.
+
+        Args:
+          found_M: by `forward`.
+          source_R: the row of it of each draw.
+          noise_R: float64 in (0, 1); None: greedy.
+          how: temperature, truncation, penalty.
+          seen: [R, V] bool, tokens that the sequence has; None: there is no penalty.
+        """
+        ...
+
+
+class TorchBackend:
+    """The training model itself."""
+
+    def __init__(self, model: Model, mesh: Mesh, dtype: torch.dtype, layer: Layer | None, page_tokens: int):
+        self.page_tokens, self.vocab, self.model, self.mesh = page_tokens, model.config.vocab, model, mesh
+        self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+        self._dtype, self._layer, self._cache = dtype, layer, None
+        self._params: trees.Tree = None
+        self._unembed_VD: Tensor | None = None
+
+    def load(self, params: trees.Tree) -> None:
+        assert self.model.unembed is not None
+        unembed_VD = self.model.unembed(params)
+        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
+            unembed_VD = unembed_VD.float()  # `project` would convert it at every step
+        self._params, self._unembed_VD = params, unembed_VD
+
+    def drop(self) -> None:
+        self._params = self._unembed_VD = None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from trees.named(self._params)
+
+    def resize(self, pages: int) -> None:
+        self._cache = None
+        if pages:
+            self._cache = self.model.init_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for x in trees.leaves(self._cache):
+            x[list(targets)] = x[list(sources)]
+
+    def forward(self, work: Work) -> Tensor:
+        """Hidden states [M, D]."""
+        device = work.tokens_N.device
+        paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
+        inputs = Inputs(work.tokens_N.unsqueeze(0), paging=paging)
+        hidden_1ND, self._cache, _ = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
+        return hidden_1ND[0, torch.tensor(work.draws, dtype=torch.int64, device=device)]
+
+    def draw(self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen: Tensor | None) -> Draw:
+        assert self._unembed_VD is not None
+        count = max(1, LOGITS // self.model.config.vocab)
+        parts = []
+        for low in range(0, len(source_R), count):
+            some = slice(low, low + count)
+            logits_RV = project(found_M[source_R[some]], self._unembed_VD)
+            logits_RV = all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
+            parts.append(sample_tokens(logits_RV, None if noise_R is None else noise_R[some], how))
+        token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
+        return token_R, sampling_logp_R, raw_logp_R

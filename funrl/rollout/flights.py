@@ -1,0 +1,338 @@
+"""Requests in flight: their tokens, log-probabilities and noise, in arrays with one row a seat.
+
+Drawn tokens stay on the device until `look` reads them all at once, so that a pass need not wait for the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.rollout.backends import Backend
+from funrl.rollout.completions import Sampling
+from funrl.rollout.requests import Completion, Finish, Request
+from funrl.rollout.sampling import noise
+
+NOISE_STEPS = 64  # numbers of each stream that are made at a time
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Flight:
+    """A request in flight.
+
+    Attributes:
+      request: as it was submitted.
+      text: tokens of prompt and completion, as far as they were known when it last had no seat.
+      logps: [2, T] log-probabilities of the completion's tokens so far, sampling and raw, likewise.
+      versions: (first token of the completion, version of the weights) pairs, ascending.
+      seat: its row of the arrays; -1: it waits for one.
+      pages: that hold its keys and values, in order.
+      siblings: requests of the same prompt that begin when its prompt is computed.
+      computed: whether its pages hold all its tokens but the last, which nothing was drawn behind.
+    """
+
+    request: Request
+    text: np.ndarray
+    logps: np.ndarray
+    versions: list[tuple[int, int]]
+    seat: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    siblings: list[Flight] = dataclasses.field(default_factory=list)
+    computed: bool = False
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been written behind its prompt."""
+        return len(self.text) == len(self.request.prompt)
+
+    @property
+    def limit(self) -> int:
+        """Tokens of prompt and completion at which it ends."""
+        sampling, begun, most = self.request.sampling, self.request.begun, self.request.most
+        count = sampling.max_new_tokens
+        if most is not None:
+            count = min(count, most + (0 if begun is None else len(begun.tokens)))
+        return len(self.request.prompt) + count
+
+
+class _Drawn(NamedTuple):
+    """What one pass drew.
+
+    Attributes:
+      seats: of the draws.
+      at: tokens of each sequence before it.
+      found: tokens and log-probabilities, sampling and raw.
+    """
+
+    seats: np.ndarray
+    at: np.ndarray
+    found: tuple[Tensor, Tensor, Tensor]
+
+
+class Flights:
+    """All requests in flight; those with a seat are being computed.
+
+    Attributes:
+      numbers: flights by the number of the request.
+      decode: token ids -> text; None: there are no stop strings.
+      decoded: tokens that were drawn and kept, since it was made.
+      lengths: [seats] tokens of each sequence, those that were not looked at included.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None):
+        self.numbers: dict[int, Flight] = {}
+        self.decode, self.decoded, self._device = decode, 0, device
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self._seated: list[Flight | None] = []
+        self._free: list[int] = []
+        self._ended: list[Completion] = []
+        self._gone: list[Flight] = []
+        self._pending: list[_Drawn] = []
+        self._kinds: dict[Sampling, int] = {}
+        self._prompts, self._limits, self._seeds, self._kind, self._noise_block = (self.lengths.copy() for _ in range(5))
+        self._stops: list[frozenset[int]] = []
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
+        self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
+        self._last = torch.zeros(0, dtype=torch.int64, device=device)
+        self._noise = torch.zeros(0, NOISE_STEPS, dtype=torch.float64, device=device)
+        self._done = np.zeros(0, dtype=bool)
+        self.must_look = False
+
+    @property
+    def count(self) -> int:
+        """Requests that are not finished, or not told yet."""
+        return len(self.numbers) + len(self._ended)
+
+    def begin(self, request: Request, version: int | None) -> Flight:
+        """A request that waits for a seat."""
+        begun, prompt = request.begun, np.asarray(request.prompt, dtype=np.int64)
+        if begun is None:
+            flight = Flight(request, prompt, np.zeros((2, 0), self._logps.dtype), [(0, version or 0)])
+        else:
+            text = np.concatenate([prompt, begun.tokens.numpy()])
+            logps = torch.stack([begun.sampling_logp, begun.raw_logp]).numpy().astype(self._logps.dtype)
+            changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
+            versions = [(at, int(begun.versions[at])) for at in changes]
+            flight = Flight(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
+        self.numbers[request.number] = flight
+        return flight
+
+    def all(self) -> list[Flight]:
+        """All that are not finished."""
+        return list(self.numbers.values())
+
+    def of_version(self, version: int) -> None:
+        """Let further tokens be of these weights."""
+        for flight in self.numbers.values():
+            drawn = len(flight.text) - len(flight.request.prompt)
+            flight.versions = [pair for pair in flight.versions if pair[0] < drawn] + [(drawn, version)]
+
+    def seat(self, flight: Flight) -> None:
+        """Give a flight a row of the arrays."""
+        if not self._free:
+            self._more_seats()
+        seat = flight.seat = self._free.pop()
+        request, length = flight.request, len(flight.text)
+        self._wide_enough(flight.limit, flight.limit - len(request.prompt))
+        self._seated[seat], self._done[seat] = flight, False
+        self._tokens[seat, :length] = flight.text
+        self._logps[:, seat, : flight.logps.shape[1]] = flight.logps
+        self.lengths[seat], self._prompts[seat], self._limits[seat] = length, len(request.prompt), flight.limit
+        self._seeds[seat], self._noise_block[seat] = request.seed, -1
+        self._last[seat] = int(flight.text[-1])
+        self._kind[seat] = self._kinds.setdefault(_drawing(request.sampling), len(self._kinds))
+        self._stops[seat] = frozenset(request.sampling.stop)
+
+    def unseat(self, flight: Flight) -> None:
+        """Take a flight's row away and keep what it has. All that was drawn has been looked at."""
+        seat, length = flight.seat, self.lengths[flight.seat]
+        flight.text = self._tokens[seat, :length].copy()
+        flight.logps = self._logps[:, seat, : length - len(flight.request.prompt)].copy()
+        self._seated[seat], flight.seat = None, -1
+        self._free.append(seat)
+
+    def new_tokens(self, flight: Flight, begin: int, count: int) -> np.ndarray:
+        """Some tokens of a flight with a seat, which have been looked at."""
+        return self._tokens[flight.seat, begin : begin + count]
+
+    def last_tokens(self, seats: np.ndarray) -> Tensor:
+        """The token that each seat drew last, on the device."""
+        return self._last[torch.from_numpy(seats).to(self._device)]
+
+    def text_of(self, flight: Flight, count: int) -> list[int]:
+        """The first tokens of a flight with a seat."""
+        return self._tokens[flight.seat, :count].tolist()
+
+    def draw(self, backend: Backend, found_M: Tensor, seats: Sequence[int], sources: Sequence[int]) -> None:
+        """Draw one token for each of some seats.
+
+        Args:
+          found_M: what the backend computed.
+          sources: the row of it of each seat.
+        """
+        if not len(seats):
+            return
+        at_R = np.asarray(seats, dtype=np.int64)
+        source_R, noise_R = torch.tensor(sources, device=self._device), self._noise_of(at_R)
+        kinds, seats_R = list(self._kinds), torch.from_numpy(at_R).to(self._device)
+        used = np.unique(self._kind[at_R])
+        if len(used) == 1:
+            how = kinds[used[0]]
+            found = backend.draw(found_M, source_R, None if how.greedy else noise_R, how, self._seen(how, at_R, backend))
+        else:
+            parts, order = [], []
+            for kind in used:
+                some, how = np.flatnonzero(self._kind[at_R] == kind), kinds[kind]
+                here = torch.from_numpy(some).to(self._device)
+                noise_here = None if how.greedy else noise_R[here]
+                parts.append(backend.draw(found_M, source_R[here], noise_here, how, self._seen(how, at_R[some], backend)))
+                order.append(here)
+            back = torch.argsort(torch.cat(order))
+            token_R, sampling_R, raw_R = (torch.cat(x)[back] for x in zip(*parts, strict=True))
+            found = token_R, sampling_R, raw_R
+        self._last.index_copy_(0, seats_R, found[0])
+        self._pending.append(_Drawn(at_R, self.lengths[at_R], found))
+        self.lengths[at_R] += 1
+        full = bool((self.lengths[at_R] >= self._limits[at_R]).any())
+        self.must_look |= full or any(kinds[kind].repetition_penalty != 1 for kind in used)
+
+    def look(self) -> None:
+        """Read what was drawn; see `gone` and `ended` for what ended by it.
+
+        Raises:
+          FloatingPointError: a log-probability is not finite.
+        """
+        pending, self._pending, self.must_look = self._pending, [], False
+        for seats, at, found in pending:
+            token_R, sampling_R, raw_R = (x.cpu().numpy() for x in found)
+            alive = ~self._done[seats]
+            if not np.isfinite(raw_R[alive]).all():
+                bad = int(np.flatnonzero(alive & ~np.isfinite(raw_R))[0])
+                self._not_finite(int(seats[bad]), int(at[bad]))
+            self._tokens[seats[alive], at[alive]] = token_R[alive]
+            drawn = at - self._prompts[seats]
+            self._logps[0, seats[alive], drawn[alive]] = sampling_R[alive]
+            self._logps[1, seats[alive], drawn[alive]] = raw_R[alive]
+            self.decoded += int(alive.sum())
+            full = at + 1 >= self._limits[seats]
+            for i in np.flatnonzero(alive):
+                seat, token = seats[i], int(token_R[i])
+                if token in self._stops[seat] or self._ends_by_string(int(seat), int(at[i])):
+                    self._end(int(seat), int(at[i]) + 1, "stop")
+                elif full[i]:
+                    self._end(int(seat), int(at[i]) + 1, None)
+
+    def gone(self) -> list[Flight]:
+        """Flights that ended since the last call and still hold pages or places."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def ended(self) -> list[Completion]:
+        """Completions that were finished since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self, flight: Flight, finish: Finish) -> Completion:
+        """End a flight, whose draws have been looked at."""
+        if flight.seat >= 0:
+            self.unseat(flight)
+        begin = len(flight.request.prompt)
+        starts = [at for at, _ in flight.versions] + [len(flight.text) - begin]
+        versions = np.repeat([version for _, version in flight.versions], np.diff(starts))
+        sampling_logp, raw_logp = torch.from_numpy(flight.logps)
+        done = Completion(
+            flight.request.number, torch.from_numpy(flight.text[begin:]), sampling_logp, raw_logp,
+            torch.from_numpy(versions.astype(np.int64)), finish,
+        )  # fmt: skip
+        del self.numbers[flight.request.number]
+        self._gone.append(flight)
+        return done
+
+    def drop_ended(self, numbers: Iterable[int]) -> None:
+        """Forget completions that were not told yet."""
+        wanted = set(numbers)
+        self._ended = [done for done in self._ended if done.number not in wanted]
+
+    def _end(self, seat: int, length: int, finish: Finish | None) -> None:
+        flight = self._seated[seat]
+        assert flight is not None
+        self._done[seat] = True
+        self.lengths[seat] = length
+        if finish is None:
+            whole = length - self._prompts[seat] >= flight.request.sampling.max_new_tokens
+            finish = "length" if whole else "paused"
+        flight.computed = True
+        self._ended.append(self.finish(flight, finish))
+
+    def _ends_by_string(self, seat: int, at: int) -> bool:
+        flight = self._seated[seat]
+        assert flight is not None
+        strings = flight.request.sampling.stop_strings
+        if not strings or self.decode is None:
+            return False
+        # A token is at least one byte, a character at most four: no string needs more tokens than these.
+        begin = max(int(self._prompts[seat]), at + 1 - 4 * max(map(len, strings)) - 4)
+        text = self.decode(self._tokens[seat, begin : at + 1].tolist())
+        return any(string in text for string in strings)
+
+    def _seen(self, how: Sampling, seats: np.ndarray, backend: Backend) -> Tensor | None:
+        """Mask [R, V] of the tokens that each sequence has, where they are penalised."""
+        if how.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(seats), backend.vocab, dtype=torch.bool)
+        for row, seat in zip(seen, seats, strict=True):
+            row[torch.from_numpy(self._tokens[seat, : self.lengths[seat]])] = True
+        return seen.to(self._device)
+
+    def _noise_of(self, seats: np.ndarray) -> Tensor:
+        """The next number of each seat's stream."""
+        steps = self.lengths[seats] - self._prompts[seats]
+        old = seats[self._noise_block[seats] != steps // NOISE_STEPS]
+        seats_R = torch.from_numpy(seats).to(self._device)
+        if len(old):
+            block = (self.lengths[old] - self._prompts[old]) // NOISE_STEPS
+            steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
+            fresh = noise(torch.from_numpy(self._seeds[old]), steps_RS)
+            self._noise[torch.from_numpy(old).to(self._device)] = fresh.to(self._device)
+            self._noise_block[old] = block
+        return self._noise[seats_R, torch.from_numpy(steps % NOISE_STEPS).to(self._device)]
+
+    def _not_finite(self, seat: int, at: int) -> None:
+        flight = self._seated[seat]
+        assert flight is not None
+        raise FloatingPointError(
+            f"the model's logits are not finite at token {at - len(flight.request.prompt)} of completion "
+            f"{flight.request.number}: its weights are damaged, or it has diverged, which a lower --lr may prevent"
+        )
+
+    def _more_seats(self) -> None:
+        """Twice as many seats."""
+        old = len(self._seated)
+        more = max(8, old)
+        self._seated += [None] * more
+        self._stops += [frozenset()] * more
+        for name in ("lengths", "_prompts", "_limits", "_seeds", "_kind", "_noise_block", "_done"):
+            x = getattr(self, name)
+            setattr(self, name, np.concatenate([x, np.zeros(more, dtype=x.dtype)]))
+        self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
+        self._logps = np.pad(self._logps, ((0, 0), (0, more), (0, 0)))
+        self._last = torch.cat([self._last, self._last.new_zeros(more)])
+        self._noise = torch.cat([self._noise, self._noise.new_zeros(more, NOISE_STEPS)])
+        self._free = list(range(old + more - 1, old - 1, -1))
+
+    def _wide_enough(self, tokens: int, new_tokens: int) -> None:
+        """Columns for sequences of so many tokens, of which so many are new."""
+        if tokens > self._tokens.shape[1]:
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, max(tokens, 2 * self._tokens.shape[1]))))
+        if new_tokens > self._logps.shape[2]:
+            self._logps = np.pad(self._logps, ((0, 0), (0, 0), (0, max(new_tokens, 2 * self._logps.shape[2]))))
+
+
+def _drawing(sampling: Sampling) -> Sampling:
+    """The part of sampling that a draw depends on."""
+    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

@@ -1,0 +1,108 @@
+"""Requests and completions: what goes into an engine and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from funrl.models.config import Config
+from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling import request_seed
+
+
+class Request(NamedTuple):
+    """A prompt to complete once.
+
+    Attributes:
+      number: tells requests apart; the completion has it too. No two requests in flight may share it.
+      prompt: token ids, at least one.
+      sampling: parameters of the draws; `samples` plays no part, one request is one completion.
+      seed: start of the request's own stream of noise, 64 bits. A completion depends on prompt, sampling, seed and
+        weights only: not on what else is in flight, nor on when or where it is drawn.
+      begun: what has been written already, in an earlier step or by an engine that was stopped; the completion goes on
+        behind it and `max_new_tokens` counts it.
+      most: tokens that are drawn now, at most; None: as many as `max_new_tokens` allows. Where it ends a completion its
+        finish is "paused".
+    """
+
+    number: int
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    begun: Completion | None = None
+    most: int | None = None
+
+
+Finish = Literal["stop", "length", "paused", "cancelled"]
+
+
+class Completion(NamedTuple):
+    """Tokens that an engine has drawn behind a prompt, on the host.
+
+    Attributes:
+      number: of the request.
+      tokens: [T] int64; a stop token that was drawn is part of it.
+      sampling_logp: [T] nats, of the distribution that was drawn from (tempered, truncated); greedy: the raw one.
+      raw_logp: [T] nats, of the model's own distribution (temperature 1, nothing truncated).
+      versions: [T] int64, of the weights that each token was drawn with.
+      finish: "stop", a stop token or string; "length", `max_new_tokens`; "paused", `Request.most`; "cancelled".
+    """
+
+    number: int
+    tokens: Tensor
+    sampling_logp: Tensor
+    raw_logp: Tensor
+    versions: Tensor
+    finish: Finish
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
+) -> list[Request]:
+    """`sampling.samples` requests of each prompt; request r is sample `r % samples` of prompt `r // samples`.
+
+    Args:
+      prompts: token ids.
+      seed: fixes the noise of a step.
+      first_prompt: number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the prompt, so
+        ranks that share the prompts of a step draw what one rank would draw.
+    """
+    first = first_prompt * sampling.samples
+    count = len(prompts) * sampling.samples
+    return [
+        Request(first + r, prompts[r // sampling.samples], sampling, request_seed(seed, first + r)) for r in range(count)
+    ]
+
+
+def check_requests(config: Config, requests: Iterable[Request], taken: Container[int] = ()) -> None:
+    """Raise ValueError where a request cannot be completed by a model of these sizes.
+
+    Args:
+      taken: numbers of requests in flight.
+    """
+    seen: set[int] = set()
+    for number, prompt, sampling, _, begun, most in requests:
+        if number in seen or number in taken:
+            raise ValueError(f"request {number} is in flight already; give each request a number of its own")
+        seen.add(number)
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty; a completion needs at least one token before it, such as bos")
+        if len(prompt) + sampling.max_new_tokens > config.max_positions:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={sampling.max_new_tokens} that is more "
+                f"than the model's {config.max_positions} positions"
+            )
+        if min(prompt) < 0 or max(prompt) >= config.vocab:
+            wrong = next(t for t in prompt if not 0 <= t < config.vocab)
+            raise ValueError(f"prompt {number} has token {wrong}; the vocabulary has {config.vocab}")
+        wrong = [t for t in sampling.stop if not 0 <= t < config.vocab]
+        if wrong:
+            raise ValueError(f"stop has token {wrong[0]}; the vocabulary has {config.vocab}")
+        if most is not None and most < 1:
+            raise ValueError(f"request {number} may draw most={most} tokens, it must be at least 1")
+        if begun is not None and len(begun.tokens) >= sampling.max_new_tokens:
+            raise ValueError(
+                f"request {number} has {len(begun.tokens)} tokens already, max_new_tokens={sampling.max_new_tokens}"
+            )
