@@ -22,6 +22,7 @@ from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
 from funrl.rewards.load import Reward
+from funrl.rewards.pool import Pool
 from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 from funrl.track.observe import OnStep, RunObserver
@@ -31,7 +32,7 @@ from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_data import Given
-from funrl.trainer.job_source import make_source
+from funrl.trainer.job_source import make_source, open_rewards
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.settings import Settings, resolved, settings_flags
 
@@ -173,7 +174,8 @@ def train(
     config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
     run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
     program = functools.partial(_rank, job, run_dir, on_step, source)
-    outcome = launch(program, job.sizes, job.device, timeout=datetime.timedelta(minutes=chosen.timeout))
+    timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
+    outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"
@@ -181,9 +183,11 @@ def train(
     return Run(run_dir, metrics, outcome)
 
 
-def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh) -> Outcome:
+def _rank(
+    job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh, pool: Pool | None
+) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
-        return train_loop(job, mesh, observer, source or make_source)
+        return train_loop(job, mesh, observer, source or make_source, pool)
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:

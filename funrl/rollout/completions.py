@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
+
+OnDone = Callable[[Sequence[int], Sequence[Sequence[int]]], None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Completions(NamedTuple):
     finished: Tensor
 
 
+def written(tokens_RT: Tensor, lengths_R: Tensor, finished_R: Tensor) -> list[list[int]]:
+    """Token ids of every row, without the stop token that ended it; the arguments are fields of `Completions`."""
+    counts = (lengths_R - finished_R.long()).tolist()
+    return [row[:count].tolist() for row, count in zip(tokens_RT.cpu(), counts, strict=True)]
+
+
 @dataclass(frozen=True)
 class WeightSpec:
     """The form in which an engine takes weights.
@@ -122,7 +130,12 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        on_done: OnDone | None = None,
     ) -> Completions:
         """Complete every prompt `sampling.samples` times.
 
@@ -132,5 +145,7 @@ class Engine(Protocol):
           seed: fixes the noise.
           first_prompt: the number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the
             prompt, so ranks that share the prompts of a step draw what one rank would draw.
+          on_done: called with the numbers of rows that are complete and the token ids of each, without the stop token,
+            while others still decode; once for every row.
         """
         ...

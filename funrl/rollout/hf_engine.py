@@ -18,7 +18,7 @@ from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, config_to_hf
 from funrl.models.model import Model
 from funrl.models.names import EMBED, UNEMBED
-from funrl.rollout.completions import Completions, Sampling, WeightSpec
+from funrl.rollout.completions import Completions, OnDone, Sampling, WeightSpec, written
 from funrl.rollout.native import check_token_prompts, cut_completions
 
 
@@ -52,7 +52,12 @@ class HFEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        on_done: OnDone | None = None,
     ) -> Completions:
         """Complete every prompt in one batch, padded on the left; see `Engine`.
 
@@ -89,7 +94,10 @@ class HFEngine:
 
         model_logp_RT = chosen(out.logits)
         logp_RT = model_logp_RT if sampling.greedy else chosen(out.scores)
-        return cut_completions(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
+        done = cut_completions(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
+        if on_done is not None:
+            on_done(range(len(rows)), written(done.tokens, done.lengths, done.finished))
+        return done
 
 
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:

@@ -22,7 +22,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, ModelError
 from funrl.models.model import Inputs, Layer, Model, cache_prefix
-from funrl.rollout.completions import Completions, Sampling, WeightSpec
+from funrl.rollout.completions import Completions, OnDone, Sampling, WeightSpec, written
 from funrl.rollout.sampling import sample_tokens, uniform
 
 PREFILL_TOKENS = 8192  # padded tokens in one forward pass over prompts
@@ -102,9 +102,15 @@ class NativeEngine:
         self._loaded, self.version = loaded_model(self._model, params, mesh, self._layer), version
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seed: int,
+        first_prompt: int = 0,
+        on_done: OnDone | None = None,
     ) -> Completions:
-        """Complete every prompt; see `Engine`. All ranks of "tensor" call it together, with the same arguments.
+        """Complete every prompt; see `Engine`. All ranks of "tensor" call it together, with the same arguments but
+        for `on_done`, which is called after every chunk of rows that are decoded together.
 
         Raises:
           RuntimeError: no weights have been loaded.
@@ -113,7 +119,7 @@ class NativeEngine:
         """
         if self._loaded is None:
             raise RuntimeError("the engine has no weights: call load first")
-        return complete(self._loaded, prompts, sampling, seed, first_prompt, self.rows)
+        return complete(self._loaded, prompts, sampling, seed, first_prompt, self.rows, on_done)
 
 
 def native_engine(
@@ -166,11 +172,12 @@ def complete(
     seed: int,
     first_prompt: int,
     rows_for: Callable[[int], int],
+    on_done: OnDone | None = None,
 ) -> Completions:
     """Complete every prompt.
 
     Args:
-      prompts, sampling, seed, first_prompt: as in `Engine.generate`.
+      prompts, sampling, seed, first_prompt, on_done: as in `Engine.generate`.
       rows_for: as `NativeEngine.rows`.
     """
     config, samples = loaded.model.config, sampling.samples
@@ -187,6 +194,9 @@ def complete(
         chunk, todo = todo[-count:], todo[:-count]
         # Nothing here names a state, so that a chunk's cache is freed before the next one's is made.
         _complete(loaded, prompts, chunk, sampling, (seed, first_prompt * samples), out)
+        if on_done is not None:
+            tokens_RT = out[0][chunk]
+            on_done(chunk, written(tokens_RT, *_lengths(tokens_RT, sampling)))
     return cut_completions(sampling, config.pad or 0, *out)
 
 
@@ -389,15 +399,20 @@ def _is_any(tokens: Tensor, ids_K: Tensor) -> Tensor:
     return (tokens.unsqueeze(-1) == ids_K).any(-1)
 
 
+def _lengths(tokens_RT: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Tokens of each row up to its first stop token, and whether it has one."""
+    stopped_RT = _is_any(tokens_RT, torch.tensor(sampling.stop, dtype=torch.int64, device=tokens_RT.device))
+    finished_R = stopped_RT.any(1)
+    return torch.where(finished_R, stopped_RT.int().argmax(1) + 1, tokens_RT.shape[1]), finished_R
+
+
 def cut_completions(
     sampling: Sampling, pad: int, tokens_RT: Tensor, logp_RT: Tensor, model_logp_RT: Tensor
 ) -> Completions:
     """Completions cut behind their first stop token, padded to the longest."""
     if not len(tokens_RT):
         return Completions(tokens_RT, tokens_RT.sum(1), logp_RT, model_logp_RT, tokens_RT.any(1))
-    stopped_RT = _is_any(tokens_RT, torch.tensor(sampling.stop, dtype=torch.int64, device=tokens_RT.device))
-    finished_R = stopped_RT.any(1)
-    lengths_R = torch.where(finished_R, stopped_RT.int().argmax(1) + 1, tokens_RT.shape[1])
+    lengths_R, finished_R = _lengths(tokens_RT, sampling)
     width = int(lengths_R.max())
     beyond_RT = torch.arange(width, device=tokens_RT.device) >= lengths_R.unsqueeze(1)
     logp_RT, model_logp_RT = (x[:, :width].masked_fill(beyond_RT, 0) for x in (logp_RT, model_logp_RT))

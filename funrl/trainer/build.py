@@ -16,6 +16,7 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.model import Layer
+from funrl.rewards.pool import Pool
 from funrl.rollout.native import NativeEngine, native_engine
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
@@ -46,12 +47,14 @@ class Parts(NamedTuple):
       begin: the model that the run begins with.
       roles: by name; those that learn in the order of the algorithm's losses.
       generator: None where nothing is generated.
+      pool: this rank's reward workers; None: it has none.
     """
 
     mesh: Mesh
     begin: Placed
     roles: Mapping[str, Role]
     generator: Generator | None
+    pool: Pool | None = None
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:

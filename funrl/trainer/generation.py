@@ -1,12 +1,15 @@
 """From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
 
-Each data rank of the generate mesh completes its own share of the prompts and rewards what it wrote. The rows stay
-there; one collective gives lengths, ends and scores to all ranks, so that every rank filters and chooses alike.
+Each data rank of the generate mesh completes its own share of the prompts, and has the workers of its pool reward what
+is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all ranks,
+so that every rank filters and chooses alike.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +23,9 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
-from funrl.rollout.completions import Completions, Engine, Sampling
+from funrl.rewards.pool import Completed, Pool
+from funrl.rollout.completions import Completions, Engine, Sampling, written
+from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
 
 
@@ -49,6 +54,7 @@ class Rollout(NamedTuple):
       scores: [R, K] what each reward function gave; NaN where one of several functions does not apply.
       owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
       mesh: the generate mesh.
+      reward_s: seconds that the slowest rank waited for rewards when all its completions were written.
     """
 
     completions: Completions
@@ -58,6 +64,7 @@ class Rollout(NamedTuple):
     scores: Tensor
     owner: np.ndarray
     mesh: Mesh
+    reward_s: float = 0.0
 
     @property
     def own(self) -> np.ndarray:
@@ -65,15 +72,12 @@ class Rollout(NamedTuple):
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
 
-Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]
-
-
 def rollout(
     engine: Engine,
     examples: Sequence[Example],
     sampling: Sampling,
     seed: int,
-    score: Score,
+    pool: Pool,
     decode: Callable[[list[int]], str],
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
@@ -83,27 +87,39 @@ def rollout(
     Args:
       engine: holds the weights; on `mesh`.
       examples: the same on every rank.
-      score: rewards of (example, completion text) pairs, K numbers each.
+      pool: runs the K reward functions; K may be 0.
       decode: token ids without the stop token -> text.
       mesh: the generate mesh.
-      weights: of the K numbers in a row's score; K may be 0.
+      weights: of the K numbers in a row's score.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
     mine = own_range(len(examples), mesh, mesh.row_axes)
-    done = engine.generate([examples[i].tokens for i in mine], sampling, seed, first_prompt=mine.start)
-    rows = [examples[i] for i in mine for _ in range(sampling.samples)]
-    texts = completion_texts(done, decode, [row.tokens[-1] for row in rows])
-    # Every tensor rank holds the same rows; one of them asks the reward function, which may be costly or random.
-    problem, rewards = None, [[0.0] * len(weights)] * len(rows)
-    if mesh.index("tensor") == 0:
+
+    def completed(number: int, ids: Sequence[int]) -> Completed:
+        example = examples[mine[number // sampling.samples]]
+        before = example.tokens[-1]
+        return Completed(example.text, _text_after(opening(before), before, ids, decode), example.fields)
+
+    @functools.cache
+    def opening(token: int) -> str:
+        return decode([token])
+
+    # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
+    asks = mesh.index("tensor") == 0 and bool(pool.rewards)
+    pending = PendingRewards(pool, completed) if asks else None
+    prompts, on_done = [examples[i].tokens for i in mine], pending.add if pending else None
+    done = engine.generate(prompts, sampling, seed, first_prompt=mine.start, on_done=on_done)
+    start, problem, rows = time.perf_counter(), None, len(mine) * sampling.samples
+    rewards = [[0.0] * len(weights)] * rows
+    if pending is not None:
         try:
-            rewards = score(rows, texts)
+            rewards = pending.collect()
         except RewardError as error:
             problem = str(error)
-    _raise_everywhere(problem, mesh)
-    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(rows), len(weights))
+    reward_s = _raise_everywhere(problem, time.perf_counter() - start if asks else 0.0, mesh)
+    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(rows, len(weights))
     own = collectives.psum(own, mesh, "tensor")
     ranks = mesh.size(mesh.row_axes)
     shares = [len(examples) * (i + 1) // ranks - len(examples) * i // ranks for i in range(ranks)]
@@ -113,7 +129,7 @@ def rollout(
     scores_RK = table["scores"]
     factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
-    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh)
+    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, reward_s)
 
 
 def completion_texts(
@@ -126,17 +142,17 @@ def completion_texts(
       before: the token before each row's completion. Many tokenizers drop the space that opens a text; behind another
         token it stays, so that prompt and completion join to what the model wrote.
     """
-    lengths = (done.lengths - done.finished.long()).tolist()
-    rows = [row[:n] for row, n in zip(done.tokens.tolist(), lengths, strict=True)]
+    rows = written(done.tokens, done.lengths, done.finished)
     if before is None:
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    texts = []
-    for token, row in zip(before, rows, strict=True):
-        joined = decode([token, *row])
-        kept = joined.startswith(opening[token])
-        texts.append(joined[len(opening[token]) :] if kept else decode(row))
-    return texts
+    return [_text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+
+
+def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """The text of a completion as it continues the token before it, whose own text is `opening`."""
+    joined = decode([before, *tokens])
+    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
 
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
@@ -194,10 +210,11 @@ def first_texts(
     return [found[i] for i in range(len(numbers))]
 
 
-def _raise_everywhere(problem: str | None, mesh: Mesh) -> None:
-    """If any rank has a problem, every rank raises it: none is left waiting in a collective."""
+def _raise_everywhere(problem: str | None, seconds: float, mesh: Mesh) -> float:
+    """If any rank has a problem, every rank raises it: none is left waiting in a collective. Else the most seconds."""
     everyone = tuple(mesh.sizes)
-    failed = torch.tensor(float(problem is not None), device=mesh.device)
-    if collectives.pmax(failed, mesh, everyone).item() == 0:
-        return
+    ours = torch.tensor([float(problem is not None), seconds], dtype=torch.float64, device=mesh.device)
+    failed, longest = collectives.pmax(ours, mesh, everyone).tolist()
+    if not failed:
+        return longest
     raise RewardError(next(p for p in collectives.gather_objects(problem, mesh) if p is not None))

@@ -112,6 +112,15 @@ class Settings:
     reward_weights: str | None = flag(
         None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", chosen="1 each", kinds=RL
     )
+    reward_workers: int | None = flag(
+        None, "job", "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
+        at_least(0), kinds=RL,
+        chosen="the rank's share of the cores, 16 at most; 0 with the embedded task, whose reward takes less time than "
+        "the way to a process",
+    )  # fmt: skip
+    reward_timeout: float | None = flag(
+        None, "job", "seconds that a completion's rewards may take in a worker", above(0), chosen="600", kinds=RL
+    )
     data: str | None = flag(
         None,
         "job",
