@@ -20,6 +20,7 @@ from funrl.data.prompts import prompt_batch
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, place
 from funrl.optim import adamw, chain, clip_by_global_norm
+from funrl.rewards.pool import Pool
 from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
 from funrl.tasks import arithmetic
@@ -44,10 +45,6 @@ def demonstrations(tokenizer, seed, count=128):
     begin, end = (torch.tensor([[len(p) + n * (len(a) + 1)] for p, a in pairs]) for n in (0, 1))
     at_T = torch.arange(tokens.shape[1])
     return rows_of(Batch(tokens=tokens, mask=(at_T >= begin) & (at_T < end), length=end[:, 0]))
-
-
-def rewards(rows, texts):
-    return [[arithmetic.reward(row.text, text)] for row, text in zip(rows, texts, strict=True)]
 
 
 def main():
@@ -78,7 +75,7 @@ def main():
     for step in range(STEPS):
         engine.load(trees.named(states["policy"].params))
         drawn = prompt_batch(examples, PROMPTS, seed=0, consumed=step * PROMPTS)
-        done = rollout(engine, drawn, sampling, step, rewards, decode, single())
+        done = rollout(engine, drawn, sampling, step, Pool([arithmetic.reward]), decode, single())
         rows = to_rows(drawn, done, sampling, pad=0)
         roles = {"policy": policy, "reference": reference}
         rows = score(roles, {"policy": states["policy"].params, "reference": frozen}, rows)

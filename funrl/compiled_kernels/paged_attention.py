@@ -178,7 +178,7 @@ def _paged_kernel() -> Callable | None:
     return varlen_attn if "block_table" in inspect.signature(varlen_attn).parameters else None
 
 
-def paged_flops(q: Tensor, k: Tensor, groups: Tensor, page_tokens: int) -> int:
+def paged_flops(q: Tensor, groups: Tensor, page_tokens: int) -> int:
     """FLOPs of the two products of `paged_attention`, over the pages that are read."""
     pairs = int((groups[:, 2] * groups[:, 3] * groups[:, 4]).sum()) * page_tokens
     return 4 * q.shape[1] * q.shape[2] * pairs

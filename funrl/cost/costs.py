@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import funrl.compiled_kernels.varlen_attention  # noqa: F401  (registers its operators)
 from funrl import trees
+from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
 from funrl.data.packing import UNIT, RowCost
 from funrl.optim.base import Transformation
@@ -50,6 +51,7 @@ _ATTENTION = {
     torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
         2.5 * _attended(q, offsets, window)
     ),
+    torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
 }
 
 
@@ -316,7 +318,9 @@ class Tracer(TorchDispatchMode):
             return
         dtype = outs[0].dtype if outs else torch.float32
         self.now.flops += flops
-        self.now.seconds += op_seconds(self.hardware, flops, _nbytes((args, tuple(outs))), dtype)
+        paged = packet is torch.ops.funrl.paged_attention
+        nbytes = paged_bytes(args[0], args[3], args[10]) if paged else _nbytes((args, tuple(outs)))
+        self.now.seconds += op_seconds(self.hardware, flops, nbytes, dtype)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -20,7 +20,8 @@ import torch
 from funrl import trees
 from funrl.algos.core import Algorithm, reads
 from funrl.batch import Batch
-from funrl.cost.costs import UPDATES, Costs, Tracer, Traffic, after, plus, times
+from funrl.cost.costs import UPDATES, Costs, Traffic, plus, times
+from funrl.cost.decoding import generation
 from funrl.cost.estimate import (
     TRACED,
     Estimate,
@@ -35,15 +36,14 @@ from funrl.cost.estimate import (
     stage_of,
     tracer_of,
 )
-from funrl.cost.hardware import Hardware
+from funrl.cost.hardware import USABLE, Hardware
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models import Model, decoder_model, hf
 from funrl.models.config import ModelError
-from funrl.rollout import native
-from funrl.rollout.completions import Sampling
+from funrl.rollout.native import FREE_SHARE
 from funrl.tasks import arithmetic
 from funrl.trainer import job as jobs
 from funrl.trainer import loop, offload
@@ -216,12 +216,8 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
     piece, found = rows_of_a_pass(job, width), {}
     if parts.generator is not None and whole.generator is not None:
-        greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
-        baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
-        for sampling in (job.sampling, *baseline):
-            for often, count in chunks(job, whole.generator, sampling, tokens):
-                costs = times(_chunk(job, parts.generator, sampling, tokens, count, hardware), often)
-                found["generate"] = after(found["generate"], costs) if "generate" in found else costs
+        room = FREE_SHARE * (hardware.memory * USABLE - sum(at(min(local, piece)).resting.values()))
+        found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
     found |= {n: c for n, c in at_rows(at, local, piece).items() if not n.startswith(UPDATES)}
     some = at(min(mini, TRACED * piece))
     for name, costs in at_rows(at, mini, piece).items():
@@ -373,46 +369,3 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
     peak = kept | {"weights": kept["weights"] + engine, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
     traffic = {("reshard", "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
-
-
-def chunks(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int) -> list[tuple[int, int]]:
-    """Chunks of one rank of the engine: how often it decodes how many completions, as at its full depth."""
-    rows = own_prompts(job, generator) * sampling.samples
-    most = min(rows, generator.engine.rows(prompt_tokens + sampling.max_new_tokens))
-    full, rest = divmod(rows, most)
-    return [(full, most)] + [(1, rest)] * (rest > 0)
-
-
-def own_prompts(job: Job, generator: Generator) -> int:
-    """Prompts that a rank of the engine completes."""
-    return -(-job.settings.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
-
-
-def _chunk(
-    job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, count: int, hardware: Hardware
-) -> Costs:
-    """Prefill and a step of decoding half-way, traced; every row is decoded to the limit.
-
-    Args:
-      count: rows that are decoded together.
-    """
-    model, mesh, wanted = job.models["policy"], generator.mesh, generator.engine.weights.layouts
-    length = prompt_tokens + sampling.max_new_tokens
-    cache_shape = trees.leaves(model.init_cache(mesh, count, length, job.dtype, torch.device("meta")))[0].shape
-    assert model.unembed is not None
-    vocabulary = model.unembed(wanted).local_shape(0)[0]
-    shapes = [layout.local_shape(0) for layout in trees.leaves(wanted)]
-    tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache_shape))
-    params = make_weights(tracer, wanted, job.dtype)
-    loaded = native.loaded_model(model, params, mesh)
-    with tracer, torch.no_grad():
-        with tracer.phase("prefill"):
-            prompts = [[0] * prompt_tokens] * own_prompts(job, generator)
-            state = native.prefill(loaded, prompts, range(count), sampling)
-        with tracer.phase("decode"):
-            at = prompt_tokens + sampling.max_new_tokens // 2
-            state = state._replace(positions_R1=torch.full((count, 1), at, dtype=torch.int64), longest=at)
-            native.draw_tokens(loaded, state.hidden_RD, torch.zeros(count, dtype=torch.float64), sampling)
-            native.decode_step(loaded, state, torch.zeros(count, dtype=torch.int64))
-    whole = after(tracer.phases["prefill"], times(tracer.phases["decode"], sampling.max_new_tokens))
-    return plus(whole, {"weights": -float(trees.nbytes(params))})

@@ -22,8 +22,11 @@ from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
 from funrl.rewards.load import Reward
+from funrl.rewards.pool import Pool
 from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import generate as complete
 from funrl.rollout.native import native_engine
+from funrl.rollout.requests import requests_of
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run
@@ -31,7 +34,7 @@ from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_data import Given
-from funrl.trainer.job_source import make_source
+from funrl.trainer.job_source import make_source, open_rewards
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.settings import Settings, resolved, settings_flags
 
@@ -82,13 +85,13 @@ def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: in
     made, params = hf.load(folder, torch.float32, single(device))
     if made.unembed is None:
         raise SettingsError(f"model={str(folder)!r}: it has a value head and cannot generate")
-    engine = native_engine(made, single(device))
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    engine = native_engine(made, single(device), decode=decode)
     engine.load(trees.named(params), 0)
     stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
     how = Sampling(**({"greedy": "temperature" not in sampling, "stop": stop} | sampling))
     prompts = [encode_prompt(tokenizer, text)[0] for text in texts]
-    done = engine.generate(prompts, how, seed)
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    done = complete(engine, requests_of(prompts, how, seed))
     return completion_texts(done, decode, [prompt[-1] for prompt in prompts for _ in range(how.samples)])
 
 
@@ -173,7 +176,8 @@ def train(
     config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
     run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
     program = functools.partial(_rank, job, run_dir, on_step, source)
-    outcome = launch(program, job.sizes, job.device, timeout=datetime.timedelta(minutes=chosen.timeout))
+    timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
+    outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"
@@ -181,9 +185,11 @@ def train(
     return Run(run_dir, metrics, outcome)
 
 
-def _rank(job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh) -> Outcome:
+def _rank(
+    job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh, pool: Pool | None
+) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
-        return train_loop(job, mesh, observer, source or make_source)
+        return train_loop(job, mesh, observer, source or make_source, pool)
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:

@@ -28,6 +28,7 @@ from funrl.track.run_directory import RunDirectoryError, open_run
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
     from funrl.mesh.mesh import Mesh
+    from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
 PLAIN = (RunDirectoryError, ModelError, FloatingPointError)  # their messages say all that a user needs
@@ -85,8 +86,9 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
     job, status, outcome, problem = _job(command), 0, None, ""
     try:
         with _terminated_as_interrupted():
-            program, timeout = functools.partial(_rank, command, run_dir), command.settings.timeout
-            outcome = launch(program, job.sizes, job.device, PLAIN, datetime.timedelta(minutes=timeout))
+            program, rewards = functools.partial(_rank, command, run_dir), functools.partial(_rewards, command)
+            timeout = datetime.timedelta(minutes=command.settings.timeout)
+            outcome = launch(program, job.sizes, job.device, PLAIN, timeout, before=rewards)
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if first else ""
     except (WorkerError, *PLAIN) as error:
@@ -106,13 +108,19 @@ def _job(command: Command) -> Any:
     return prepare(command.settings, command.compose)
 
 
-def _rank(command: Command, run_dir: str | None, mesh: Mesh) -> Outcome:
+def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
+    from funrl.trainer.job_source import open_rewards
+
+    return open_rewards(_job(command), rank)
+
+
+def _rank(command: Command, run_dir: str | None, mesh: Mesh, pool: Pool | None) -> Outcome:
     from funrl.track.observe import RunObserver
     from funrl.trainer.loop import train_loop
 
     job = _job(command)
     with RunObserver(job, run_dir, mesh.rank) as observer:
-        return train_loop(job, mesh, observer)
+        return train_loop(job, mesh, observer, pool=pool)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,11 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.processes import RankProgram, WorkerError, can_fork, run_processes
 
 __all__ = [
-    "WorkerError", "check_devices", "cores", "device_type", "groups", "launch", "ranks_per_node", "submesh", "view",
+    "WorkerError", "check_devices", "cores", "device_type", "groups", "launch", "local_ranks", "ranks_per_node",
+    "submesh", "view",
 ]  # fmt: skip
+
+Before = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 # The groups of every mesh that has been made, as long as the group of all processes is the same.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] = weakref.WeakKeyDictionary()
@@ -52,17 +55,23 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
 
 
+def local_ranks(world: int) -> int:
+    """Ranks on this machine, of `world` in the run: those that torchrun has started, or all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(
-    program: Callable[[Mesh], Any],
+    program: Callable[..., Any],
     sizes: Mapping[str, int],
     device: str | None = None,
     plain: tuple[type[Exception], ...] = (),
     timeout: timedelta = timedelta(minutes=10),
+    before: Before | None = None,
 ) -> Any:
     """Run `program(mesh)` on every rank and return what rank 0 returned.
 
@@ -70,11 +79,13 @@ def launch(
     too: forked ranks have it, and cloudpickle takes it to fresh interpreters.
 
     Args:
-      program: the same on every rank.
+      program: (mesh) -> result, or (mesh, what `before` gives) -> result; the same on every rank.
       sizes: size of each mesh axis.
       device: "cpu" or "cuda"; the default is `device_type()`.
       plain: exceptions whose message is all that a user needs; no traceback is shown of them.
       timeout: how long a rank waits for another in a collective, of any group, before that is an error.
+      before: (rank) -> a context that every rank enters while it has neither process groups nor a device, and leaves
+        at the end; what it gives is the program's second argument. It is where a rank forks processes of its own.
 
     Raises:
       MeshError: the mesh does not fit the devices.
@@ -87,24 +98,49 @@ def launch(
     world = Mesh(sizes).world
     if "WORLD_SIZE" in os.environ:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        with _process_group(sizes, rank, local, here, device, "env://", timeout) as mesh:
-            return program(mesh)
+        group = functools.partial(_process_group, sizes, rank, local, local_ranks(world), device, "env://", timeout)
+        return _on_rank(program, before, rank, group)
     if world == 1:
-        if device == "cuda":
-            torch.cuda.set_device(0)
-        return program(meshes.single(f"{device}:0" if device == "cuda" else "cpu"))
-    run = functools.partial(_run, program, sizes, device, timeout)
+        return _on_rank(program, before, 0, functools.partial(_single, device))
+    run = functools.partial(_run, program, before, sizes, device, timeout)
     return run_processes(RankProgram(run, plain), world, fork=device == "cpu" and can_fork())
 
 
 def _run(
-    program: Callable[[Mesh], Any], sizes: dict[str, int], device: str, timeout: timedelta, rank: int, folder: str
+    program: Callable[..., Any],
+    before: Before | None,
+    sizes: dict[str, int],
+    device: str,
+    timeout: timedelta,
+    rank: int,
+    folder: str,
 ) -> Any:
     """The program on one of the ranks that are started here."""
-    rendezvous = f"file://{folder}/rendezvous"
-    with _process_group(sizes, rank, rank, Mesh(sizes).world, device, rendezvous, timeout) as mesh:
-        return program(mesh)
+    where = f"file://{folder}/rendezvous"
+    group = functools.partial(_process_group, sizes, rank, rank, Mesh(sizes).world, device, where, timeout)
+    return _on_rank(program, before, rank, group)
+
+
+def _on_rank(
+    program: Callable[..., Any],
+    before: Before | None,
+    rank: int,
+    mesh_of: Callable[[], contextlib.AbstractContextManager[Mesh]],
+) -> Any:
+    """The program on this rank: what comes before, then its mesh."""
+    if before is None:
+        with mesh_of() as mesh:
+            return program(mesh)
+    with before(rank) as opened, mesh_of() as mesh:
+        return program(mesh, opened)
+
+
+@contextlib.contextmanager
+def _single(device: str) -> Iterator[Mesh]:
+    """The mesh of this process alone."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    yield meshes.single(f"{device}:0" if device == "cuda" else "cpu")
 
 
 @contextlib.contextmanager

@@ -4,12 +4,16 @@ They are processes, because rewards are Python and mostly bound by the CPU, so t
 can be ended, and one that crashes takes nothing with it. They are forked, because a user's function may be a closure
 that cannot be pickled. A rank later has threads of torch, gloo and CUDA, from which forking is not safe: so `open_pool`
 forks one server while there are none, and the server, which stays single-threaded, forks the workers and replaces them.
+
+A worker is a process group, and what its functions start ends with it. A terminal's interrupt reaches the rank, which
+ends the server, which ends the workers; it does so too when the rank is gone without a word.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import pickle
 import signal
@@ -18,16 +22,18 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 
 from funrl.rewards.load import Reward, RewardError, row_text, score_row
 
 _PR_SET_PDEATHSIG = 1
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Completed(NamedTuple):
@@ -44,10 +50,17 @@ class Completed(NamedTuple):
 
 
 class Pool:
-    """The workers of a rank; made by `open_pool`."""
+    """The workers of a rank; made by `open_pool`, or without any by `Pool(rewards)`.
 
-    def __init__(self, rewards: Sequence[Reward], connection: Connection | None, server: int):
-        self.rewards = tuple(rewards)
+    Attributes:
+      rewards: the functions.
+      workers: how many processes run them; 0: this one does.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Reward], workers: int = 0, connection: Connection | None = None, server: int = 0
+    ):
+        self.rewards, self.workers = tuple(rewards), workers
         self._connection, self._server = connection, server
         self._waiting: dict[int, Future[list[float]]] = {}
         self._lock, self._count, self._closed = threading.Lock(), 0, False
@@ -62,15 +75,18 @@ class Pool:
         futures: list[Future[list[float]]] = []
         tasks: list[tuple[int, bytes]] = []
         for row in rows:
-            try:
-                tasks.append((self._count, pickle.dumps(row)))
-            except Exception as error:
-                raise RewardError(f"a row cannot be sent to a worker: {error}{row_text(*row)}") from error
             futures.append(Future())
             futures[-1].set_running_or_notify_cancel()
+            try:
+                task = self._count, _dumps(row)
+            except Exception as error:
+                message = f"a row cannot be sent to a reward worker ({error}); use --reward_workers=0{row_text(*row)}"
+                _settle(futures[-1], _Failure(message, row.prompt, row.completion, None))
+                continue
+            tasks.append(task)
             self._count += 1
-        with self._lock:
-            self._waiting |= dict(zip((number for number, _ in tasks), futures, strict=True))
+            with self._lock:
+                self._waiting[task[0]] = futures[-1]
         try:
             self._connection.send(tasks)
         except OSError:
@@ -117,21 +133,17 @@ def open_pool(rewards: Sequence[Reward], workers: int, timeout_s: float = 60.0) 
       rewards: functions (prompt, completion, **fields) -> number. Each worker has a copy, made by forking: what a
         function keeps, such as a cache, it keeps for itself.
       workers: how many; more than there are cores for functions that wait for others, such as a model behind a
-        network. 0: no process is made, rows are rewarded where they are submitted, and nothing times out.
+        network. 0: no process is made, rows are rewarded as they are submitted, and nothing times out.
       timeout_s: how long all functions together may take for one row.
     """
     if not workers:
-        pool = Pool(rewards, None, 0)
+        pool = Pool(rewards)
     else:
         here, there = Pipe()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        server = os.fork()
-        if not server:
-            here.close()
-            _child(lambda: _serve(there, tuple(rewards), workers, timeout_s))
+        _flush()
+        server = _fork(functools.partial(_serve, there, here, os.getpid(), tuple(rewards), workers, timeout_s))
         there.close()
-        pool = Pool(rewards, here, server)
+        pool = Pool(rewards, workers, here, server)
     try:
         yield pool
     finally:
@@ -143,7 +155,7 @@ def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[Future[list[float]
 
     Returns: one future a row, in order. Its result is one number for each function of the pool; it raises RewardError,
       which shows the row, where a function raised (with its traceback), gave no finite number, took longer than the
-      pool's timeout or ended its process.
+      pool's timeout or ended its process; or where its row cannot be pickled.
 
     Example: [future.result() for future in score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])] is [[1.0]] for
       a pool of `verifiers.exact_match`.
@@ -193,43 +205,86 @@ def _outcome(rewards: Sequence[Reward], row: Completed) -> list[float] | _Failur
         return _Failure(str(error), error.prompt, error.completion, error.value if plain else repr(error.value))
 
 
+def _dumps(row: Completed) -> bytes:
+    try:
+        return pickle.dumps(row)
+    except Exception:  # such as a field that is a lambda
+        return cloudpickle.dumps(row)
+
+
 def _failure(row: bytes, message: str) -> _Failure:
     prompt, completion, fields = pickle.loads(row)
     return _Failure(message + row_text(prompt, completion, fields), prompt, completion, None)
 
 
-def _child(run: Any) -> None:
-    """The life of a forked process. It ends with its parent, and is not interrupted by the keyboard: its parent is."""
-    status = 1
-    try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        run()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(status)
+def _fork(live: Callable[[], None]) -> int:
+    """Fork a process that lives and ends, and nothing else; return its number."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # not in between, in the rank's handlers
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            live()
+            status = 0
+        except SystemExit:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            _flush()
+            os._exit(status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
 
 
-def _work(connection: Connection, rewards: tuple[Reward, ...]) -> None:
-    """The life of a worker: a row, its rewards, the next row."""
+def _take_signals(handler: Any, of_parent: signal.Signals) -> None:
+    """Let a forked process take signals in its own way: those that end programs, and one when its parent is gone."""
+    for sign in _ENDING:
+        signal.signal(sign, handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, of_parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # there is none, or its reader has gone
+            stream.flush()
+
+
+def _work(connection: Connection, others: Sequence[Connection], rewards: tuple[Reward, ...]) -> None:
+    """The life of a worker: a row, its rewards, the next row.
+
+    Args:
+      others: ends of pipes that it has by being a fork. While it had them open, nobody would see them end.
+    """
+    for other in others:
+        other.close()
+    _own_group(0)
+    _take_signals(signal.SIG_DFL, signal.SIGKILL)  # programs that a function starts take them in the usual way too
     torch.set_num_threads(1)  # the threads of a pool of OpenMP do not survive a fork
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the server is gone
         while True:
             connection.send(_outcome(rewards, pickle.loads(connection.recv_bytes())))
 
 
-def _serve(parent: Connection, rewards: tuple[Reward, ...], count: int, timeout_s: float) -> None:
+def _serve(
+    parent: Connection, theirs: Connection, rank: int, rewards: tuple[Reward, ...], count: int, timeout_s: float
+) -> None:
     """The life of the server: rows to idle workers, results to the rank; workers that die or hang are replaced."""
+    theirs.close()
+
+    def end_with_rank(*_: Any) -> None:
+        if os.getppid() != rank:
+            sys.exit()
+
+    _take_signals(end_with_rank, signal.SIGTERM)  # a scheduler's goes to all: the rank decides what it means
     queue: deque[tuple[int, bytes]] = deque()
-    idle = [_start(rewards) for _ in range(count)]
+    idle: list[_Worker] = []
     running: dict[Connection, _Running] = {}
+
+    def start() -> _Worker:
+        return _start(rewards, [parent, *running, *(worker.connection for worker in idle)])
 
     def answer(task: _Running, found: list[float] | _Failure, worker: _Worker) -> None:
         del running[task.worker.connection]
@@ -237,6 +292,8 @@ def _serve(parent: Connection, rewards: tuple[Reward, ...], count: int, timeout_
         parent.send((task.number, found))
 
     try:
+        for _ in range(count):
+            idle.append(start())
         while True:
             while queue and idle:
                 worker, (number, row) = idle.pop(), queue.popleft()
@@ -252,15 +309,17 @@ def _serve(parent: Connection, rewards: tuple[Reward, ...], count: int, timeout_
                     queue.extend(tasks)
                     continue
                 task = running[ready]  # type: ignore[index]
+                worker = task.worker
                 try:
-                    answer(task, task.worker.connection.recv(), task.worker)
+                    found = worker.connection.recv()
                 except (EOFError, ConnectionResetError):
-                    ended = _end(task.worker)
-                    answer(task, _failure(task.row, f"a reward function ended its process ({ended})"), _start(rewards))
+                    found = _failure(task.row, f"a reward function ended its process ({_end(worker)})")
+                    worker = start()
+                answer(task, found, worker)
             for task in [task for task in running.values() if task.deadline <= time.monotonic()]:
                 _end(task.worker)
                 message = f"the reward functions took longer than {timeout_s:g} s"
-                answer(task, _failure(task.row, message), _start(rewards))
+                answer(task, _failure(task.row, message), start())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the rank is gone
     finally:
@@ -268,20 +327,25 @@ def _serve(parent: Connection, rewards: tuple[Reward, ...], count: int, timeout_
             _end(worker)
 
 
-def _start(rewards: tuple[Reward, ...]) -> _Worker:
+def _start(rewards: tuple[Reward, ...], others: Sequence[Connection]) -> _Worker:
     here, there = Pipe()
-    pid = os.fork()
-    if not pid:
-        here.close()
-        _child(lambda: _work(there, rewards))
+    pid = _fork(functools.partial(_work, there, [here, *others], rewards))
+    _own_group(pid)
     there.close()
     return _Worker(pid, here)
 
 
+def _own_group(pid: int) -> None:
+    """Make a worker a group of its own; it and the server both do, as neither knows which comes first."""
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+
+
 def _end(worker: _Worker) -> str:
-    """End a worker, and say how it ended if it had done so itself."""
+    """End a worker and what it has started, and say how it ended if it had done so itself."""
     worker.connection.close()
-    os.kill(worker.pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(worker.pid, signal.SIGKILL)
     _, status = os.waitpid(worker.pid, 0)
     if os.WIFSIGNALED(status):
         return f"by signal {signal.Signals(os.WTERMSIG(status)).name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -128,7 +129,10 @@ class Engine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Let `step` do nothing until `resume`; requests stay, and are still taken."""
+        """Let `step` do nothing until `resume`, and give back the memory of keys and values.
+
+        Requests stay, and are still taken; what they have written is computed again.
+        """
         ...
 
     def resume(self) -> None:
@@ -138,6 +142,16 @@ class Engine(Protocol):
     def cost(self) -> EngineCost:
         """What it holds, and what it has done."""
         ...
+
+
+@contextlib.contextmanager
+def awake(engine: Engine) -> Iterator[None]:
+    """The engine at work for as long as the context lasts, or a function that it decorates; paused behind it."""
+    engine.resume()
+    try:
+        yield
+    finally:
+        engine.pause()
 
 
 def generate(

@@ -222,8 +222,10 @@ class Flights:
             full = at + 1 >= self._limits[seats]
             for i in np.flatnonzero(alive):
                 seat, token = seats[i], int(token_R[i])
-                if token in self._stops[seat] or self._ends_by_string(int(seat), int(at[i])):
+                if token in self._stops[seat]:
                     self._end(int(seat), int(at[i]) + 1, "stop")
+                elif self._ends_by_string(int(seat), int(at[i])):
+                    self._end(int(seat), int(at[i]) + 1, "string")
                 elif full[i]:
                     self._end(int(seat), int(at[i]) + 1, None)
 

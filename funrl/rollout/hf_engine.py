@@ -18,22 +18,25 @@ from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, config_to_hf
 from funrl.models.model import Model
 from funrl.models.names import EMBED, UNEMBED
-from funrl.rollout.completions import Completions, Sampling, WeightSpec
-from funrl.rollout.native import check_token_prompts, cut_completions
+from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.requests import Completion, Request, check_requests
 
 
 class HFEngine:
     """An `Engine` over a transformers model; made by `hf_engine`.
 
     Attributes:
-      weights, version: as in `Engine`; names and shapes are those of transformers.
+      weights, version, paused: as in `Engine`; names and shapes are those of transformers.
       model: the transformers model.
     """
 
     def __init__(self, config: Config, weights: WeightSpec, model: Any):
         self.weights, self.model = weights, model
-        self.version: int | None = None
+        self.version, self.paused = None, False
         self._config = config
+        self._waiting: list[Request] = []
+        self._passes = self._decoded = 0
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Copy whole weights into the transformers model; see `Engine`.
@@ -50,24 +53,64 @@ class HFEngine:
         self.model.load_state_dict(state, strict=True)
         self.version = version
 
-    @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
-    ) -> Completions:
-        """Complete every prompt in one batch, padded on the left; see `Engine`.
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError where a request is not one that this engine can complete."""
+        check_requests(self._config, requests, {request.number for request in self._waiting})
+        for request in requests:
+            if request.begun is not None or request.most is not None:
+                raise ValueError(f"request {request.number}: the hf engine completes whole requests only")
+            if request.sampling.stop_strings:
+                raise ValueError("stop_strings need the native engine; the hf engine has no tokenizer")
 
-        Raises:
-          ValueError: a prompt is empty, too long, or has ids that are not in the vocabulary.
-        """
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `Engine`."""
+        self.check(requests)
+        self._waiting += requests
+
+    def step(self) -> list[Completion]:
+        """Complete all requests that sample as the first one does, in one batch that is padded on the left."""
+        if self.paused or not self._waiting:
+            return []
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        sampling = self._waiting[0].sampling
+        some = [request for request in self._waiting if request.sampling == sampling]
+        self._waiting = [request for request in self._waiting if request.sampling != sampling]
+        self._passes += 1
+        return self._complete(some, sampling)
+
+    def in_flight(self) -> int:
+        """Number of requests that wait."""
+        return len(self._waiting)
+
+    def cancel(self, numbers: Iterable[int]) -> list[Completion]:
+        """Give up requests; see `Engine`."""
+        wanted = set(numbers)
+        gone = [request for request in self._waiting if request.number in wanted]
+        self._waiting = [request for request in self._waiting if request.number not in wanted]
+        none = torch.zeros(0, dtype=torch.promote_types(self.weights.dtype, torch.float32))
+        return [Completion(r.number, none.long(), none, none, none.long(), "cancelled") for r in gone]
+
+    def pause(self) -> None:
+        """Let `step` do nothing until `resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Let `step` work again."""
+        self.paused = False
+
+    def cost(self) -> EngineCost:
+        """What it has done; transformers makes a cache of its own for each batch."""
+        return EngineCost(0, 0, 0, 0, 0, len(self._waiting), self._passes, 0, 0, self._decoded, 0)
+
+    @torch.no_grad()
+    def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         from transformers import GenerationConfig
 
-        check_token_prompts(self._config, prompts, sampling)
-        pad, width = self._config.pad or 0, max(len(p) for p in prompts)
-        device = self.model.device
-        # Repeated here, because transformers refuses to return several greedy sequences of a prompt.
-        rows = [p for p in prompts for _ in range(sampling.samples)]
-        tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in rows], device=device)
-        mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
+        pad, width = self._config.pad or 0, max(len(request.prompt) for request in requests)
+        device, prompts = self.model.device, [list(request.prompt) for request in requests]
+        tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in prompts], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         how: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         self.model.generation_config = GenerationConfig(
             do_sample=not sampling.greedy,
@@ -80,16 +123,27 @@ class HFEngine:
             **({} if sampling.greedy else how),
         )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(hash((seed, first_prompt)))
+            torch.manual_seed(hash(tuple(request.seed for request in requests)))
             out = self.model.generate(inputs=tokens_BT, attention_mask=mask_BT)
         tokens_RT = out.sequences[:, width:]
 
         def chosen(logits: tuple[Tensor, ...]) -> Tensor:
-            return torch.stack(logits, 1).log_softmax(-1).gather(2, tokens_RT.unsqueeze(2)).squeeze(2)
+            return torch.stack(logits, 1).log_softmax(-1).gather(2, tokens_RT.unsqueeze(2)).squeeze(2).cpu()
 
-        model_logp_RT = chosen(out.logits)
-        logp_RT = model_logp_RT if sampling.greedy else chosen(out.scores)
-        return cut_completions(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
+        raw_RT = chosen(out.logits)
+        sampling_RT = raw_RT if sampling.greedy else chosen(out.scores)
+        done = []
+        for row, request in enumerate(requests):
+            stops = [at for at, token in enumerate(tokens_RT[row].tolist()) if token in sampling.stop]
+            count = stops[0] + 1 if stops else tokens_RT.shape[1]
+            self._decoded += count
+            done.append(
+                Completion(
+                    request.number, tokens_RT[row, :count].cpu(), sampling_RT[row, :count], raw_RT[row, :count],
+                    torch.full((count,), self.version or 0), "stop" if stops else "length",
+                )
+            )  # fmt: skip
+        return done
 
 
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:

@@ -8,7 +8,6 @@ again later; what has been drawn stays.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.collectives import pmax
-from funrl.mesh.launch import ranks_per_node
+from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import ModelError
@@ -28,10 +27,18 @@ from funrl.rollout.flights import Flights
 from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.scheduler import Scheduler
 
-PAGE_TOKENS = {"cpu": 16}  # tokens of a page; kernels on a GPU take 256 of them
-PASS_TOKENS = {"cpu": 1024}  # new tokens of a pass, so that decoding does not wait long for prompts; 8192 on a GPU
 LOOK_EVERY = {"cpu": 1}  # passes between looks at what was drawn; asking a GPU (8) makes the host wait for it
 FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
+
+
+def page_tokens(device: str) -> int:
+    """Tokens of a page; kernels on a GPU take 256 of them."""
+    return 16 if device == "cpu" else 256
+
+
+def pass_tokens(device: str) -> int:
+    """New tokens of a pass at most, so that decoding does not wait long for prompts."""
+    return 1024 if device == "cpu" else 8192
 
 
 class NativeEngine:
@@ -39,6 +46,7 @@ class NativeEngine:
 
     Attributes:
       weights, version, paused: as in `Engine`.
+      model: that it computes with.
     """
 
     def __init__(
@@ -52,12 +60,11 @@ class NativeEngine:
     ):
         device = weights.mesh.device
         self.weights, self.version, self.paused = weights, None, False
-        self._config, self._backend, self._cache_bytes = model.config, backend, cache_bytes
+        self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
         self._flights = Flights(device, weights.dtype, decode)
-        self._scheduler = Scheduler(
-            self._flights, max_rows, backend.page_tokens, PASS_TOKENS.get(device.type, 8192)
-        )
+        self._scheduler = Scheduler(self._flights, max_rows, backend.page_tokens, pass_tokens(device.type))
         self._look_every, self._passes, self._pages = LOOK_EVERY.get(device.type, 8), 0, 0
+        self._limit: int | None = None  # pages that the cache may have, once it is known
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Take this rank's shards of all weights; see `Engine`.
@@ -88,7 +95,7 @@ class NativeEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""
-        check_requests(self._config, requests, self._flights.numbers)
+        check_requests(self.model.config, requests, self._flights.numbers)
         size, limit = self._backend.page_tokens, self._most_pages()
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
@@ -147,7 +154,7 @@ class NativeEngine:
         self._look()
         self._scheduler.restart()
         self._backend.resize(0)
-        self._pages, self.paused = 0, True
+        self._pages, self._limit, self.paused = 0, None, True
         self._scheduler.resize(0)
 
     def resume(self) -> None:
@@ -169,8 +176,14 @@ class NativeEngine:
         self._scheduler.release(self._flights.gone())
 
     def _most_pages(self) -> int:
-        """Pages that the cache may have."""
-        return self._cache_bytes // self._backend.page_bytes
+        """Pages that the cache may have. Where its size is not given it is looked up when it is first needed."""
+        if self._limit is None:
+            mesh, given = self.weights.mesh, self._cache_bytes
+            if not given:
+                free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
+                given = -int(pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
+            self._limit = given // self._backend.page_bytes
+        return self._limit
 
     def _make_room(self) -> None:
         """Have as many pages as the requests in flight can use; what is computed is computed again where they grow."""
@@ -215,10 +228,7 @@ def native_engine(
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
     placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    backend = TorchBackend(model, mesh, dtype, layer, PAGE_TOKENS.get(mesh.device.type, 256))
-    if not cache_bytes:
-        free = torch.tensor(float(free_bytes(mesh)) * FREE_SHARE, dtype=torch.float64, device=mesh.device)
-        cache_bytes = int(-pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
+    backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type))
     return NativeEngine(model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode)
 
 
@@ -231,4 +241,4 @@ def free_bytes(mesh: Mesh) -> int:
             free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return free // min(math.prod(mesh.sizes.values()), ranks_per_node())
+    return free // local_ranks(mesh.world)

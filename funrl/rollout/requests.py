@@ -35,7 +35,7 @@ class Request(NamedTuple):
     most: int | None = None
 
 
-Finish = Literal["stop", "length", "paused", "cancelled"]
+Finish = Literal["stop", "string", "length", "paused", "cancelled"]
 
 
 class Completion(NamedTuple):
@@ -47,7 +47,8 @@ class Completion(NamedTuple):
       sampling_logp: [T] nats, of the distribution that was drawn from (tempered, truncated); greedy: the raw one.
       raw_logp: [T] nats, of the model's own distribution (temperature 1, nothing truncated).
       versions: [T] int64, of the weights that each token was drawn with.
-      finish: "stop", a stop token or string; "length", `max_new_tokens`; "paused", `Request.most`; "cancelled".
+      finish: "stop", by a stop token; "string", by a stop string; "length", by `max_new_tokens`; "paused", by
+        `Request.most`; "cancelled".
     """
 
     number: int
@@ -56,6 +57,17 @@ class Completion(NamedTuple):
     raw_logp: Tensor
     versions: Tensor
     finish: Finish
+
+    @property
+    def finished(self) -> bool:
+        """Whether the model ended it, and not a limit."""
+        return self.finish in ("stop", "string")
+
+    @property
+    def written(self) -> list[int]:
+        """Token ids without the stop token that ended it."""
+        ids = self.tokens.tolist()
+        return ids[:-1] if self.finish == "stop" else ids
 
 
 def requests_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.model import Layer
+from funrl.rewards.pool import Pool
 from funrl.rollout.native import NativeEngine, native_engine
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
@@ -46,12 +48,14 @@ class Parts(NamedTuple):
       begin: the model that the run begins with.
       roles: by name; those that learn in the order of the algorithm's losses.
       generator: None where nothing is generated.
+      pool: this rank's reward workers; None: it has none.
     """
 
     mesh: Mesh
     begin: Placed
     roles: Mapping[str, Role]
     generator: Generator | None
+    pool: Pool | None = None
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -101,7 +105,10 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
 def _generator(job: Job, policy: Role, layer: Layer) -> Generator:
     placed = policy.placed
     mesh = view(placed.mesh, job.generate_sizes)
-    engine = native_engine(placed.model, mesh, job.dtype, layer=layer)
+    settings = job.settings
+    decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
+    engine = native_engine(placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 

@@ -48,6 +48,7 @@ def check_together(settings: Settings) -> None:
         _check_generate_mesh,
         _check_row_ranks,
         _check_sharding,
+        _check_reward_timeout,
     ):
         check(settings)
 
@@ -199,4 +200,13 @@ def _check_sharding(settings: Settings) -> None:
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
+        )
+
+
+def _check_reward_timeout(settings: Settings) -> None:
+    seconds = settings.reward_timeout
+    if seconds is not None and seconds >= 60 * settings.timeout and devices(mesh_sizes(settings)) > 1:
+        raise SettingsError(
+            f"--reward_timeout={seconds:g}: the other ranks wait {settings.timeout} minutes for a rank's rewards; give "
+            "a --timeout, in minutes, of more than that"
         )

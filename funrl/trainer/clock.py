@@ -30,6 +30,11 @@ class Clock:
                 torch.cuda.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def move(self, seconds: float, name: str, to: str) -> None:
+        """Count seconds of one phase as those of another."""
+        self.seconds[name] -= seconds
+        self.seconds[to] = self.seconds.get(to, 0.0) + seconds
+
     def take(self) -> dict[str, float]:
         taken, self.seconds = self.seconds, {}
         return taken

@@ -1,12 +1,15 @@
 """From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
 
-Each data rank of the generate mesh completes its own share of the prompts and rewards what it wrote. The rows stay
-there; one collective gives lengths, ends and scores to all ranks, so that every rank filters and chooses alike.
+Each data rank of the generate mesh completes its own share of the prompts, and has the workers of its pool reward what
+is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all ranks,
+so that every rank filters and chooses alike.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +23,11 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
-from funrl.rollout.completions import Completions, Engine, Sampling
+from funrl.rewards.pool import Completed, Pool
+from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import Engine, generate
+from funrl.rollout.requests import Completion, requests_of
+from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
 
 
@@ -49,15 +56,19 @@ class Rollout(NamedTuple):
       scores: [R, K] what each reward function gave; NaN where one of several functions does not apply.
       owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
       mesh: the generate mesh.
+      dtype: of log-probabilities.
+      reward_s: seconds that the slowest rank waited for rewards when all its completions were written.
     """
 
-    completions: Completions
+    completions: Sequence[Completion]
     lengths: Tensor
     finished: Tensor
     score: Tensor
     scores: Tensor
     owner: np.ndarray
     mesh: Mesh
+    dtype: torch.dtype = torch.float32
+    reward_s: float = 0.0
 
     @property
     def own(self) -> np.ndarray:
@@ -65,15 +76,12 @@ class Rollout(NamedTuple):
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
 
-Score = Callable[[Sequence[Example], Sequence[str]], list[list[float]]]
-
-
 def rollout(
     engine: Engine,
     examples: Sequence[Example],
     sampling: Sampling,
     seed: int,
-    score: Score,
+    pool: Pool,
     decode: Callable[[list[int]], str],
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
@@ -83,93 +91,105 @@ def rollout(
     Args:
       engine: holds the weights; on `mesh`.
       examples: the same on every rank.
-      score: rewards of (example, completion text) pairs, K numbers each.
+      pool: runs the K reward functions; K may be 0.
       decode: token ids without the stop token -> text.
       mesh: the generate mesh.
-      weights: of the K numbers in a row's score; K may be 0.
+      weights: of the K numbers in a row's score.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    mine = own_range(len(examples), mesh, mesh.row_axes)
-    done = engine.generate([examples[i].tokens for i in mine], sampling, seed, first_prompt=mine.start)
-    rows = [examples[i] for i in mine for _ in range(sampling.samples)]
-    texts = completion_texts(done, decode, [row.tokens[-1] for row in rows])
-    # Every tensor rank holds the same rows; one of them asks the reward function, which may be costly or random.
-    problem, rewards = None, [[0.0] * len(weights)] * len(rows)
-    if mesh.index("tensor") == 0:
+    mine, samples = own_range(len(examples), mesh, mesh.row_axes), sampling.samples
+
+    def completed(done: Completion) -> Completed:
+        example = examples[done.number // samples]
+        before = example.tokens[-1]
+        return Completed(example.text, _text_after(opening(before), before, done.written, decode), example.fields)
+
+    @functools.cache
+    def opening(token: int) -> str:
+        return decode([token])
+
+    # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
+    asks = mesh.index("tensor") == 0 and bool(pool.rewards)
+    pending = PendingRewards(pool, completed) if asks else None
+    requests = requests_of([examples[i].tokens for i in mine], sampling, seed, mine.start)
+    done = generate(engine, requests, pending.add if pending else None)
+    start, problem = time.perf_counter(), None
+    rewards = [[0.0] * len(weights)] * len(done)
+    if pending is not None:
         try:
-            rewards = score(rows, texts)
+            rewards = pending.collect()
         except RewardError as error:
             problem = str(error)
-    _raise_everywhere(problem, mesh)
-    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(rows), len(weights))
+    reward_s = _raise_everywhere(problem, time.perf_counter() - start if asks else 0.0, mesh)
+    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(done), len(weights))
     own = collectives.psum(own, mesh, "tensor")
     ranks = mesh.size(mesh.row_axes)
     shares = [len(examples) * (i + 1) // ranks - len(examples) * i // ranks for i in range(ranks)]
-    owner = np.repeat(np.arange(ranks), np.array(shares) * sampling.samples)
-    columns = {"lengths": done.lengths, "finished": done.finished, "scores": own}
+    owner = np.repeat(np.arange(ranks), np.array(shares) * samples)
+    columns = {
+        "lengths": torch.tensor([len(one.tokens) for one in done], dtype=torch.int64, device=mesh.device),
+        "finished": torch.tensor([one.finished for one in done], dtype=torch.bool, device=mesh.device),
+        "scores": own,
+    }
     table = gather_table(columns, owner, mesh, mesh.row_axes)
     scores_RK = table["scores"]
     factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
-    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh)
+    dtype = torch.promote_types(engine.weights.dtype, torch.float32)
+    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, dtype, reward_s)
 
 
 def completion_texts(
-    done: Completions, decode: Callable[[list[int]], str], before: Sequence[int] | None = None
+    done: Sequence[Completion], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
 ) -> list[str]:
-    """The text of every row, without the stop token that ended it.
+    """The text of every completion, without the stop token that ended it.
 
     Args:
       decode: token ids -> text.
-      before: the token before each row's completion. Many tokenizers drop the space that opens a text; behind another
-        token it stays, so that prompt and completion join to what the model wrote.
+      before: the token before each completion. Many tokenizers drop the space that opens a text; behind another token
+        it stays, so that prompt and completion join to what the model wrote.
     """
-    lengths = (done.lengths - done.finished.long()).tolist()
-    rows = [row[:n] for row, n in zip(done.tokens.tolist(), lengths, strict=True)]
+    rows = [one.written for one in done]
     if before is None:
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    texts = []
-    for token, row in zip(before, rows, strict=True):
-        joined = decode([token, *row])
-        kept = joined.startswith(opening[token])
-        texts.append(joined[len(opening[token]) :] if kept else decode(row))
-    return texts
+    return [_text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+
+
+def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """The text of a completion as it continues the token before it, whose own text is `opening`."""
+    joined = decode([before, *tokens])
+    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
 
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
     """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8."""
-    completions, samples, own = done.completions, sampling.samples, done.own
-    device = completions.tokens.device
+    samples, own, device = sampling.samples, done.own, done.mesh.device
     prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], device=device)
-    length_R, here = prompt_R + done.lengths, torch.from_numpy(own).to(device)
-    prompt_r, length_r = prompt_R[here], length_R[here]
-    width = math.ceil(int(length_r.max()) / 8) * 8 if len(own) else 8
-    tokens = torch.full((len(own), width), pad, dtype=torch.int64, device=device)
-    for row, number in enumerate(own.tolist()):
-        prompt = examples[number // samples].tokens
-        tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    at_rT = torch.arange(width, device=device)
-    mask = (at_rT >= prompt_r[:, None]) & (at_rT < length_r[:, None])
-    written = torch.arange(completions.tokens.shape[1], device=device) < completions.lengths[:, None]
-    tokens[mask] = completions.tokens[written]
+    length_R = prompt_R + done.lengths
+    prompts = [examples[number // samples].tokens for number in own.tolist()]
+    longest = max((len(p) + len(one.tokens) for p, one in zip(prompts, done.completions, strict=True)), default=1)
+    shape = (len(own), math.ceil(longest / 8) * 8)
+    tokens = torch.full(shape, pad, dtype=torch.int64)
+    mask, rollout_logp = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=done.dtype)
     # The sampling distribution is the tempered model as long as nothing is truncated away; see settings' check.
     truncated = sampling.top_k > 0 or sampling.top_p < 1
-    engine_logp = completions.model_logp if truncated else completions.logp
-    rollout_logp = torch.zeros(tokens.shape, dtype=engine_logp.dtype, device=device)
-    rollout_logp[mask] = engine_logp[written]
+    for row, (prompt, one) in enumerate(zip(prompts, done.completions, strict=True)):
+        here = slice(len(prompt), len(prompt) + len(one.tokens))
+        tokens[row, : len(prompt)], tokens[row, here], mask[row, here] = torch.tensor(prompt), one.tokens, True
+        rollout_logp[row, here] = one.raw_logp if truncated else one.sampling_logp
     scored = done.scores.shape[1] > 0
     batch = Batch(
-        tokens=tokens,
-        mask=mask,
+        tokens=tokens.to(device),
+        mask=mask.to(device),
         length=length_R,
         group=first_group + torch.arange(len(prompt_R), device=device) // samples,
-        score=done.score.to(engine_logp.dtype) if scored else None,
-        scores=done.scores.to(engine_logp.dtype) if scored else None,
+        score=done.score.to(done.dtype) if scored else None,
+        scores=done.scores.to(done.dtype) if scored else None,
         truncated=~done.finished,
-        rollout_logp=rollout_logp,
+        rollout_logp=rollout_logp.to(device),
     )
     return rows_of(batch, done.owner, done.mesh)
 
@@ -185,8 +205,7 @@ def first_texts(
     """
     own = done.own
     mine = [i for i, number in enumerate(numbers) if number in own]
-    at = torch.from_numpy(np.searchsorted(own, [numbers[i] for i in mine]).astype(np.int64))
-    some = Completions(*(x[at.to(x.device)] for x in done.completions))
+    some = [done.completions[at] for at in np.searchsorted(own, [numbers[i] for i in mine])]
     texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
     found: dict[int, str] = {}
     for others in collectives.gather_objects(texts, done.mesh):
@@ -194,10 +213,11 @@ def first_texts(
     return [found[i] for i in range(len(numbers))]
 
 
-def _raise_everywhere(problem: str | None, mesh: Mesh) -> None:
-    """If any rank has a problem, every rank raises it: none is left waiting in a collective."""
+def _raise_everywhere(problem: str | None, seconds: float, mesh: Mesh) -> float:
+    """If any rank has a problem, every rank raises it: none is left waiting in a collective. Else the most seconds."""
     everyone = tuple(mesh.sizes)
-    failed = torch.tensor(float(problem is not None), device=mesh.device)
-    if collectives.pmax(failed, mesh, everyone).item() == 0:
-        return
+    ours = torch.tensor([float(problem is not None), seconds], dtype=torch.float64, device=mesh.device)
+    failed, longest = collectives.pmax(ours, mesh, everyone).tolist()
+    if not failed:
+        return longest
     raise RewardError(next(p for p in collectives.gather_objects(problem, mesh) if p is not None))

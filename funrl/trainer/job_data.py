@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     for reward in rewards:
         check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
     train, heldout = split(examples, settings.eval_prompts)
+    check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
     name = "prompts" if settings.prompts is None else Path(settings.prompts).stem
     new_tokens = resolved(settings, given=True).max_new_tokens
@@ -117,11 +119,32 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     train = [to_example(p, tokenizer) for p in arithmetic.training_prompts(settings.seed)]
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
-    weights = weights_of_rewards(settings, 1 + (settings.reward_model is not None))
+    rewards = (arithmetic.reward,)
+    check_workers(settings, rewards)
+    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
     return Task(
-        "arithmetic", train, heldout, (arithmetic.reward,), weights, arithmetic.demonstrations,
+        "arithmetic", train, heldout, rewards, weights, arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
     )  # fmt: skip
+
+
+def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> bool:
+    """True if reward functions run in processes of their own. By default all do but the embedded task's, which takes a
+    fraction of the time that a row needs to another process and back, and on Linux, where processes fork well."""
+    if settings.reward_workers is not None:
+        return settings.reward_workers > 0
+    return sys.platform == "linux" and rewards not in ((), (arithmetic.reward,))
+
+
+def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> None:
+    """Raise SettingsError where a flag of reward workers would do nothing."""
+    if settings.reward_workers and not rewards:
+        raise SettingsError(f"--reward_workers={settings.reward_workers}: there is no --reward that they could run")
+    if settings.reward_timeout is not None and not has_workers(settings, rewards):
+        raise SettingsError(
+            f"--reward_timeout={settings.reward_timeout:g}: only a worker's reward can be ended, and there are no "
+            "workers; give --reward_workers=1 or more"
+        )
 
 
 def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, given: Given) -> Texts:

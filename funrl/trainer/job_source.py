@@ -1,7 +1,8 @@
-"""The source of a job: its prompts, rewards and engine, or its texts."""
+"""The source of a job: its prompts, rewards and engine, or its texts; and the workers that run its rewards."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,17 +16,45 @@ from funrl.algos.core import reads
 from funrl.batch import select
 from funrl.data.supervised import text_batch
 from funrl.data.tokenizer import load_tokenizer
+from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
-from funrl.rewards.load import score_row
+from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import awake
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task
+from funrl.trainer.job_data import has_workers
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
+
+
+MOST_WORKERS = 16  # of a rank, where no flag says how many
+REWARD_TIMEOUT_S = 600.0  # where no flag says
+
+
+def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
+    """A rank's reward workers, for as long as the context lasts; None where it has none.
+
+    Enter it before the rank has process groups, threads or a device; see `open_pool`. Only the first tensor rank of a
+    replica asks for rewards, so only it has workers.
+    """
+    settings, task = job.settings, job.task
+    asks = Mesh(job.generate_sizes, rank).index("tensor") == 0
+    if not isinstance(task, Task) or not asks or not has_workers(settings, task.rewards):
+        return contextlib.nullcontext()
+    workers = share_of_cores(job) if settings.reward_workers is None else settings.reward_workers
+    timeout_s = REWARD_TIMEOUT_S if settings.reward_timeout is None else settings.reward_timeout
+    return open_pool(task.rewards, workers, timeout_s)
+
+
+def share_of_cores(job: Job) -> int:
+    """The cores of this machine for each of its ranks that ask for rewards, within bounds."""
+    ranks = local_ranks(Mesh(job.sizes).world) / job.generate_sizes["tensor"]
+    return max(1, min(MOST_WORKERS, int(cores() / max(ranks, 1))))
 
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
@@ -55,14 +84,17 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         seed=settings.seed,
         shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
     )
-    return prompt_source(generation, clock, show)
+    source = prompt_source(generation, clock, show)
+    assert parts.generator is not None
+    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
+    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
 
 def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
     """Completions of prompts by the engine, rewarded by the task's functions."""
     assert parts.generator is not None and isinstance(job.task, Task)
-    rewards, weights = functools.partial(reward_rows, job.task), job.task.weights[: len(job.task.rewards)]
-    return rollout(parts.generator.engine, examples, sampling, seed, rewards, decode, parts.generator.mesh, weights)
+    pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
+    return rollout(parts.generator.engine, examples, sampling, seed, pool, decode, parts.generator.mesh, weights)
 
 
 def rescoring(
@@ -90,13 +122,6 @@ def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
     factors = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     full = sum(max(weight, 0.0) for weight in weights) - 1e-9
     return (scores_RK[:, : len(weights)] * factors).nansum(1) >= full
-
-
-def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> list[list[float]]:
-    """Rewards of each completion by each reward function."""
-    if not task.rewards:
-        return [[] for _ in rows]
-    return [score_row(task.rewards, row.text, text, row.fields) for row, text in zip(rows, texts, strict=True)]
 
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:

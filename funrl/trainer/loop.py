@@ -14,6 +14,7 @@ from typing import NamedTuple
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
+from funrl.rewards.pool import Pool
 from funrl.trainer import checkpoint, offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
@@ -54,7 +55,9 @@ class Trainer(NamedTuple):
     clock: Clock
 
 
-def train_loop(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source) -> Outcome:
+def train_loop(
+    job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, pool: Pool | None = None
+) -> Outcome:
     """The whole trainer, on this rank.
 
     Args:
@@ -62,12 +65,13 @@ def train_loop(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = ma
       mesh: to train on.
       observer: told what happens, and given the model at the end.
       source: makes the source.
+      pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
     Returns: how it ended. A reward function that fails, or a gradient that is not finite, ends the run too, with
       everything learned so far saved.
     """
     settings = job.settings
-    trainer, state = begin_run(job, mesh, observer, source)
+    trainer, state = begin_run(job, mesh, observer, source, pool=pool)
     folder = checkpoint.shared_folder(observer, mesh)
     state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, state, folder, observer))
     place = offload.mover(settings.offload, trainer.parts, observer.note)
@@ -100,10 +104,15 @@ def train_loop(job: Job, mesh: Mesh, observer: Observer, source: MakeSource = ma
 
 
 def begin_run(
-    job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, clock: Clock | None = None
+    job: Job,
+    mesh: Mesh,
+    observer: Observer,
+    source: MakeSource = make_source,
+    clock: Clock | None = None,
+    pool: Pool | None = None,
 ) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
-    clock, parts = clock or Clock(), build(job, mesh, observer.note)
+    clock, parts = clock or Clock(), build(job, mesh, observer.note)._replace(pool=pool)
     weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
     made = source(job, parts, frozen, clock, observer)

@@ -89,6 +89,14 @@ class Settings:
         requires="dry_run",
     )
     timeout: int = flag(60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1))
+    kv_cache_gb: float | None = flag(
+        None, "devices", "keys and values that a rank may keep while it generates, in 1e9 bytes; what does not fit "
+        "waits, or is computed again",
+        above(0), kinds=RL, chosen="half of the memory that is free then",
+    )  # fmt: skip
+    decode_rows: int = flag(
+        512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL
+    )
     compile: str = flag(
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
@@ -111,6 +119,15 @@ class Settings:
     )  # fmt: skip
     reward_weights: str | None = flag(
         None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", chosen="1 each", kinds=RL
+    )
+    reward_workers: int | None = flag(
+        None, "job", "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
+        at_least(0), kinds=RL,
+        chosen="the rank's share of the cores, 16 at most; 0 with the embedded task, whose reward takes less time than "
+        "the way to a process",
+    )  # fmt: skip
+    reward_timeout: float | None = flag(
+        None, "job", "seconds that a completion's rewards may take in a worker", above(0), chosen="600", kinds=RL
     )
     data: str | None = flag(
         None,

@@ -194,10 +194,13 @@ def text_source(
 def _rolled(
     g: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
 ) -> tuple[Rollout, Rows]:
-    """Completions, and their rows with all rewards. Phases are "generate" and "score_reward_model", or `phase`."""
+    """Completions, and their rows with all rewards. Phases are "generate", "reward" and "score_reward_model", or
+    `phase`."""
     with clock.phase(phase or "generate"):
         done = g.roll(examples, sampling, seed)
         rows = to_rows(examples, done, sampling, g.pad)
+    if done.reward_s and not phase:
+        clock.move(done.reward_s, "generate", "reward")
     if g.rescore is None:
         return done, rows
     with clock.phase(phase or "score_reward_model"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from funrl.rewards.load import RewardError
-from funrl.rewards.pool import Completed, open_pool, score_rows
+from funrl.rewards.pool import Completed, Pool, open_pool, score_rows
 from funrl.rewards.verifiers import exact_match
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
@@ -140,12 +140,18 @@ def test_workers_compute_with_torch_although_the_rank_has_threads():
             torch.set_num_threads(threads)
 
 
-def test_a_row_that_cannot_be_sent_is_an_error_at_once():
-    with (
-        open_pool([exact_match], 1) as pool,
-        pytest.raises(RewardError, match=r"cannot be sent to a worker: .*\n  prompt: 'p'"),
-    ):
-        score_rows(pool, [Completed("p", "c", {"f": lambda: 0})])
+def test_fields_may_be_functions_and_a_row_that_cannot_be_sent_fails_alone():
+    with open_pool([lambda p, c, f: f(c)], 1) as pool:
+        fields = [{"f": len}, {"f": threading.Lock()}, {"f": lambda completion: 7}]
+        first, second, third = score_rows(pool, [Completed("p", "c", each) for each in fields])
+        assert results([first, third]) == [[1], [7]]
+        with pytest.raises(RewardError, match=r"cannot be sent .*--reward_workers=0\n  prompt: 'p'\n  completion: 'c'"):
+            second.result(0)
+
+
+def test_a_pool_without_workers_needs_no_context():
+    pool = Pool([exact_match])
+    assert pool.workers == 0 and results(score_rows(pool, rows_of("2", "3", answer="2"))) == [[1.0], [0.0]]
 
 
 def alive(pid):
@@ -155,6 +161,74 @@ def alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def sleeper(prompt, completion, path):
+    """A reward that starts a program, and leaves the number of its process in a file."""
+    program = subprocess.Popen(["sleep", "60"])
+    with open(path, "w") as file:
+        file.write(f"{program.pid} ")
+    if completion == "terminate":
+        program.terminate()
+    return program.wait()
+
+
+def number_in(path):
+    end = time.monotonic() + 20
+    while not (path.exists() and path.read_text().endswith(" ")) and time.monotonic() < end:
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def gone(pids):
+    end = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("how", ["timeout", "close"])
+def test_a_program_that_a_function_starts_ends_with_its_worker(how, tmp_path):
+    with open_pool([sleeper], 1, timeout_s=0.5 if how == "timeout" else 60) as pool:
+        (future,) = score_rows(pool, rows_of("", path=tmp_path / "pid"))
+        pid = number_in(tmp_path / "pid")
+        if how == "timeout":
+            with pytest.raises(RewardError, match="took longer"):
+                future.result(30)
+            assert gone([pid])
+    assert gone([pid])
+
+
+def test_a_program_that_a_function_starts_takes_signals_in_the_usual_way(tmp_path):
+    """Although its rank may not: a run takes SIGTERM as an interrupt."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with open_pool([sleeper], 1) as pool:
+            assert results(score_rows(pool, rows_of("terminate", path=tmp_path / "pid"))) == [[-signal.SIGTERM]]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_to_all_of_a_group_leave_the_pool_to_its_rank():
+    """A terminal's interrupt and a scheduler's SIGTERM go to every process; what becomes of the run, the rank says."""
+    with open_pool([lambda p, c: os.getpid()], 1) as pool:
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pool._server, sign)
+        ((pid,),) = results(score_rows(pool, rows_of("a")))
+        assert os.getpgid(int(pid)) == pid and os.getpgid(pool._server) == os.getpgid(0)
+
+
+def test_a_process_that_has_threads_already_may_open_a_pool():
+    """As that of a notebook has, in which something was trained before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (torch.ones(700, 700, requires_grad=True) @ torch.ones(700, 700)).sum().backward()
+        with open_pool([lambda p, c: (torch.ones(700, 700) @ torch.ones(700, 700))[0, 0]], 2) as pool:
+            assert results(score_rows(pool, rows_of("a", "b", "c"))) == [[700.0]] * 3
+            assert (torch.ones(700, 700) @ torch.ones(700, 700))[0, 0] == 700
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_closing_ends_all_processes_and_fails_what_waits():
@@ -179,12 +253,11 @@ def test_the_death_of_the_server_is_an_error_and_not_a_wait():
 
 
 PROGRAM = """
-import os, time
+import os, subprocess, time
 from funrl.rewards.pool import Completed, open_pool, score_rows
-with open_pool([lambda p, c: os.getpid()], 2) as pool:
-    pids = {int(f.result()[0]) for f in score_rows(pool, [Completed("p", "c")] * 9)}
+with open_pool([lambda p, c: os.getpid() * 10**8 + subprocess.Popen(["sleep", "60"]).pid], 2) as pool:
+    pids = {int(pid) for f in score_rows(pool, [Completed("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
     print(pool._server, *pids, flush=True)
-    score_rows(pool, [Completed("p", "c")])
     time.sleep(60)
 """
 
@@ -196,7 +269,4 @@ def test_a_rank_that_is_killed_takes_its_workers_with_it():
     assert all(alive(pid) for pid in pids)
     rank.kill()
     rank.wait()
-    end = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in pids)
+    assert len(pids) >= 1 + 1 + 9 and gone(pids)

@@ -16,7 +16,8 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.models.model import Inputs
 from funrl.rewards.load import RewardError
-from funrl.rollout.completions import Completions, Sampling
+from funrl.rewards.pool import Pool
+from funrl.rollout.completions import Completions, Sampling, written
 from funrl.trainer import loop
 from funrl.trainer.generation import Example, Rollout, completion_texts, first_texts, rollout, to_rows
 from funrl.trainer.loop import draw_batch, learn_batch
@@ -72,17 +73,21 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count):
     examples = [Example([10 + i] * (1 + i % 3), f"p{i}", {"n": i}) for i in range(count)]
 
     class Echo:
-        def generate(self, prompts, sampling, seed, first_prompt=0):
+        def generate(self, prompts, sampling, seed, first_prompt=0, on_done=None):
             lengths = torch.tensor([len(p) for p in prompts for _ in range(2)], dtype=torch.int64)
             width = int(lengths.max()) if len(lengths) else 1
             tokens = torch.tensor([[p[0]] * width for p in prompts for _ in range(2)], dtype=torch.int64)
             tokens = tokens.view(len(lengths), width) * (torch.arange(width) < lengths[:, None])
             logp = -tokens.double() / 3
+            if on_done is not None:
+                for row in reversed(range(len(lengths))):
+                    on_done([row], written(tokens[row : row + 1], lengths[row : row + 1], lengths[row : row + 1] > 1))
             return Completions(tokens, lengths, logp, 2 * logp, lengths > 1)
 
+    pool = Pool([lambda prompt, completion, n: n, lambda prompt, completion, n: len(completion)])
+
     def program(mesh):
-        score = lambda rows, texts: [[r.fields["n"], len(t)] for r, t in zip(rows, texts, strict=True)]  # noqa: E731
-        done = rollout(Echo(), examples, SAMPLING, 0, score, lambda ids: "x" * len(ids), mesh, (1.0, 0.01))
+        done = rollout(Echo(), examples, SAMPLING, 0, pool, lambda ids: "x" * len(ids), mesh, (1.0, 0.01))
         rows = to_rows(examples, done, SAMPLING, pad=0)
         return whole_batch(rows), first_texts(done, range(0, 2 * count, 2), str, [0] * count)
 

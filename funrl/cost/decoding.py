@@ -1,0 +1,115 @@
+"""Costs of generation: prompts, then one token of every row a pass, traced with the engine's own backend.
+
+Prompts and completions have full length here, so that rows which begin together end together: continuous batching is
+then waves of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.cost.costs import Costs, Tracer, after, plus, times
+from funrl.cost.estimate import make_weights
+from funrl.cost.hardware import Hardware
+from funrl.rollout.backends import TorchBackend, Work
+from funrl.rollout.completions import Sampling
+from funrl.rollout.native import page_tokens, pass_tokens
+from funrl.trainer.build import Generator
+from funrl.trainer.job import Job
+
+
+def generation(
+    job: Job, generator: Generator, whole: Generator, prompt_tokens: int, room: float, hardware: Hardware
+) -> Costs:
+    """Costs of the completions of a step, greedy baselines included.
+
+    Args:
+      job, generator: of this or of a smaller depth.
+      whole: at full depth: by it rows go together.
+      room: bytes that the cache may have where no flag says how many.
+    """
+    greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
+    baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
+    found = Costs()
+    for sampling in (job.sampling, *baseline):
+        for often, count in waves(job, whole, sampling, prompt_tokens, room, hardware):
+            found = after(found, times(_wave(job, generator, sampling, prompt_tokens, count, hardware), often))
+    return found
+
+
+def waves(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, room: float, hardware: Hardware) -> list[tuple[int, int]]:
+    """Waves of completions of one rank of the engine, all of full length: how often it decodes how many together.
+
+    Args:
+      generator: at the full depth of the model.
+      room: bytes that the cache may have where no flag says how many.
+    """
+    model = generator.engine.model
+    rows, page = own_prompts(job, generator) * sampling.samples, _page_tokens(hardware)
+    pages = -(-(prompt_tokens + sampling.max_new_tokens) // page)
+    one = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
+    given = round((job.settings.kv_cache_gb or 0) * 1e9) or room
+    most = max(1, min(rows, job.settings.decode_rows, int(given // one)))
+    full, rest = divmod(rows, most)
+    return [(full, most)] + [(1, rest)] * (rest > 0)
+
+
+def own_prompts(job: Job, generator: Generator) -> int:
+    """Prompts that a rank of the engine completes."""
+    return -(-job.settings.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
+
+
+def _wave(
+    job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, count: int, hardware: Hardware
+) -> Costs:
+    """A pass over prompts and one of decoding half-way, traced; every row is decoded to the limit.
+
+    Args:
+      count: rows that are decoded together.
+    """
+    model, mesh, wanted, page = job.models["policy"], generator.mesh, generator.engine.weights.layouts, _page_tokens(hardware)
+    length = prompt_tokens + sampling.max_new_tokens
+    each = -(-length // page)
+    cache = trees.leaves(model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta")))[0]
+    assert model.unembed is not None
+    vocabulary = model.unembed(wanted).local_shape(0)[0]
+    shapes = [layout.local_shape(0) for layout in trees.leaves(wanted)]
+    tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache.shape))
+    params = make_weights(tracer, wanted, job.dtype)
+    backend = TorchBackend(model, mesh, job.dtype, None, page)
+    table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
+    most = pass_tokens(_device(hardware))
+    at_once = min(prompt_tokens, most)
+    prompts = min(max(1, most // prompt_tokens), own_prompts(job, generator), count)
+
+    def work(rows: int, tokens: int, end: int) -> Work:
+        draws = list(range(tokens - 1, rows * tokens, tokens))
+        return Work(torch.zeros(rows * tokens, dtype=torch.int64), [tokens] * rows, [end] * rows, table_SP[:rows], draws)
+
+    def draw(found: Tensor) -> None:
+        noise_R = torch.zeros(len(found), dtype=torch.float64)
+        backend.draw(found, torch.arange(len(found)), noise_R, sampling, None)
+
+    with tracer, torch.no_grad():
+        with tracer.phase("prefill"):
+            backend.load(params)
+            backend.resize(count * each)
+            draw(backend.forward(work(prompts, at_once, prompt_tokens)))
+        with tracer.phase("decode"):
+            draw(backend.forward(work(count, 1, prompt_tokens + sampling.max_new_tokens // 2)))
+    passes = -(-own_prompts(job, generator) // prompts) * -(-prompt_tokens // at_once)
+    whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], sampling.max_new_tokens))
+    return plus(whole, {"weights": -float(trees.nbytes(params))})
+
+
+def _device(hardware: Hardware) -> str:
+    return "cuda" if hardware.accelerator else "cpu"
+
+
+def _page_tokens(hardware: Hardware) -> int:
+    return page_tokens(_device(hardware))
