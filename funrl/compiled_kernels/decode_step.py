@@ -1,0 +1,257 @@
+"""One forward pass of a dense decoder over a paged key-value cache, in one C++ call.
+
+For Llama, Qwen2 and Qwen3 on one tensor rank, in float32 or bfloat16, on the CPU. Prompts and decoding rows alike are
+tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits depend neither on
+the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads: prefill equals
+decode bit for bit. `decode_reference` is the same pass in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
+from funrl.compiled_kernels.packed import BITS, LANES, pack_linear, panel_width, round_up, zeroed
+from funrl.compiled_kernels.rotary import frequencies, rotary
+
+PAGE = 16  # tokens of a page
+ROPE_STEP = 1024  # positions by which the table of rotations grows at least
+_PROBLEMS = (None, "a token is not in the vocabulary", "a sequence has no table", "a position has no page in the cache",
+             "a drawn token is not in the call")  # fmt: skip
+
+
+class PagedKeyValues(NamedTuple):
+    """Keys and values of all layers, [layers, pages, numbers of a page]; what a page means is the kernel's own."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "qkv output gate_up down".split()),
+        *((name, ctypes.c_void_p) for name in "attn_norm mlp_norm q_norm k_norm qkv_bias output_bias".split()),
+        ("window", ctypes.c_int64),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "layers embed heads kv_heads head mlp vocab".split()),
+        ("norm_eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in "embedding unembed norm rope layer".split()),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in "tokens width drawn".split()),
+        *((name, ctypes.c_void_p) for name in "token position sequence tables draw keys values".split()),
+        *((name, ctypes.c_int64) for name in "pages threads".split()),
+        ("logits", ctypes.c_void_p),
+    ]
+
+
+def kernel_problem(config: Any, dtype: torch.dtype) -> str | None:
+    """The reason why `packed_decoder` has no kernel for this model here; None: it has one, if the compiler works."""
+    if dtype not in BITS:
+        return f"the C++ decoding step has float32 and bfloat16, not {dtype}"
+    return library_problem()
+
+
+def page_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Memory of one page of all layers, keys and values."""
+    return 2 * config.layers * _page_numbers(config) * dtype.itemsize
+
+
+def packed_decoder(config: Any, params: Any, dtype: torch.dtype, threads: int | None = None) -> PackedDecoder:
+    """Copy a decoder's weights into the kernel's layout.
+
+    Args:
+      config: a decoder's `Config`.
+      params: its whole weights, on the CPU, in any float dtype.
+      dtype: of weights, cache and activations: float32 or bfloat16. Sums are float32.
+      threads: that compute together; None: as many as torch has.
+
+    Raises:
+      KernelError: there is no kernel; the message is the reason.
+    """
+    problem = kernel_problem(config, dtype)
+    if problem is not None:
+        raise KernelError(problem)
+    return PackedDecoder(config, params, dtype, threads or torch.get_num_threads())
+
+
+class PackedDecoder:
+    """A decoder's weights in the kernel's layout; made by `packed_decoder`.
+
+    Attributes:
+      config, dtype, threads: as there.
+    """
+
+    def __init__(self, config: Any, params: Any, dtype: torch.dtype, threads: int):
+        self.config, self.dtype, self.threads = config, dtype, threads
+        self._library = library()
+        self._owned: list[Tensor] = []  # what the kernel has pointers to
+        self._layers = (_Layer * config.layers)(*(self._pack_layer(i, w) for i, w in enumerate(params["layers"])))
+        unembed = params["unembed"] if "unembed" in params else params["embed"]
+        self._model = _Model(
+            config.layers, config.embed, config.heads, config.kv_heads, config.head, config.mlp, config.vocab,
+            config.norm_eps, self._own(params["embed"].detach().to(dtype, copy=True).contiguous()),
+            self._pack(unembed), self._wide(params["norm"], LANES), None, ctypes.addressof(self._layers),
+        )  # fmt: skip
+        self._positions = 0
+        self._rope = torch.empty(0)
+
+    def init_cache(self, pages: int) -> PagedKeyValues:
+        """An empty cache; its memory is taken as pages are written."""
+        shape = (self.config.layers, pages, _page_numbers(self.config))
+        count = shape[0] * shape[1] * shape[2]
+        return PagedKeyValues(*(zeroed(count, self.dtype).view(shape) for _ in range(2)))
+
+    def forward(
+        self,
+        cache: PagedKeyValues,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        sequence_N: Tensor,
+        tables_SP: Tensor,
+        draw_M: Tensor,
+    ) -> Tensor:
+        """Write keys and values of some tokens and give the logits of some of these.
+
+        In each layer all tokens are written before any attends: a sequence may share pages that another sequence of
+        the same call writes. One call of a decoder runs at a time.
+
+        Args:
+          cache: made by `init_cache`; written in place.
+          tokens_N: int64 token ids.
+          positions_N: int64 positions, from 0; a token attends to those up to its own, or to the last `window` of them.
+          sequence_N: int64, the row of `tables_SP` of each token.
+          tables_SP: int32 pages of each sequence, in order: position p is in page p // PAGE, slot p % PAGE.
+          draw_M: int64 indices into N of the tokens whose logits are wanted; there may be none.
+
+        Returns: [M, V] float32.
+
+        Raises:
+          ValueError: a token, sequence, page or index does not exist.
+        """
+        N, M = tokens_N.shape[0], draw_M.shape[0]
+        given = (tokens_N, positions_N, sequence_N, tables_SP, draw_M)
+        types = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int64)
+        if any(x.dtype != dtype for x, dtype in zip(given, types, strict=True)):
+            raise ValueError(f"the arguments are {[x.dtype for x in given]}, they must be {list(types)}")
+        tokens_N, positions_N, sequence_N, tables_SP, draw_M = (x.contiguous() for x in given)
+        if positions_N.shape[0] != N or sequence_N.shape[0] != N:
+            raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
+        if N:
+            self._grow_rope(int(positions_N.max()) + 1)
+        logits_MV = torch.empty(M, self.config.vocab)
+        step = _Step(
+            N, tables_SP.shape[1], M, tokens_N.data_ptr(), positions_N.data_ptr(), sequence_N.data_ptr(),
+            tables_SP.data_ptr(), draw_M.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(),
+            cache.keys.shape[1], self.threads, logits_MV.data_ptr(),
+        )  # fmt: skip
+        problem = self._library.funrl_forward(
+            BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0]
+        )
+        if problem:
+            raise ValueError(_PROBLEMS[problem])
+        return logits_MV
+
+    def copy_pages(self, cache: PagedKeyValues, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy pages in all layers; all are read before any is written."""
+        source_C, target_C = torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)
+        for x in cache:
+            x.index_copy_(1, target_C, x.index_select(1, source_C))
+
+    def sample(
+        self, logits_MV: Tensor, source_R: Tensor, noise_R: Tensor | None, temperature: float | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw tokens: the first one whose cumulative probability exceeds the noise.
+
+        Args:
+          logits_MV: float32.
+          source_R: int64, the row of logits of each draw.
+          noise_R: float64 in (0, 1); None: the most probable token, and both log-probabilities are raw.
+          temperature: above 0, of all draws or float64 [R].
+
+        Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] float32 nats each;
+          where a row has NaN or +inf it is the last token, and NaN.
+        """
+        R = source_R.shape[0]
+        logits_MV = logits_MV.contiguous()
+        if not isinstance(temperature, Tensor):
+            temperature = torch.full((R,), float(temperature), dtype=torch.float64)
+        temperature = temperature.to(torch.float64).contiguous()
+        noise_R = None if noise_R is None else noise_R.to(torch.float64).contiguous()
+        token_R = torch.empty(R, dtype=torch.int64)
+        sampling_logp_R, raw_logp_R = torch.empty(R), torch.empty(R)
+        if R and (int(source_R.min()) < 0 or int(source_R.max()) >= logits_MV.shape[0]):
+            raise ValueError(f"a draw's source is not one of the {logits_MV.shape[0]} rows of logits")
+        self._library.funrl_sample(
+            logits_MV.data_ptr(), logits_MV.shape[1], logits_MV.shape[1], source_R.contiguous().data_ptr(), R,
+            None if noise_R is None else noise_R.data_ptr(), temperature.data_ptr(), token_R.data_ptr(),
+            sampling_logp_R.data_ptr(), raw_logp_R.data_ptr(), self.threads,
+        )  # fmt: skip
+        return token_R, sampling_logp_R, raw_logp_R
+
+    def _pack_layer(self, index: int, params: Any) -> _Layer:
+        config, attn, mlp = self.config, params["attn"], params["mlp"]
+        half = panel_width() // 2
+        head, inner = round_up(config.head, LANES), round_up(config.mlp, half)
+        qkv = torch.cat([_pad(attn[name], 1, head).flatten(0, 1) for name in "qkv"])
+        gate_up = (_pad(mlp[name], 0, inner).unflatten(0, (-1, half)) for name in ("gate", "up"))
+        output = _pad(attn["o"], 2, head).flatten(1)
+        bias = None
+        if config.attention_bias:
+            bias = torch.cat([_pad(attn[f"{name}_bias"], 1, head).flatten() for name in "qkv"])
+        return _Layer(
+            self._pack(qkv), self._pack(output), self._pack(torch.stack(tuple(gate_up), 1).flatten(0, 2)),
+            self._pack(_pad(mlp["down"], 1, round_up(config.mlp, LANES))),
+            self._wide(params["attn_norm"], LANES), self._wide(params["mlp_norm"], LANES),
+            self._wide(attn.get("q_norm"), LANES), self._wide(attn.get("k_norm"), LANES),
+            self._wide(bias, LANES), self._wide(attn.get("o_bias"), LANES), config.window(index) or 0,
+        )  # fmt: skip
+
+    def _pack(self, w_NK: Tensor) -> int:
+        return self._own(pack_linear(w_NK.detach().to(self.dtype)).panels)
+
+    def _wide(self, x: Tensor | None, multiple: int) -> int | None:
+        """A vector in float32, after it has been rounded to the dtype, with zeros behind it."""
+        if x is None:
+            return None
+        return self._own(_pad(x.detach().to(self.dtype).float(), 0, round_up(x.shape[0], multiple)).clone())
+
+    def _own(self, x: Tensor) -> int:
+        self._owned.append(x)
+        return x.data_ptr()
+
+    def _grow_rope(self, positions: int) -> None:
+        """Make the table of rotations long enough."""
+        if positions <= self._positions:
+            return
+        config, self._positions = self.config, max(positions, 2 * self._positions, ROPE_STEP)
+        frequency = frequencies(config.head, config.rope_theta, config.rope_scaling)
+        rope = rotary(torch.arange(self._positions), frequency, self.dtype)
+        half = config.head // 2
+        self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
+        self._model.rope = self._rope.data_ptr()
+
+
+def _page_numbers(config: Any) -> int:
+    return config.kv_heads * PAGE * round_up(config.head, LANES)
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """Zeros behind x in one dim, up to a size."""
+    if x.shape[dim] == size:
+        return x
+    shape = [*x.shape]
+    shape[dim] = size - shape[dim]
+    return torch.cat((x, x.new_zeros(shape)), dim)

@@ -1,0 +1,112 @@
+"""The C++ kernels of this package: compiled at first use, kept in the user's cache, loaded with ctypes.
+
+A file of the cache is named after everything that its bits depend on: the sources, the compiler, its flags, and the
+processor. Many ranks may compile at once: each writes a file of its own and renames it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi".split()
+NEEDED = ("avx2", "fma")  # of the processor
+_FOLDER = Path(__file__).parent
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARGUMENTS = {  # as decode_step.cpp declares them
+    "funrl_panel": (),
+    "funrl_pack": (_I, _P, _N, _N, _N, _P),
+    "funrl_forward": (_I, _P, _P, _N),
+    "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
+    "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
+    "funrl_sample": (_P, _N, _N, _P, _N, _P, _P, _P, _P, _P, _I),
+}
+
+
+class KernelError(RuntimeError):
+    """A kernel that cannot be had here; the message is the reason."""
+
+
+@functools.cache
+def library_problem() -> str | None:
+    """The reason why nothing can be compiled and run here; None: there is none that shows before it is tried."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"the C++ kernels need Linux on x86_64, this is {platform.system()} on {platform.machine()}"
+    missing = [flag for flag in NEEDED if flag not in _processor().split()]
+    if missing:
+        return f"the C++ kernels need a processor with {' and '.join(NEEDED)}, this one lacks {' and '.join(missing)}"
+    command = _compiler()
+    if not command or shutil.which(command[0]) is None:
+        return f"the C++ kernels need a compiler, and there is no {' '.join(command)!r}: install g++ or set CXX"
+    return None
+
+
+@functools.cache
+def library(flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The compiled kernels; a call lets other Python threads run.
+
+    Args:
+      flags: of the compiler, behind `FLAGS`.
+
+    Raises:
+      KernelError: there is no compiler, it fails, or the processor is not one that the kernels know.
+    """
+    problem = library_problem()
+    if problem is not None:
+        raise KernelError(problem)
+    try:
+        loaded = ctypes.CDLL(str(_compiled(flags)))
+    except OSError as error:
+        text = f"the C++ kernels cannot be kept or loaded: {error}; XDG_CACHE_HOME may name another folder"
+        raise KernelError(text) from error
+    for name, arguments in _ARGUMENTS.items():
+        getattr(loaded, name).argtypes = arguments
+    return loaded
+
+
+def cache_folder() -> Path:
+    """The folder for compiled kernels: $XDG_CACHE_HOME/funrl, by default ~/.cache/funrl."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funrl"
+
+
+def _compiled(flags: tuple[str, ...]) -> Path:
+    command = [*_compiler(), *FLAGS, *flags]
+    sources = sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.hpp")])
+    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [" ".join(command), version, _processor(), *(file.read_text() for file in sources)]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    target = cache_folder() / f"kernels-{name}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, own = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        source = _FOLDER / "decode_step.cpp"
+        done = subprocess.run([*command, str(source), "-o", own], capture_output=True, text=True, check=False)
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            raise KernelError(f"{command[0]} cannot compile the C++ kernels: {first}")
+        os.replace(own, target)
+    finally:
+        Path(own).unlink(missing_ok=True)
+    return target
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX") or "g++")
+
+
+@functools.cache
+def _processor() -> str:
+    """Flags of the first processor, as Linux lists them."""
+    with open("/proc/cpuinfo") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("flags")), "")

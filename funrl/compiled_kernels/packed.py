@@ -1,0 +1,136 @@
+"""Products and attention in a fixed order of sums: a token's bits depend on no other token and on no thread.
+
+The C++ code is that of a decoding step (`decode_step`), so a pass made of these gives the step's bits.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.kernel_library import KernelError, library
+
+LANES = 16  # dims that a sum runs over, and head sizes, are padded to it
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+
+
+class PackedLinear(NamedTuple):
+    """A weight [N, K] in panels, as `packed_linear` reads it; made by `pack_linear`."""
+
+    panels: Tensor  # flat, in the dtype of the weight
+    outputs: int
+    inputs: int
+
+
+def pack_linear(w_NK: Tensor) -> PackedLinear:
+    """Copy a weight into panels.
+
+    Args:
+      w_NK: float32 or bfloat16 on the CPU.
+
+    Raises:
+      KernelError: another dtype or device, or no kernel can be had (see `library`).
+    """
+    bits, w_NK = kernel_bits("the weight", w_NK), w_NK.detach().contiguous()
+    N, K = w_NK.shape
+    panels = zeroed(round_up(N, panel_width()) * round_up(K, LANES), w_NK.dtype)
+    library().funrl_pack(bits, w_NK.data_ptr(), N, K, round_up(K, LANES), panels.data_ptr())
+    return PackedLinear(panels, N, K)
+
+
+def packed_linear(x_MK: Tensor, packed: PackedLinear, threads: int | None = None) -> Tensor:
+    """x w^T, where a row of the result depends on no other row of x.
+
+    The terms of a sum are added in chunks of 64 (128 in bfloat16), each from zero, and then chunk after chunk.
+
+    Args:
+      x_MK: in the dtype of the packed weight.
+      packed: made by `pack_linear`.
+      threads: None: as many as torch has.
+
+    Returns: [M, N] float32, the sums as they are: where torch would round to bfloat16, the caller does.
+
+    Raises:
+      KernelError: another dtype or device.
+      ValueError: x has not K columns.
+    """
+    bits, x_MK = kernel_bits("x", x_MK), x_MK.detach()
+    if x_MK.shape[1] != packed.inputs or x_MK.dtype != packed.panels.dtype:
+        raise ValueError(
+            f"x is {x_MK.dtype} with {x_MK.shape[1]} columns, the packed weight {packed.panels.dtype} with "
+            f"{packed.inputs} inputs"
+        )
+    M, K = x_MK.shape[0], round_up(packed.inputs, LANES)
+    x_MK = torch.nn.functional.pad(x_MK, (0, K - packed.inputs)).contiguous()
+    y_MN = torch.empty(M, packed.outputs)
+    pointers = (x.data_ptr() for x in (x_MK, packed.panels, y_MN))
+    library().funrl_linear(bits, *pointers, M, packed.outputs, K, threads or torch.get_num_threads())
+    return y_MN
+
+
+def packed_attention(
+    q_THN: Tensor,
+    k_TKN: Tensor,
+    v_TKN: Tensor,
+    offsets: Tensor,
+    window: int | None = None,
+    threads: int | None = None,
+) -> Tensor:
+    """Causal attention over sequences that stand end to end, with the bits of decoding over pages.
+
+    Args:
+      q_THN, k_TKN, v_TKN: float32 or bfloat16 on the CPU; K divides H.
+      offsets: [S + 1] ascending from 0 to T: sequence s is the tokens offsets[s] to offsets[s + 1].
+      window: tokens that a token sees at most, itself included; None: all of its sequence before it.
+      threads: None: as many as torch has.
+
+    Returns: [T, H, N] in the dtype of q.
+
+    Raises:
+      KernelError: another dtype or device.
+      ValueError: shapes or offsets do not fit.
+    """
+    bits = kernel_bits("q", q_THN)
+    (T, H, N), K = q_THN.shape, k_TKN.shape[1]
+    q, k, v = (x.detach().contiguous() for x in (q_THN, k_TKN, v_TKN))
+    if k.shape != (T, K, N) or v.shape != k.shape or H % K or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit or differ in dtype")
+    offsets = offsets.to(torch.int64).contiguous()
+    if offsets[0] != 0 or offsets[-1] != T or (offsets.diff() < 0).any():
+        raise ValueError(f"offsets {offsets.tolist()} do not ascend from 0 to the {T} tokens")
+    out = torch.empty_like(q)
+    pointers = (x.data_ptr() for x in (q, k, v, offsets))
+    sizes = (len(offsets) - 1, H, K, N, window or 0)
+    library().funrl_attention(bits, *pointers, *sizes, out.data_ptr(), threads or torch.get_num_threads())
+    return out
+
+
+def kernel_bits(name: str, x: Tensor) -> int:
+    """Bits of a number of x.
+
+    Raises:
+      KernelError: the kernels do not take its dtype or device.
+    """
+    if x.dtype not in BITS or x.device.type != "cpu":
+        raise KernelError(f"{name} is {x.dtype} on {x.device}, the C++ kernels take float32 and bfloat16 on the CPU")
+    return BITS[x.dtype]
+
+
+def panel_width() -> int:
+    """Outputs whose weights stand together, by the processor's vectors."""
+    return library().funrl_panel()
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def zeroed(count: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of zeros that takes memory as it is written, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=count)

@@ -1,0 +1,83 @@
+// Products of rows with a matrix that was packed into panels: y[M, N] = x[M, K] w[N, K]^T, sums in float32.
+//
+// A panel holds the weights of PANEL outputs, [K / terms, PANEL, terms]. The terms of an output are added in chunks of
+// CHUNK: each chunk from zero, one term after the other, then chunk after chunk. This order depends on K alone, so the
+// bits of a row of y depend on no other row and not on the threads.
+
+#pragma once
+#include "lanes.hpp"
+
+namespace funrl {
+
+constexpr int BLOCK_ROWS = 64;  // rows that meet a panel while it is in the cache
+template <class T> constexpr int64_t CHUNK = 256 / sizeof(T);  // a panel's chunk is 16 KiB
+
+// y[ROWS, PANEL] (+)= x[ROWS, count] w[count, PANEL]; fetches lines fetch .. fetch_end of the next chunk meanwhile.
+template <class T, int ROWS>
+void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool first, int fetch, int fetch_end) {
+  using P = Product<T>;
+  Lanes sum[ROWS][TILE_LANES];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros();
+  const char* next = (const char*)(w + (int64_t)count * PANEL);
+  for (int k = 0; k < count; k += P::terms, w += PANEL * P::terms) {
+    typename P::Weights weights[TILE_LANES];
+    for (int j = 0; j < TILE_LANES; j++) weights[j] = P::weights(w + j * LANES * P::terms);
+    if (k >= fetch && k < fetch_end)
+      for (int line = 0; line < TILE_LANES; line++) {
+        const char* address = next + ((int64_t)k * TILE_LANES / P::terms + line) * 64;
+        if (ROWS < TILE_ROWS - 1) __builtin_prefetch(address, 0, 3);
+        else __builtin_prefetch(address, 0, 2);
+      }
+    for (int r = 0; r < ROWS; r++) {
+      typename P::Factor factor = P::factor(x + r * x_stride + k);
+      for (int j = 0; j < TILE_LANES; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
+    }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < TILE_LANES; j++) {
+      float* to = y + r * PANEL + j * LANES;
+      store(to, first ? sum[r][j] : load(to) + sum[r][j]);
+    }
+}
+
+template <class T, int ROWS = TILE_ROWS>
+INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, float* y, bool first, int f, int f_end) {
+  if (rows == ROWS) return tile<T, ROWS>(x, stride, w, n, y, first, f, f_end);
+  if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, first, f, f_end);
+}
+
+// y[rows, PANEL] = x[rows, K] panel, for up to BLOCK_ROWS rows. K is a multiple of the terms of a product.
+template <class T> void multiply_panel(const T* x, int rows, int64_t K, const T* panel, float* y) {
+  const int passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t k = 0; k < K; k += CHUNK<T>) {
+    const int count = K - k < CHUNK<T> ? K - k : CHUNK<T>;
+    for (int pass = 0, row = 0; pass < passes; pass++) {
+      const int some = (rows - row) / (passes - pass);
+      tile_of<T>(some, x + row * K + k, K, panel + k * PANEL, count, y + row * PANEL, k == 0,
+                 count * pass / passes, count * (pass + 1) / passes);
+      row += some;
+    }
+  }
+}
+
+// Calls then(row, panel, outputs[PANEL]) for rows of x and for panels of this thread's part of them.
+template <class T, class Then>
+void multiply(const T* x, int rows, int64_t K, const T* packed, int64_t panels, int thread, int threads, Then then) {
+  alignas(64) float y[BLOCK_ROWS * PANEL];
+  for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++) {
+    multiply_panel(x, rows, K, packed + panel * PANEL * K, y);
+    for (int row = 0; row < rows; row++) then(row, panel, y + row * PANEL);
+  }
+}
+
+// Panels of w[N, K], with zeros up to whole panels and to K_padded.
+template <class T> void pack_panels(const T* w, int64_t N, int64_t K, int64_t K_padded, T* out) {
+  constexpr int terms = Product<T>::terms;
+  for (int64_t n0 = 0; n0 < N; n0 += PANEL, out += PANEL * K_padded)
+    for (int64_t n = 0; n < PANEL; n++)
+      for (int64_t k = 0; k < K_padded; k++)
+        out[(k / terms * PANEL + n) * terms + k % terms] = n0 + n < N && k < K ? w[(n0 + n) * K + k] : T{};
+}
+
+}  // namespace funrl

@@ -1,0 +1,113 @@
+// Threads that run one function together, kept from call to call.
+//
+// They wait in the kernel between calls, and between the stages of a call for a moment in a loop first. A fork leaves
+// the threads behind: the child makes its own at its first use, whatever the parent was doing. A call that finds the
+// threads busy with another runs alone, which changes no bit.
+
+#pragma once
+#include <immintrin.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <thread>
+
+namespace funrl {
+
+// Waits until `value` is no longer `old`.
+inline void wait_for_change(std::atomic<int>& value, int old) {
+  for (int spin = 0; spin < 2000; spin++) {
+    if (value.load(std::memory_order_acquire) != old) return;
+    _mm_pause();
+  }
+  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+// What a function that a team runs knows of it.
+class Team {
+ public:
+  explicit Team(int size) : size(size) {}
+  const int size;
+  std::atomic<int64_t> next{0};  // of tasks that are taken one by one
+
+  // Waits until all threads of the team are here.
+  void barrier() {
+    if (size == 1) return;
+    const int round = rounds.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived.store(0, std::memory_order_relaxed);
+      rounds.store(round + 1, std::memory_order_release);
+      rounds.notify_all();
+    } else {
+      wait_for_change(rounds, round);
+    }
+  }
+
+ private:
+  std::atomic<int> arrived{0}, rounds{0};
+};
+
+class Pool {
+ public:
+  // Runs work(team, thread) in up to `wanted` threads, of which the caller is number 0.
+  template <class Work> static void run(int wanted, Work work) {
+    Pool* pool = wanted > 1 ? instance() : nullptr;
+    if (!pool || !pool->busy.try_lock()) {
+      Team alone(1);
+      return work(alone, 0);
+    }
+    std::unique_lock<std::mutex> lock(pool->busy, std::adopt_lock);
+    wanted = pool->grow(wanted);
+    Team team(wanted);
+    auto call = [&](int thread) {
+      if (thread < wanted) work(team, thread);
+    };
+    pool->work = [](void* f, int thread) { (*(decltype(call)*)f)(thread); };
+    pool->argument = &call;
+    pool->running.store(pool->threads - 1, std::memory_order_relaxed);
+    pool->calls.fetch_add(1, std::memory_order_release);
+    pool->calls.notify_all();
+    call(0);
+    for (int left; (left = pool->running.load(std::memory_order_acquire));) wait_for_change(pool->running, left);
+  }
+
+ private:
+  std::mutex busy;
+  std::atomic<int> calls{0}, running{0};
+  int threads = 1;  // the caller included
+  void (*work)(void*, int) = nullptr;
+  void* argument = nullptr;
+
+  static Pool*& current() {
+    static Pool* pool = nullptr;
+    return pool;
+  }
+  static Pool* instance() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+      current() = new Pool;  // never deleted: its threads outlast static objects
+      pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });
+    });
+    return current();
+  }
+  // Starts threads until there are `size`; returns how many there are.
+  int grow(int size) {
+    try {
+      for (; threads < size; threads++) std::thread(&Pool::live, this, threads, calls.load()).detach();
+    } catch (const std::system_error&) {  // the system has no more
+    }
+    return size < threads ? size : threads;
+  }
+  // The life of a thread: it answers every call, also one that wants fewer threads.
+  void live(int thread, int seen) {
+    for (;; seen++) {
+      wait_for_change(calls, seen);
+      work(argument, thread);
+      running.fetch_sub(1, std::memory_order_acq_rel);
+      running.notify_all();
+    }
+  }
+};
+
+}  // namespace funrl
