@@ -74,6 +74,7 @@ def decoder_model(config: Config) -> Model:
         layer=decoder_layer,
         init_cache=functools.partial(init_cache, config),
         rebuild=decoder_model,
+        packs=True,
     )
 
 

@@ -98,6 +98,7 @@ class Model:
       init_cache: `(mesh, pages, page_tokens, dtype, device=None)` -> an empty key-value cache for this rank's heads, a
         tree of tensors [pages, page_tokens, ...].
       rebuild: `(config)` -> the same architecture of another size.
+      packs: whether `compiled_kernels.decode_step` computes what `apply` and `unembed` do.
     """
 
     config: Config
@@ -111,6 +112,7 @@ class Model:
     layer: Layer
     init_cache: InitCache
     rebuild: Callable[[Config], Model]
+    packs: bool = False
 
     def with_layers(self, layers: int) -> Model:
         """The same model with only its first `layers` layers."""

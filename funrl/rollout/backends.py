@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.kernel_library import KernelError, library
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.paged_attention import paging_of
 from funrl.mesh.collectives import all_gather
@@ -144,3 +147,70 @@ class TorchBackend:
             parts.append(sample_tokens(logits_RV, None if noise_R is None else noise_R[some], how))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
+
+
+class PackedBackend:
+    """One call into compiled code a pass: a dense decoder on one tensor rank, on a CPU.
+
+    A completion's bits depend on nothing else that is in flight.
+    """
+
+    page_tokens = decode_step.PAGE
+
+    def __init__(self, model: Model, dtype: torch.dtype):
+        self.vocab, self._config, self._dtype = model.config.vocab, model.config, dtype
+        self.page_bytes = decode_step.page_bytes(model.config, dtype)
+        self._decoder: decode_step.PackedDecoder | None = None
+        self._cache: decode_step.PagedKeyValues | None = None
+
+    def load(self, params: trees.Tree) -> None:
+        self._decoder = decode_step.packed_decoder(self._config, params, self._dtype)
+
+    def drop(self) -> None:
+        self._decoder = None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._decoder is not None
+        yield from self._decoder.weights()
+
+    def resize(self, pages: int) -> None:
+        self._cache = None
+        if pages:
+            assert self._decoder is not None
+            self._cache = self._decoder.init_cache(pages)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert self._decoder is not None and self._cache is not None
+        self._decoder.copy_pages(self._cache, sources, targets)
+
+    def forward(self, work: Work) -> Tensor:
+        """Logits [M, V]."""
+        assert self._decoder is not None and self._cache is not None
+        counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)
+        sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
+        behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
+        positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
+        numbers = (torch.from_numpy(x) for x in (positions_N, sequence_N))
+        draws_M = torch.tensor(work.draws, dtype=torch.int64)
+        return self._decoder.forward(self._cache, work.tokens_N, *numbers, work.table_SP, draws_M)
+
+    def draw(self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen: Tensor | None) -> Draw:
+        assert self._decoder is not None
+        if how.truncated or seen is not None:
+            return sample_tokens(found_M[source_R], noise_R, how)
+        return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
+
+
+def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
+    """The reason why `PackedBackend` cannot run a model; None: it can."""
+    if mesh.device.type != "cpu" or not model.packs:
+        return f"the C++ decoding step is for dense decoders on a CPU, not for this model on {mesh.device.type}"
+    if mesh.size("tensor") > 1:
+        return f"the C++ decoding step is for one tensor rank, the mesh is {mesh}"
+    problem = decode_step.kernel_problem(model.config, dtype)
+    if problem is None:
+        try:
+            library()
+        except KernelError as error:
+            return str(error)
+    return problem

@@ -8,6 +8,7 @@ again later; what has been drawn stays.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -21,7 +22,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import ModelError
 from funrl.models.model import Layer, Model
-from funrl.rollout.backends import Backend, TorchBackend
+from funrl.rollout.backends import Backend, PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.flights import Flights
 from funrl.rollout.requests import Completion, Request, check_requests
@@ -29,6 +30,7 @@ from funrl.rollout.scheduler import Scheduler
 
 LOOK_EVERY = {"cpu": 1}  # passes between looks at what was drawn; asking a GPU (8) makes the host wait for it
 FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
+log = logging.getLogger(__name__)
 
 
 def page_tokens(device: str) -> int:
@@ -209,6 +211,8 @@ def native_engine(
     cache_bytes: int = 0,
     layer: Layer | None = None,
     decode: Callable[[list[int]], str] | None = None,
+    packed: bool = True,
+    note: Callable[[str], None] = log.info,
 ) -> NativeEngine:
     """An engine without weights yet.
 
@@ -220,6 +224,8 @@ def native_engine(
       cache_bytes: bound on the keys and values of one rank; 0: half of the memory that is free.
       layer: a replacement of `model.layer`, such as a compiled one.
       decode: token ids -> text, for stop strings.
+      packed: use the compiled decoding step where there is one.
+      note: told why there is none.
 
     Raises:
       ModelError: the model has a value head instead of an unembedding.
@@ -228,7 +234,14 @@ def native_engine(
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
     placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type))
+    problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
+    if layer not in (None, model.layer):
+        problem = "the layer is replaced"
+    if problem is None:
+        backend = PackedBackend(model, dtype)
+    else:
+        note(f"generation runs in torch: {problem}")
+        backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type))
     return NativeEngine(model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode)
 
 

@@ -73,7 +73,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     roles = {name: _role(job, name, places) for name in places}
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
-    generator = _generator(job, roles["policy"], compiled[job.model.layer]) if job.generates else None
+    generator = _generator(job, roles["policy"], compiled[job.model.layer], note) if job.generates else None
     return Parts(mesh, placed(job.lead, job.model), ordered, generator)
 
 
@@ -102,13 +102,13 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     )  # fmt: skip
 
 
-def _generator(job: Job, policy: Role, layer: Layer) -> Generator:
+def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]) -> Generator:
     placed = policy.placed
     mesh = view(placed.mesh, job.generate_sizes)
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
-    engine = native_engine(placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode)
+    engine = native_engine(placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode, note=note)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 
