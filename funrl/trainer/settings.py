@@ -94,9 +94,7 @@ class Settings:
         "waits, or is computed again",
         above(0), kinds=RL, chosen="half of the memory that is free then",
     )  # fmt: skip
-    decode_rows: int = flag(
-        512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL
-    )
+    decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
     compile: str = flag(
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
