@@ -22,6 +22,8 @@ from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
 
+BATCH = 512  # requests that are completed together at most where replicas share them
+
 
 class HFEngine:
     """An `Engine` over a transformers model; made by `hf_engine`.
@@ -82,6 +84,10 @@ class HFEngine:
     def in_flight(self) -> int:
         """Number of requests that wait."""
         return len(self._waiting)
+
+    def room(self) -> int:
+        """Number of further requests that go into the next batch."""
+        return max(0, BATCH - len(self._waiting))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""

@@ -66,6 +66,11 @@ class Scheduler:
         seats = self._seats()
         return int((self._owned[seats] * self._page <= self._known[seats]).sum()) > self.pool.available
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
     def take(self, flights: Sequence[Flight]) -> None:
         """Let requests wait."""
         self._waiting.extend(flights)

@@ -1,6 +1,6 @@
 """From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
 
-Each data rank of the generate mesh completes its own share of the prompts, and has the workers of its pool reward what
+Each data rank of the generate mesh completes prompts as it has room for them, and has the workers of its pool reward what
 is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all ranks,
 so that every rank filters and chooses alike.
 """
@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funrl.batch import Batch
 from funrl.mesh import collectives
+from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
@@ -27,8 +28,11 @@ from funrl.rewards.pool import Completed, Pool
 from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import Engine, generate
 from funrl.rollout.requests import Completion, requests_of
+from funrl.rollout.tickets import generate_shared
 from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
+
+Queue = Literal["tickets", "fixed"]
 
 
 class Example(NamedTuple):
@@ -85,6 +89,7 @@ def rollout(
     decode: Callable[[list[int]], str],
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
+    queue: Queue = "tickets",
 ) -> Rollout:
     """Complete and reward all prompts.
 
@@ -95,11 +100,12 @@ def rollout(
       decode: token ids without the stop token -> text.
       mesh: the generate mesh.
       weights: of the K numbers in a row's score.
+      queue: "tickets", replicas take prompts as they have room; "fixed", each has its share of them by their numbers.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    mine, samples = own_range(len(examples), mesh, mesh.row_axes), sampling.samples
+    samples = sampling.samples
 
     def completed(done: Completion) -> Completed:
         example = examples[done.number // samples]
@@ -113,8 +119,14 @@ def rollout(
     # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
     asks = mesh.index("tensor") == 0 and bool(pool.rewards)
     pending = PendingRewards(pool, completed) if asks else None
-    requests = requests_of([examples[i].tokens for i in mine], sampling, seed, mine.start)
-    done = generate(engine, requests, pending.add if pending else None)
+    requests = requests_of([example.tokens for example in examples], sampling, seed)
+    groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
+    finished = pending.add if pending else None
+    if queue == "tickets":
+        done = generate_shared(engine, groups, shared_counter(mesh), mesh, finished)
+    else:
+        mine = own_range(len(groups), mesh, mesh.row_axes)
+        done = generate(engine, requests[mine.start * samples : mine.stop * samples], finished)
     start, problem = time.perf_counter(), None
     rewards = [[0.0] * len(weights)] * len(done)
     if pending is not None:
@@ -125,9 +137,9 @@ def rollout(
     reward_s = _raise_everywhere(problem, time.perf_counter() - start if asks else 0.0, mesh)
     own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(done), len(weights))
     own = collectives.psum(own, mesh, "tensor")
-    ranks = mesh.size(mesh.row_axes)
-    shares = [len(examples) * (i + 1) // ranks - len(examples) * i // ranks for i in range(ranks)]
-    owner = np.repeat(np.arange(ranks), np.array(shares) * samples)
+    owner_R = torch.zeros(len(requests), dtype=torch.int64, device=mesh.device)
+    owner_R[[one.number for one in done]] = int(mesh.index(mesh.row_axes))
+    owner = collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
     columns = {
         "lengths": torch.tensor([len(one.tokens) for one in done], dtype=torch.int64, device=mesh.device),
         "finished": torch.tensor([one.finished for one in done], dtype=torch.bool, device=mesh.device),

@@ -93,7 +93,8 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
     """Completions of prompts by the engine, rewarded by the task's functions."""
     assert parts.generator is not None and isinstance(job.task, Task)
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
-    return rollout(parts.generator.engine, examples, sampling, seed, pool, decode, parts.generator.mesh, weights)
+    engine, mesh, _ = parts.generator
+    return rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, job.settings.queue)
 
 
 def rescoring(

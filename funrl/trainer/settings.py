@@ -95,6 +95,11 @@ class Settings:
         above(0), kinds=RL, chosen="half of the memory that is free then",
     )  # fmt: skip
     decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
+    queue: str = flag(
+        "tickets", "devices", "how prompts come to ranks: tickets, as a rank has room for them; fixed, by their numbers, "
+        "which a run on a GPU needs to be repeated exactly",
+        one_of("tickets", "fixed"), kinds=RL,
+    )  # fmt: skip
     compile: str = flag(
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
