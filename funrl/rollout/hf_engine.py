@@ -57,23 +57,26 @@ class HFEngine:
         """Complete every prompt in one batch, padded on the left; see `Engine`.
 
         Raises:
-          ValueError: a prompt is empty, too long, or has ids that are not in the vocabulary.
+          ValueError: a prompt is empty, too long, or has ids that are not in the vocabulary; or an option is not
+            supported: stop strings, and a repetition penalty for prompts of several lengths.
         """
         from transformers import GenerationConfig
 
         check_token_prompts(self._config, prompts, sampling)
+        _check_options(prompts, sampling)
         pad, width = self._config.pad or 0, max(len(p) for p in prompts)
         device = self.model.device
         # Repeated here, because transformers refuses to return several greedy sequences of a prompt.
         rows = [p for p in prompts for _ in range(sampling.samples)]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in rows], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
-        how: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         self.model.generation_config = GenerationConfig(
             do_sample=not sampling.greedy,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop) or None,
             pad_token_id=pad,
+            repetition_penalty=float(sampling.repetition_penalty),
             output_logits=True,
             output_scores=True,
             return_dict_in_generate=True,
@@ -90,6 +93,16 @@ class HFEngine:
         model_logp_RT = chosen(out.logits)
         logp_RT = model_logp_RT if sampling.greedy else chosen(out.scores)
         return cut_completions(sampling, pad, tokens_RT, logp_RT, model_logp_RT)
+
+
+def _check_options(prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    if sampling.stop_strings:
+        raise ValueError(f"stop_strings is {sampling.stop_strings}: the hf engine knows no texts; use stop")
+    if sampling.repetition_penalty != 1 and len({len(p) for p in prompts}) > 1:
+        raise ValueError(
+            f"repetition_penalty is {sampling.repetition_penalty}: transformers would penalise the padding of shorter "
+            "prompts too; give the hf engine prompts of one length"
+        )
 
 
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:

@@ -190,6 +190,12 @@ def test_inversion_by_blocks_is_that_of_one_cumulative_sum(vocab, dtype):
     torch.testing.assert_close(total.double(), upto[:, -1:], rtol=1e-6, atol=0)
 
 
+def test_a_block_whose_sum_was_rounded_up_gives_its_last_token():
+    weight = torch.tensor([[1.0, 1.5 * 2**-24, 0.0]])
+    assert weight.sum() == 1 + 2.0**-23  # more than the two are together
+    assert sampling.invert(weight, torch.tensor([1 - 2.0**-53]).double())[0].item() == 1
+
+
 def test_greedy_takes_the_most_probable_with_the_models_own_logp():
     logits, seen = draw(9, 700, seed=3), draw(9, 700, seed=4) > 0
     how = Sampling(greedy=True, temperature=0.3, top_k=2)

@@ -87,6 +87,13 @@ def test_of_equal_tokens_those_with_the_lower_ids_are_kept(how, kept, vocab, dty
         assert short.ids_RC[short.mass_RC > 0].tolist() == sorted(kept)
 
 
+def test_top_p_is_reached_and_not_only_approached():
+    prob = torch.full((1, 500), 2.0**-11, dtype=torch.float64)
+    prob[0, 3] = 2.0**-10
+    for top_p, count in ((2.0**-10, 1), (2.0**-10 + 2.0**-62, 2)):
+        assert (kept_mass(prob, Sampling(top_p=top_p)) > 0).sum() == count
+
+
 def test_a_tie_that_goes_beyond_the_list_leaves_the_row_open():
     prob = torch.full((1, 4096), 2.0**-12)
     for how in (Sampling(top_k=20), Sampling(top_p=0.004), Sampling(min_p=1.0)):
