@@ -7,7 +7,6 @@ tokens are kept depends neither on the order of a sum, nor on how many candidate
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch

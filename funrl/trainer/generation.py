@@ -140,7 +140,16 @@ def completion_texts(
 
 
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
-    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8."""
+    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
+
+    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, whatever
+    top_k, top_p, min_p and the repetition penalty left to draw from: a ratio of the two measures the gap between engine
+    and trainer alone.
+
+    Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
+      their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
+      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for what was not drawn.
+    """
     completions, samples, own = done.completions, sampling.samples, done.own
     device = completions.tokens.device
     prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], device=device)
@@ -155,9 +164,9 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad:
     mask = (at_rT >= prompt_r[:, None]) & (at_rT < length_r[:, None])
     written = torch.arange(completions.tokens.shape[1], device=device) < completions.lengths[:, None]
     tokens[mask] = completions.tokens[written]
-    # The sampling distribution is the tempered model as long as nothing is truncated away; see settings' check.
-    truncated = sampling.top_k > 0 or sampling.top_p < 1
-    engine_logp = completions.model_logp if truncated else completions.logp
+    # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
+    # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
+    engine_logp = completions.model_logp if sampling.reshaped else completions.logp
     rollout_logp = torch.zeros(tokens.shape, dtype=engine_logp.dtype, device=device)
     rollout_logp[mask] = engine_logp[written]
     scored = done.scores.shape[1] > 0

@@ -17,13 +17,14 @@ from funrl.data.supervised import text_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
+from funrl.models.generation_config import GENERATION
 from funrl.rewards.load import score_row
 from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
-from funrl.trainer.job import Job, Task
+from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
 
@@ -55,6 +56,9 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         seed=settings.seed,
         shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
     )
+    if taken := inherited(job):
+        how = ", ".join(f"{name} {value}" for name, value in taken.items())
+        show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
     return prompt_source(generation, clock, show)
 
 

@@ -56,7 +56,7 @@ def test_what_it_cannot_do_is_refused():
     engine = hf_engine(MODEL)
     with pytest.raises(ValueError, match=r"stop_strings is \('a',\): the hf engine knows no texts"):
         engine.generate(PROMPTS, Sampling(stop_strings=("a",), max_new_tokens=2), 0)
-    with pytest.raises(ValueError, match="repetition_penalty is 1.1: .*prompts of one length"):
+    with pytest.raises(ValueError, match=r"repetition_penalty is 1.1: .*prompts of one length"):
         engine.generate(PROMPTS, Sampling(repetition_penalty=1.1, max_new_tokens=2), 0)
 
 
