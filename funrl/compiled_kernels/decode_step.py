@@ -34,25 +34,25 @@ class PagedKeyValues(NamedTuple):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "qkv output gate_up down".split()),
-        *((name, ctypes.c_void_p) for name in "attn_norm mlp_norm q_norm k_norm qkv_bias output_bias".split()),
+        *((name, ctypes.c_void_p) for name in ["qkv", "output", "gate_up", "down"]),
+        *((name, ctypes.c_void_p) for name in ["attn_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "output_bias"]),
         ("window", ctypes.c_int64),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in "layers embed heads kv_heads head mlp vocab".split()),
+        *((name, ctypes.c_int64) for name in ["layers", "embed", "heads", "kv_heads", "head", "mlp", "vocab"]),
         ("norm_eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in "embedding unembed norm rope layer".split()),
+        *((name, ctypes.c_void_p) for name in ["embedding", "unembed", "norm", "rope", "layer"]),
     ]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in "tokens width drawn".split()),
-        *((name, ctypes.c_void_p) for name in "token position sequence tables draw keys values".split()),
-        *((name, ctypes.c_int64) for name in "pages threads".split()),
+        *((name, ctypes.c_int64) for name in ["tokens", "width", "drawn"]),
+        *((name, ctypes.c_void_p) for name in ["token", "position", "sequence", "tables", "draw", "keys", "values"]),
+        *((name, ctypes.c_int64) for name in ["pages", "threads"]),
         ("logits", ctypes.c_void_p),
     ]
 

@@ -148,7 +148,8 @@ class TorchBackend:
             some = slice(low, low + count)
             logits_RV = project(found_M[source_R[some]], self._unembed_VD)
             logits_RV = all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
-            parts.append(sample_tokens(logits_RV, None if noise_R is None else noise_R[some], how))
+            noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
+            parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 
@@ -203,7 +204,7 @@ class PackedBackend:
     ) -> Draw:
         assert self._decoder is not None
         if how.truncated or seen_RV is not None:
-            return sample_tokens(found_M[source_R], noise_R, how)
+            return sample_tokens(found_M[source_R], noise_R, how, seen_RV)
         return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
 
 

@@ -135,11 +135,16 @@ def _check_requirements(settings: Settings) -> None:
 
 
 def _check_sampling(settings: Settings) -> None:
-    if (settings.top_k > 0 or settings.top_p < 1) and settings.temperature != 1:
+    # The trainer compares with the tempered model. Of a truncated or penalised one the engine reports the model's own
+    # log-probability, at temperature 1; see `funrl.trainer.generation.to_rows`.
+    names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    given = [name for name in names if getattr(settings, name) != settings_flags()[name].default]
+    if given and settings.temperature != 1:
+        flags = " ".join(f"--{name}={getattr(settings, name)}" for name in given)
         raise SettingsError(
-            f"--temperature={settings.temperature} with --top_k={settings.top_k} --top_p={settings.top_p}: the engine "
-            "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
-            "compute; use either a temperature, or top_k and top_p at temperature 1"
+            f"--temperature={settings.temperature} with {flags}: the trainer needs the engine's log-probabilities "
+            f"before {' and '.join(given)}, which it reports at temperature 1; use either a temperature, or "
+            f"{' and '.join(given)} at temperature 1"
         )
 
 

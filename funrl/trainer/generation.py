@@ -1,8 +1,8 @@
 """From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
 
-Each data rank of the generate mesh completes prompts as it has room for them, and has the workers of its pool reward what
-is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all ranks,
-so that every rank filters and chooses alike.
+Each data rank of the generate mesh completes prompts as it has room for them, and has the workers of its pool reward
+what is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all
+ranks, so that every rank filters and chooses alike.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from funrl.rollout.requests import Completion, requests_of
 from funrl.rollout.tickets import generate_shared
 from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
-
-Queue = Literal["tickets", "fixed"]
-
 
 class Example(NamedTuple):
     """A prompt ready to be completed.
@@ -89,7 +86,7 @@ def rollout(
     decode: Callable[[list[int]], str],
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
-    queue: Queue = "tickets",
+    queue: str = "tickets",
 ) -> Rollout:
     """Complete and reward all prompts.
 
@@ -177,7 +174,16 @@ def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callab
 
 
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
-    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8."""
+    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
+
+    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, whatever
+    top_k, top_p, min_p and the repetition penalty left to draw from: a ratio of the two measures the gap between engine
+    and trainer alone.
+
+    Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
+      their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
+      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for what was not drawn.
+    """
     samples, own, device = sampling.samples, done.own, done.mesh.device
     prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], device=device)
     length_R = prompt_R + done.lengths
@@ -186,12 +192,12 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad:
     shape = (len(own), math.ceil(longest / 8) * 8)
     tokens = torch.full(shape, pad, dtype=torch.int64)
     mask, rollout_logp = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=done.dtype)
-    # The sampling distribution is the tempered model as long as nothing is truncated away; see settings' check.
-    truncated = sampling.top_k > 0 or sampling.top_p < 1
+    # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
+    # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
     for row, (prompt, one) in enumerate(zip(prompts, done.completions, strict=True)):
         here = slice(len(prompt), len(prompt) + len(one.tokens))
         tokens[row, : len(prompt)], tokens[row, here], mask[row, here] = torch.tensor(prompt), one.tokens, True
-        rollout_logp[row, here] = one.raw_logp if truncated else one.sampling_logp
+        rollout_logp[row, here] = one.raw_logp if sampling.reshaped else one.sampling_logp
     scored = done.scores.shape[1] > 0
     batch = Batch(
         tokens=tokens.to(device),

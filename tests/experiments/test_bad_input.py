@@ -133,7 +133,7 @@ BAD = [  # flags, and what the one line says
     (["--kl_coef=inf"], "--kl_coef=inf: a finite number is needed"),
     (["--temperature=0"], "--temperature=0: it must be above 0"),
     (["--top_p=1.5"], "--top_p=1.5: it must be above 0 and at most 1"),
-    (["--temperature=0.5", "--top_k=4"], "use either a temperature, or top_k and top_p at temperature 1"),
+    (["--temperature=0.5", "--top_k=4"], "use either a temperature, or top_k at temperature 1"),
     (["--seed=-1"], "--seed=-1: it must be at least 0"),
     (["--minibatches=9"], "--minibatches=9: a batch has only 8 rows"),
     (["--dtype=float16"], "--dtype=float16: it must be one of float32, float64, bfloat16"),

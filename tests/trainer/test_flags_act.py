@@ -30,6 +30,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "temperature": (GRPO, {}, 0.7),
     "top_k": (GRPO, {}, 3),
     "top_p": (GRPO, {}, 0.5),
+    "min_p": (GRPO, {}, 0.5),
     "seed": (GRPO, {}, 1),
     "warmstart_steps": (GRPO, {}, 1),
     "dtype": (GRPO, {}, "float32"),
@@ -58,6 +59,11 @@ TESTED = {  # flag: the test that fails where it does nothing
     "timeout": "mesh/test_launch.py::test_a_rank_that_waits_in_vain_says_so_in_time",
     "compile": "trainer/test_loop_compile.py::"
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
+    "repetition_penalty": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
+    "eval_top_k": "trainer/test_eval_sampling.py::test_evaluation_is_drawn_from_that_distribution",
+    "eval_top_p": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
+    "eval_min_p": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
+    "eval_repetition_penalty": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
     "token_budget": "cost/test_dry_run.py::test_many_micro_batches_and_mini_batches_are_on_the_line",
     "model": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "task": "trainer/test_settings.py::test_choices_are_those_of_the_modules_that_act_on_them",  # it has one choice

@@ -56,9 +56,9 @@ def test_position_t_of_a_batch_speaks_of_token_t():
     assert batch.rollout_logp[~batch.mask].abs().max() == 0
 
 
-def test_the_model_s_own_distribution_is_reported_where_tokens_were_truncated_away():
-    for sampling in (Sampling(top_k=3, samples=2, stop=(9,)), Sampling(top_p=0.9, samples=2, stop=(9,))):
-        batch = to_rows(EXAMPLES, ROLLOUT, sampling, 0, 0).batch
+def test_the_model_s_own_distribution_is_reported_where_tokens_were_cut_away_or_penalised():
+    for how in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
+        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,)), 0, 0).batch
         assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
 
 
@@ -126,7 +126,7 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-10)])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
     job = small_job(dtype=dtype, max_new_tokens=12, **settings)
     run, state = begin(job, single())
