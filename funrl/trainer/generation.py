@@ -32,6 +32,7 @@ from funrl.rollout.tickets import generate_shared
 from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
 
+
 class Example(NamedTuple):
     """A prompt ready to be completed.
 

@@ -199,7 +199,7 @@ class Settings:
         1.0, "rollout", "above 1 tokens that are in the prompt or completion become less likely", above(0), kinds=RL
     )
     max_refills: int = flag(
-        8, "rollout", "batches sampled at most to replace prompts that the algorithm's filter drops whole", at_least(1),
+        8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, but at most this many batches", at_least(1),
         kinds=RL,
     )  # fmt: skip
 

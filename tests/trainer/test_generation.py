@@ -213,27 +213,27 @@ def test_refills_replace_what_the_filter_drops():
     assert batch.tokens.shape[0] == 8
     assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
     assert metrics["filter_groups/sampled_prompts"] == after.source["prompts_consumed"] > 4  # some were thrown away
-    thrown = metrics["filter_groups/dropped_prompts"] + metrics["filter_groups/surplus_prompts"]
-    assert thrown == after.source["prompts_consumed"] - 4
-    kept = after.source["prompts_consumed"] - metrics["filter_groups/dropped_prompts"]
-    assert metrics["filter_groups/kept_share"] == pytest.approx(kept / after.source["prompts_consumed"])
+    assert metrics["filter_groups/dropped_prompts"] == after.source["prompts_consumed"] - 4  # nothing that it keeps
+    assert metrics["filter_groups/kept_share"] == pytest.approx(4 / after.source["prompts_consumed"])
     assert len(set(batch.group.tolist())) == 4
 
 
 def test_refills_are_bounded_and_a_short_batch_is_reported():
-    job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
+    # The fourth prompt of a draw is kept: then three are missing, and drawn three times in vain, the last two of them
+    # are all that the bound allows.
+    job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 3), max_refills=3)
     show = Quiet()
     run, state = begin(job, single(), show)
     rows, after, metrics = draw_batch(run, state)
     batch = rows.batch
     assert after.source["prompts_consumed"] == 3 * 4
-    assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
-    assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
-    assert ["the batch has 3 and not 4" in note for note in show.notes] == [True]
+    assert len(batch.tokens) == 2
+    assert counts(metrics) == {"kept_share": 1 / 12, "sampled": 12, "dropped": 11, "rows": 0}
+    assert ["kept 1 of 12 prompts, the batch needs 4" in note for note in show.notes] == [True]
 
 
 def counts(metrics):
-    short = {"sampled_prompts": "sampled", "dropped_prompts": "dropped", "surplus_prompts": "surplus"}
+    short = {"sampled_prompts": "sampled", "dropped_prompts": "dropped"}
     names = {key: key.removeprefix("filter_groups/") for key in metrics}
     return {(short | {"dropped_rows": "rows"}).get(name, name): metrics[key] for key, name in names.items()}
 
