@@ -239,8 +239,8 @@ def counts(metrics):
 
 
 def test_what_is_sampled_and_not_used_is_counted():
-    """Two of three prompts are kept: the second batch fills the first one up and has a prompt too many; of every
-    second prompt that is kept, one row is."""
+    """Two of three prompts are kept, and one more prompt is drawn for the one that is not; of every second prompt that
+    is kept, one row is."""
 
     def keep(batch):
         prompt, sample = batch.group % 3, torch.arange(len(batch.group)) % 2
@@ -251,8 +251,8 @@ def test_what_is_sampled_and_not_used_is_counted():
     run, state = begin(job, single(), show)
     rows, _, metrics = draw_batch(run, state)
     batch = rows.batch
-    # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
-    assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
+    # kept are prompts 0, 1, 3 of the first draw; the filter numbers the second from 0 again
+    assert counts(metrics) == {"kept_share": 4 / 5, "sampled": 5, "dropped": 1, "rows": 1}
     assert len(batch.tokens) == 7 and show.notes == []
 
 
