@@ -30,7 +30,6 @@ from funrl.trainer.job_data import has_workers
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
 
-
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 REWARD_TIMEOUT_S = 600.0  # where no flag says
 
