@@ -262,7 +262,7 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: tuple[R
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # the threads of a pool of OpenMP do not survive a fork
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the server is gone
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
         while True:
             connection.send(_outcome(rewards, pickle.loads(connection.recv_bytes())))
 
@@ -338,9 +338,9 @@ def _own_group(pid: int) -> None:
 
 def _end(worker: _Worker) -> str:
     """End a worker and what it has started, and say how it ended if it had done so itself."""
-    worker.connection.close()
     with contextlib.suppress(OSError):
         os.killpg(worker.pid, signal.SIGKILL)
+    worker.connection.close()
     _, status = os.waitpid(worker.pid, 0)
     if os.WIFSIGNALED(status):
         return f"by signal {signal.Signals(os.WTERMSIG(status)).name}"

@@ -146,7 +146,7 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory; prompts are JSON lines"),
     (["--reward_workers=-1"], "--reward_workers=-1: it must be at least 0"),
     (["--reward_timeout=0"], "--reward_timeout=0: it must be above 0"),
-    (["--reward_timeout=5"], "--reward_timeout=5: only a worker's reward can be ended, and there are no workers; give "),
+    (["--reward_timeout=5"], "--reward_timeout=5: only a worker's reward can be ended, and there are no "),
     ([*DATA, "--reward_timeout=5", "--reward_workers=0"], "give --reward_workers=1 or more"),
     (
         [*DATA, "--reward_timeout=120", "--timeout=2", "--mesh=dp2"],
