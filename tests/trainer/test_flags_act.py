@@ -70,6 +70,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "prompts": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "reward": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "reward_model": "trainer/test_completion_scores.py::test_it_may_be_all_that_scores",
+    "reward_workers": "trainer/test_pending_rewards.py::test_workers_change_no_bit_of_a_run",
+    "reward_timeout": "trainer/test_pending_rewards.py::test_a_reward_that_takes_longer_than_its_flag_ends_the_run",
     "reward_weights": "experiments/test_experiments.py::test_gdpo_weighs_by_the_flag_that_weighs_rewards",
     "data": "trainer/test_gkd.py::test_given_texts_are_distilled_too",
     "teacher": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",
