@@ -39,8 +39,10 @@ def test_noise_is_splitmix64(seed):
 def test_a_request_has_the_stream_of_its_row(seed):
     rows, steps = [0, 1, 7, 2**40, -3], torch.tensor([0, 5, 1, 1000, 2**33])
     seeds = torch.tensor([sampling.request_seed(seed, row) for row in rows])
-    assert sampling.noise(seeds, steps).tolist() == [splitmix(seed, *x) for x in zip(rows, steps.tolist(), strict=True)]
-    assert torch.equal(sampling.noise(seeds[:, None], steps), sampling.uniform(seed, torch.tensor(rows), steps))
+    assert sampling.stream_noise(seeds, steps).tolist() == [
+        splitmix(seed, *x) for x in zip(rows, steps.tolist(), strict=True)
+    ]
+    assert torch.equal(sampling.stream_noise(seeds[:, None], steps), sampling.uniform(seed, torch.tensor(rows), steps))
 
 
 def test_noise_does_not_depend_on_the_rows_beside_it():
