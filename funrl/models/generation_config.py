@@ -38,7 +38,7 @@ def with_generation_config(config: Config, raw: Mapping[str, Any]) -> Config:
 
 
 def sampling_defaults(config: Config) -> dict[str, float]:
-    """What the model's generation_config.json says of sampling: those of `SAMPLING` that it has; none without a file.
+    """Numbers of sampling in the model's generation_config.json: those of `SAMPLING` that it has; none without a file.
 
     Temperature is 0, greedy, unless do_sample is true.
 

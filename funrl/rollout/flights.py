@@ -16,7 +16,7 @@ from torch import Tensor
 from funrl.rollout.backends import Backend
 from funrl.rollout.completions import Sampling
 from funrl.rollout.requests import Completion, Finish, Request
-from funrl.rollout.sampling import noise
+from funrl.rollout.sampling import stream_noise
 
 NOISE_STEPS = 64  # numbers of each stream that are made at a time
 
@@ -299,7 +299,7 @@ class Flights:
         if len(old):
             block = (self.lengths[old] - self._prompts[old]) // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
-            fresh = noise(torch.from_numpy(self._seeds[old])[:, None], steps_RS)
+            fresh = stream_noise(torch.from_numpy(self._seeds[old])[:, None], steps_RS)
             self._noise[torch.from_numpy(old).to(self._device)] = fresh.to(self._device)
             self._noise_block[old] = block
         return self._noise[seats_R, torch.from_numpy(steps % NOISE_STEPS).to(self._device)]

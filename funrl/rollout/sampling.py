@@ -20,7 +20,7 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 ROWS_NUMBERS = 1 << 16  # probabilities of the rows that are truncated together; more are not quicker on a CPU
-BLOCK = 256  # tokens whose weights are added before the token is looked for among them
+VOCAB_BLOCK = 256  # tokens whose weights are added before the token is looked for among them
 
 
 def request_seed(seed: int, row: int) -> int:
@@ -33,7 +33,7 @@ def request_seed(seed: int, row: int) -> int:
     return _signed(_hash_integer(_hash_integer(seed) + row * _GAMMA))
 
 
-def noise(seeds_R: Tensor, steps_R: Tensor) -> Tensor:
+def stream_noise(seeds_R: Tensor, steps_R: Tensor) -> Tensor:
     """Noise in (0, 1), equal for equal (seed, step) wherever it is computed.
 
     Args:
@@ -111,8 +111,8 @@ def invert(weight_RV: Tensor, noise_R: Tensor) -> tuple[Tensor, Tensor]:
     block_R1 = (upto_RN <= target_R1).sum(1, keepdim=True).clamp_max_(sums_RN.shape[1] - 1)
     before_R1 = functional.pad(upto_RN, (1, 0)).gather(1, block_R1)
     ids_RB, inside_RB = _block(weight_RV, block_R1)
-    at_RB = torch.arange(BLOCK, device=weight_RV.device)
-    inside_RB = inside_RB.to(wide).masked_fill(block_R1 * BLOCK + at_RB >= weight_RV.shape[1], 0)
+    at_RB = torch.arange(VOCAB_BLOCK, device=weight_RV.device)
+    inside_RB = inside_RB.to(wide).masked_fill(block_R1 * VOCAB_BLOCK + at_RB >= weight_RV.shape[1], 0)
     found_R1 = (before_R1 + inside_RB.cumsum(1) <= target_R1).sum(1, keepdim=True)
     # A block's own sum and the last cumulative one may differ by rounding.
     last_R1 = (at_RB * (inside_RB > 0)).amax(1, keepdim=True)
@@ -170,14 +170,14 @@ def _argmax(x_RV: Tensor) -> Tensor:
 
 def _by_block(x_RV: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """`reduce` ([R, N, B] -> [R, N]) of each block of numbers; the last block may be shorter."""
-    count, rest = divmod(x_RV.shape[1], BLOCK)
-    whole_RN = reduce(x_RV[:, : count * BLOCK].unflatten(1, (count, BLOCK)))
-    return torch.cat([whole_RN, reduce(x_RV[:, None, count * BLOCK :])], 1) if rest else whole_RN
+    count, rest = divmod(x_RV.shape[1], VOCAB_BLOCK)
+    whole_RN = reduce(x_RV[:, : count * VOCAB_BLOCK].unflatten(1, (count, VOCAB_BLOCK)))
+    return torch.cat([whole_RN, reduce(x_RV[:, None, count * VOCAB_BLOCK :])], 1) if rest else whole_RN
 
 
 def _block(x_RV: Tensor, block_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and numbers of one block of each row, [R, BLOCK]; beyond the last index it is repeated."""
-    ids_RB = (block_R1 * BLOCK + torch.arange(BLOCK, device=x_RV.device)).clamp_max_(x_RV.shape[1] - 1)
+    """Indices and numbers of one block of each row, [R, VOCAB_BLOCK]; beyond the last index it is repeated."""
+    ids_RB = (block_R1 * VOCAB_BLOCK + torch.arange(VOCAB_BLOCK, device=x_RV.device)).clamp_max_(x_RV.shape[1] - 1)
     return ids_RB, x_RV.gather(1, ids_RB)
 
 

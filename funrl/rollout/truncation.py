@@ -15,10 +15,10 @@ from torch import Tensor
 from funrl.rollout.completions import Sampling
 
 ONE = 1 << 60  # mass of probability 1
-SHORT = 64  # most probable tokens looked at first where only top-p or min-p is given
+SHORT_TOKENS = 64  # most probable tokens looked at first where only top-p or min-p is given
 LONGEST = 8192  # top-k below this is found by a list of so many tokens, beyond by digits
-GROUP = 64  # neighbouring tokens of which the largest says whether they are looked at
-DIGIT = 10  # bits of a probability by which it is narrowed down at a time
+GROUP_TOKENS = 64  # neighbouring tokens of which the largest says whether they are looked at
+DIGIT_BITS = 10  # bits of a probability by which it is narrowed down at a time
 
 
 class Shortlist(NamedTuple):
@@ -42,7 +42,7 @@ def shortlist(prob_RV: Tensor, sampling: Sampling) -> Shortlist | None:
     are open. A tensor that has no numbers, such as a cost estimate's, is treated as one on such a device.
     """
     k = _top_k(prob_RV, sampling)
-    count = 1 + (k or SHORT)
+    count = 1 + (k or SHORT_TOKENS)
     if type(prob_RV) is not Tensor or prob_RV.device.type != "cpu" or count > LONGEST:
         return None
     vocab = prob_RV.shape[1]
@@ -107,8 +107,8 @@ def threshold(prob_RV: Tensor, weight_RV: Tensor, wanted_R1: Tensor) -> tuple[Te
     key_RV = prob_RV.view(integer)  # ordered as the probabilities, which are not negative
     prefix_R1 = torch.zeros_like(key_RV[:, :1])
     wanting_R1 = wanted_R1
-    for shift in range(bits - DIGIT, -DIGIT, -DIGIT):
-        values, shift = 1 << min(DIGIT, DIGIT + shift), max(shift, 0)
+    for shift in range(bits - DIGIT_BITS, -DIGIT_BITS, -DIGIT_BITS):
+        values, shift = 1 << min(DIGIT_BITS, DIGIT_BITS + shift), max(shift, 0)
         prefix_R1 = prefix_R1 * values
         digit_RV = (key_RV >> shift).sub_(prefix_R1).clamp_(-1, values)  # beyond the digits: what is known to differ
         sums_RD = wanted_R1.new_zeros(len(key_RV), values + 2)
@@ -126,7 +126,7 @@ def mass_of(prob: Tensor) -> Tensor:
 
 
 def _kept_count(value_RC: Tensor, k: int, sampling: Sampling) -> Tensor:
-    """How many of the most probable tokens are kept, [R, 1], at least 1.
+    """Number of the most probable tokens that are kept, [R, 1], at least 1.
 
     Args:
       value_RC: the largest probabilities, descending, at least the first k.
@@ -159,18 +159,18 @@ def _largest(prob_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     They are in the groups of tokens with the largest maxima: a group with one of them has a maximum at least as large.
     """
-    groups, rest = divmod(prob_RV.shape[1], GROUP)
-    if count * GROUP * 2 > prob_RV.shape[1]:
+    groups, rest = divmod(prob_RV.shape[1], GROUP_TOKENS)
+    if count * GROUP_TOKENS * 2 > prob_RV.shape[1]:
         return prob_RV.topk(count)
-    most_RG = prob_RV[:, : groups * GROUP].unflatten(1, (groups, GROUP)).amax(-1)
+    most_RG = prob_RV[:, : groups * GROUP_TOKENS].unflatten(1, (groups, GROUP_TOKENS)).amax(-1)
     group_RC1 = most_RG.topk(count, sorted=False).indices.unsqueeze(2)
-    ids_RN = (group_RC1 * GROUP + torch.arange(GROUP)).flatten(1)
+    ids_RN = (group_RC1 * GROUP_TOKENS + torch.arange(GROUP_TOKENS)).flatten(1)
     if rest:
-        ids_RN = torch.cat([ids_RN, torch.arange(groups * GROUP, prob_RV.shape[1]).expand(len(ids_RN), -1)], 1)
+        ids_RN = torch.cat([ids_RN, torch.arange(groups * GROUP_TOKENS, prob_RV.shape[1]).expand(len(ids_RN), -1)], 1)
     value_RC, at_RC = prob_RV.gather(1, ids_RN).topk(count)
     return value_RC, ids_RN.gather(1, at_RC)
 
 
 def _top_k(prob_RV: Tensor, sampling: Sampling) -> int:
-    """How many tokens top-k keeps; 0: all."""
+    """Number of tokens that top-k keeps; 0: all."""
     return sampling.top_k if sampling.top_k < prob_RV.shape[1] else 0

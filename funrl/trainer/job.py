@@ -280,11 +280,11 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
         numbers = how | {"temperature": how["temperature"] or 1.0}
         return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
     except ValueError as error:
-        raise SettingsError(f"--model={settings.model}: {GENERATION}: {error}") from error
+        raise SettingsError(f"{GENERATION} of the model: {error}") from error
 
 
 def inherited(job: Job) -> dict[str, float]:
-    """What evaluation takes from the model's generation_config.json, where no flag says otherwise."""
+    """Numbers that evaluation takes from the model's generation_config.json, where no flag says otherwise."""
     found = {name: x for name, x in sampling_defaults(job.model.config).items() if x != EVAL_DEFAULTS[name]}
     idle = IDLE_IF_GREEDY if job.eval_sampling.greedy else ()
     return {name: x for name, x in found.items() if getattr(job.settings, f"eval_{name}") is None and name not in idle}

@@ -11,6 +11,12 @@ from funrl.rollout import sampling
 from funrl.rollout.completions import Sampling
 
 
+def uniform(seed: int, rows, steps) -> torch.Tensor:
+    """The noise of all pairs of rows and steps, [R, S]."""
+    seeds = torch.tensor([sampling.request_seed(seed, row) for row in rows.tolist()])
+    return sampling.stream_noise(seeds[:, None], steps)
+
+
 def splitmix(seed: int, row: int, step: int) -> float:
     """`uniform` in Python's own integers."""
 
@@ -31,7 +37,7 @@ SEEDS = [0, 1, -1, 2**63 + 5, 12345678901234567890]
 @pytest.mark.parametrize("seed", SEEDS)
 def test_noise_is_splitmix64(seed):
     rows, steps = torch.tensor([0, 1, 7, 2**40]), torch.tensor([0, 1, 1000])
-    noise = sampling.uniform(seed, rows, steps)
+    noise = uniform(seed, rows, steps)
     assert noise.tolist() == [[splitmix(seed, r, s) for s in steps.tolist()] for r in rows.tolist()]
 
 
@@ -39,14 +45,15 @@ def test_noise_is_splitmix64(seed):
 def test_a_request_has_the_stream_of_its_row(seed):
     rows, steps = [0, 1, 7, 2**40, -3], torch.tensor([0, 5, 1, 1000, 2**33])
     seeds = torch.tensor([sampling.request_seed(seed, row) for row in rows])
-    assert sampling.noise(seeds, steps).tolist() == [splitmix(seed, *x) for x in zip(rows, steps.tolist(), strict=True)]
-    assert torch.equal(sampling.noise(seeds[:, None], steps), sampling.uniform(seed, torch.tensor(rows), steps))
+    assert sampling.stream_noise(seeds, steps).tolist() == [
+        splitmix(seed, *x) for x in zip(rows, steps.tolist(), strict=True)
+    ]
 
 
 def test_noise_does_not_depend_on_the_rows_beside_it():
-    whole = sampling.uniform(3, torch.arange(50), torch.arange(20))
+    whole = uniform(3, torch.arange(50), torch.arange(20))
     order = torch.tensor([40, 3, 17])
-    assert torch.equal(sampling.uniform(3, order, torch.arange(5, 9)), whole[order, 5:9])
+    assert torch.equal(uniform(3, order, torch.arange(5, 9)), whole[order, 5:9])
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
@@ -57,8 +64,8 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_noise_is_uniform_over_rows_steps_and_seeds():
-    by_row = sampling.uniform(0, torch.arange(400), torch.arange(500))
-    by_seed = torch.stack([sampling.uniform(s, torch.arange(10), torch.arange(10)) for s in range(2000)])
+    by_row = uniform(0, torch.arange(400), torch.arange(500))
+    by_seed = torch.stack([uniform(s, torch.arange(10), torch.arange(10)) for s in range(2000)])
     for noise in (by_row, by_seed):
         assert noise.min() > 0 and noise.max() < 1
         counts = torch.histc(noise.flatten(), 1000, 0, 1)
@@ -66,8 +73,8 @@ def test_noise_is_uniform_over_rows_steps_and_seeds():
 
 
 def test_neighbours_are_independent():
-    noise = sampling.uniform(0, torch.arange(400), torch.arange(500))
-    next_seed = sampling.uniform(1, torch.arange(400), torch.arange(500))
+    noise = uniform(0, torch.arange(400), torch.arange(500))
+    next_seed = uniform(1, torch.arange(400), torch.arange(500))
     for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise, next_seed)):
         cells = (a * 20).floor() * 20 + (b * 20).floor()
         counts = torch.bincount(cells.long().flatten(), minlength=400).double()
@@ -134,7 +141,7 @@ def test_the_plain_reference_is_the_scalar_loop(how):
 def test_draws_follow_the_distribution_and_their_logp_is_exact(how, vocab):
     logits, seen = draw(1, vocab, seed=1), draw(1, vocab, seed=5) > 0
     rows = 20000 if vocab < 100 else 3000
-    noise = sampling.uniform(5, torch.arange(rows), torch.tensor([0]))[:, 0]
+    noise = uniform(5, torch.arange(rows), torch.tensor([0]))[:, 0]
     token, logp, raw_logp = sampling.sample_tokens(logits.expand(rows, -1), noise, how, seen.expand(rows, -1))
     expected = plain_logp(logits, how, seen)[0]
     counts = torch.bincount(token, minlength=vocab).double()
@@ -152,7 +159,7 @@ def test_draws_follow_the_distribution_and_their_logp_is_exact(how, vocab):
 @pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.9), Sampling(top_p=0.9), Sampling(greedy=True)])
 def test_float32_logp_agrees_with_float64(how):
     logits = draw(64, 5000, seed=2, scale=5)
-    noise = sampling.uniform(0, torch.arange(64), torch.tensor([0]))[:, 0]
+    noise = uniform(0, torch.arange(64), torch.tensor([0]))[:, 0]
     token, logp, raw_logp = sampling.sample_tokens(logits.float(), noise, how)
     assert logp.dtype == raw_logp.dtype == torch.float32
     for ours, exact in ((logp, plain_logp(logits, how)), (raw_logp, logits.log_softmax(-1))):
@@ -181,7 +188,7 @@ def test_inversion_takes_the_token_whose_interval_holds_the_noise():
 def test_inversion_by_blocks_is_that_of_one_cumulative_sum(vocab, dtype):
     weight = (draw(500, vocab).exp() * 1e4 * (draw(500, vocab, seed=1) > 0)).to(dtype)
     weight[:, vocab // 2] += 1
-    noise = sampling.uniform(1, torch.arange(500), torch.tensor([0]))[:, 0]
+    noise = uniform(1, torch.arange(500), torch.tensor([0]))[:, 0]
     token, total = sampling.invert(weight, noise)
     upto = weight.double().cumsum(1)
     expected = (upto <= noise[:, None] * upto[:, -1:]).sum(1, keepdim=True)
@@ -231,7 +238,7 @@ def mixed_logits(vocab: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 @pytest.mark.parametrize("how", [*CASES, Sampling(greedy=True)], ids=name)
 def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(how, vocab):
     logits, seen = mixed_logits(vocab), draw(12, vocab, seed=7) > 1
-    noise = sampling.uniform(2, torch.arange(12), torch.tensor([3]))[:, 0]
+    noise = uniform(2, torch.arange(12), torch.tensor([3]))[:, 0]
     whole = sampling.sample_tokens(logits, noise, how, seen)
     for rows in ([3], [0, 1, 2], [11, 4, 6, 8, 7], [9, 10], list(range(11, -1, -1)), [5] * 40):
         some = sampling.sample_tokens(logits[rows].clone(), noise[rows], how, seen[rows])
@@ -242,7 +249,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(how, vocab):
 @pytest.mark.parametrize("how", [how for how in CASES if how.truncated], ids=name)
 def test_the_short_way_and_the_long_one_give_the_same_bits(how, vocab, monkeypatch):
     logits, seen = mixed_logits(vocab), draw(12, vocab, seed=7) > 1
-    noise = sampling.uniform(2, torch.arange(12), torch.tensor([4]))[:, 0]
+    noise = uniform(2, torch.arange(12), torch.tensor([4]))[:, 0]
     short = sampling.sample_tokens(logits, noise, how, seen)
     monkeypatch.setattr(sampling, "shortlist", lambda *_: None)
     assert all(torch.equal(a, b) for a, b in zip(short, sampling.sample_tokens(logits, noise, how, seen), strict=True))
@@ -251,7 +258,7 @@ def test_the_short_way_and_the_long_one_give_the_same_bits(how, vocab, monkeypat
 @pytest.mark.parametrize("how", [*CASES, Sampling(greedy=True)], ids=name)
 def test_logits_that_are_not_finite_give_a_logp_that_is_not_and_leave_other_rows_alone(how):
     good = draw(6, 300, seed=8).float()
-    noise = sampling.uniform(0, torch.arange(6), torch.tensor([0]))[:, 0]
+    noise = uniform(0, torch.arange(6), torch.tensor([0]))[:, 0]
     seen = torch.zeros(6, 300, dtype=torch.bool)
     expected = sampling.sample_tokens(good, noise, how, seen)
     bad = good.clone()
@@ -268,7 +275,7 @@ def test_all_probability_on_one_token(how):
     logits, seen = torch.full((4, 700), -300.0), torch.zeros(4, 700, dtype=torch.bool)
     at = torch.tensor([0, 256, 511, 699])
     logits[torch.arange(4), at] = 300
-    noise = sampling.uniform(0, torch.arange(4), torch.tensor([0]))[:, 0]
+    noise = uniform(0, torch.arange(4), torch.tensor([0]))[:, 0]
     token, logp, raw_logp = sampling.sample_tokens(logits, noise, how, seen)
     assert token.tolist() == at.tolist() and logp.tolist() == raw_logp.tolist() == [0.0] * 4
 

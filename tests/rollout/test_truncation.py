@@ -104,9 +104,9 @@ def test_a_tie_that_goes_beyond_the_list_leaves_the_row_open():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("digit", [truncation.DIGIT, 7, 13])
+@pytest.mark.parametrize("digit", [truncation.DIGIT_BITS, 7, 13])
 def test_a_threshold_by_digits_is_that_of_a_sort(dtype, digit, monkeypatch):
-    monkeypatch.setattr(truncation, "DIGIT", digit)
+    monkeypatch.setattr(truncation, "DIGIT_BITS", digit)
     prob = rows_of(2000, dtype).softmax(-1)
     mass = mass_of(prob)
     value, order = prob.sort(dim=1, descending=True, stable=True)

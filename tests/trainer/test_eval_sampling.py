@@ -60,7 +60,7 @@ def test_evaluation_samples_as_the_model_says_where_no_flag_does(says, settings,
     if says and "repetition_penalty" in says:
         expected, taken = expected | {"repetition_penalty": 1.05}, taken | {"repetition_penalty"}
     assert numbers(job.eval_sampling) == expected and numbers(job.sampling) == {}
-    assert inherited(job) == {name: says[name] if name in says else 1.0 for name in taken}
+    assert inherited(job) == {name: says.get(name, 1.0) for name in taken}
 
 
 def test_a_run_says_what_evaluation_takes_over():
@@ -89,7 +89,7 @@ def test_evaluation_is_drawn_from_that_distribution():
     [
         (None, {"eval_top_k": 5}, "--eval_top_k=5 does nothing: evaluation is greedy; give --eval_temperature too"),
         (QWEN, {"eval_temperature": 0.0, "eval_min_p": 0.1}, "--eval_min_p=0.1 does nothing"),
-        ({"top_p": 1.2}, {}, "generation_config.json: top_p is 1.2, it must be above 0 and at most 1"),
+        ({"top_p": 1.2}, {}, "generation_config.json of the model: top_p is 1.2, it must be above 0 and at most 1"),
     ],
 )
 def test_what_cannot_work_is_refused(says, settings, message):

@@ -30,7 +30,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "temperature": (GRPO, {}, 0.7),
     "top_k": (GRPO, {}, 3),
     "top_p": (GRPO, {}, 0.5),
-    "min_p": (GRPO, {}, 0.5),
+    "min_p": (GRPO, {}, 0.95),
     "seed": (GRPO, {}, 1),
     "warmstart_steps": (GRPO, {}, 1),
     "dtype": (GRPO, {}, "float32"),
