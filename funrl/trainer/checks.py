@@ -46,7 +46,6 @@ def check_together(settings: Settings) -> None:
         _check_minibatches,
         _check_remat,
         _check_generate_mesh,
-        _check_row_ranks,
         _check_sharding,
         _check_reward_timeout,
     ):
@@ -185,16 +184,6 @@ def _check_generate_mesh(settings: Settings) -> None:
         raise SettingsError(
             f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
             f"has {world}; they are two views of the same devices"
-        )
-
-
-def _check_row_ranks(settings: Settings) -> None:
-    meshes = [mesh_sizes(settings, name) for name in ("mesh", "generate_mesh")]
-    ranks = max(devices(sizes, ROW_AXES) for sizes in meshes if sizes)
-    if settings.batch_prompts < ranks:
-        raise SettingsError(
-            f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
-            f"use at least {ranks} prompts or fewer data ranks"
         )
 
 

@@ -93,7 +93,6 @@ BAD = [  # flags, and what the one line says
     (["--mesh=dp2,dp2"], "axis 'dp' is given twice"),
     (["--mesh=dp0"], "must be at least 1"),
     (["--mesh=sp2"], "nothing to split over the sequence axis"),
-    (["--mesh=dp8"], "--batch_prompts=4: there are 8 data ranks and each needs a prompt"),
     (["--mesh=dp2", "--generate_mesh=dp3"], "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ([*DATA, "--model={own}/nowhere"], "--model: {own}/nowhere is not a directory"),
     ([*DATA, "--model={own}/empty"], "--model: {own}/empty is empty; a model directory has config.json"),
