@@ -4,16 +4,14 @@ import logging
 
 import pytest
 import torch
+from paged_rows import Rows
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.compiled_kernels.paged_attention import paging_of
-from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, Inputs, compile_layer, decoder_model, place
+from funrl.models import Config, compile_layer, decoder_model, place
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)
-PAGE = 16
 
 
 def test_modes():
@@ -40,19 +38,10 @@ def _step(params, rows, length, packed, layer):
     numbers = [value, *trees.leaves(grads)]
     with torch.no_grad():
         numbers.append(placed.token_scores(params, batch).logp)
-        cache = MODEL.init_cache(SINGLE, 4 * rows, PAGE, torch.float32)
-        table = torch.arange(4 * rows).view(rows, 4)
-
-        def passed(counts, ends):
-            """One pass over the cache: the next tokens of each row."""
-            parts = [tokens[r, end - n : end] for r, (n, end) in enumerate(zip(counts, ends, strict=True))]
-            inputs = Inputs(torch.cat(parts)[None], paging=paging_of(counts, ends, table, PAGE))
-            return MODEL.apply(params, inputs, cache=cache, layer=layer).hidden
-
-        most = length - 3
-        numbers.append(passed([most] * rows, [most] * rows))  # prefill
-        numbers.append(passed([1] * rows, [most + 1] * rows))  # decode
-        numbers.append(passed([1] * (rows - 1) + [2], [most + 2] * (rows - 1) + [most + 3]))  # and a chunk beside it
+        paged = Rows(MODEL, params, tokens, layer=layer)
+        numbers.append(paged.pass_of([length - 3] * rows))  # prefill
+        numbers.append(paged.pass_of([1] * rows))  # decode
+        numbers.append(paged.pass_of([1] * (rows - 1) + [2]))  # and a chunk beside it
     return numbers
 
 
