@@ -147,11 +147,7 @@ def _paged_attention(
         x.view(-1, *x.shape[2:]).index_copy_(0, places, new)
     kernel = _paged_kernel() if q.is_cuda and q.element_size() == 2 else None
     if kernel is not None:
-        most_new, most = (int(x) for x in (groups[:, 3].max(), groups[:, 4].max() * keys.shape[1]))
-        return kernel(
-            q, keys, values, offsets, None, most_new, most, window_size=(window - 1 if window else -1, 0),
-            enable_gqa=True, seqused_k=ends, block_table=table.int(), num_splits=1,
-        )  # fmt: skip
+        return _by_kernel(kernel, q, keys, values, table, offsets, ends, groups, window)
     out, page = torch.empty_like(q), keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():
         part = slice(first, first + rows * count)
@@ -168,6 +164,14 @@ def _paged_attention(
 @_paged_attention.register_fake
 def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, window):
     return torch.empty_like(q)
+
+
+def _by_kernel(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int) -> Tensor:
+    most_new, most = (int(x) for x in (groups[:, 3].max(), groups[:, 4].max() * keys.shape[1]))
+    return kernel(
+        q, keys, values, offsets, None, most_new, most, window_size=(window - 1 if window else -1, 0),
+        enable_gqa=True, seqused_k=ends, block_table=table.int(), num_splits=1,
+    )  # fmt: skip
 
 
 @functools.cache

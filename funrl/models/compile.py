@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch._dynamo
+from torch._dynamo.decorators import mark_unbacked
 
 from funrl.compiled_kernels.attention import flash_attention
 from funrl.models.model import Layer, Model
@@ -58,12 +59,15 @@ def compile_layer(
 
 
 def _mark_dynamic(x_BTD, context) -> None:
-    """Let rows, tokens and slots vary; a size of 1 stays what it is."""
+    """Let rows and tokens vary, a size of 1 being a case of its own; and, as one operator takes them, pages and paging."""
     rotations = [(x, x.dim() - 2) for x in context.rope]
-    paging = [(x, x.dim()) for x in context.paging or ()]
-    for x, dims in [(x_BTD, 2), *rotations, *paging, (context.attention_mask_BTS, 3)]:
+    for x, dims in [(x_BTD, 2), *rotations, (context.attention_mask_BTS, 3)]:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])
+    if context.paging is not None:
+        for x in (*context.paging, *context.kv_cache):
+            mark_unbacked(x, 0)
+        mark_unbacked(context.paging.table_SP, 1)
 
 
 def _graphs() -> int:

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
+from paged_rows import Rows
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, Inputs, cache_prefix, compile_layer, decoder_model, place
+from funrl.models import Config, compile_layer, decoder_model, place
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)
@@ -38,13 +38,10 @@ def _step(params, rows, length, packed, layer):
     numbers = [value, *trees.leaves(grads)]
     with torch.no_grad():
         numbers.append(placed.token_scores(params, batch).logp)
-        cache = MODEL.init_cache(SINGLE, rows, 64, torch.float32)
-        hidden, cache, _ = MODEL.apply(params, Inputs(tokens), cache=cache, layer=layer)
-        numbers.append(hidden)
-        for step in range(2):
-            at = torch.full((rows, 1), length + step)
-            prefix = cache_prefix(cache, length + step + 1)
-            numbers.append(MODEL.apply(params, Inputs(tokens[:, :1], at), cache=prefix, layer=layer).hidden)
+        paged = Rows(MODEL, params, tokens, layer=layer)
+        numbers.append(paged.pass_of([length - 3] * rows))  # prefill
+        numbers.append(paged.pass_of([1] * rows))  # decode
+        numbers.append(paged.pass_of([1] * (rows - 1) + [2]))  # and a chunk beside it
     return numbers
 
 

@@ -5,11 +5,13 @@ import math
 import chex
 import pytest
 import torch
+from paged_rows import Rows
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.compiled_kernels.paged_attention import paging_of
 from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, Inputs, ModelError, cache_prefix, decoder_model, place, with_value_head
+from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
 from funrl.models.config import RopeScaling, config_from_hf, config_to_hf
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
@@ -40,8 +42,12 @@ def _packed():
     return Inputs(tokens, positions, segments)
 
 
+def _batch(inputs, mask=None):
+    return Batch(tokens=inputs.tokens, mask=mask, positions=inputs.positions, segments=inputs.segments)
+
+
 def _scores(params, inputs, want=("logp",), mask=None):
-    return PLACED.token_scores(params, Batch(mask=mask, **inputs._asdict()), want)
+    return PLACED.token_scores(params, _batch(inputs, mask), want)
 
 
 def test_packed_segments_equal_separate_rows(params):
@@ -87,40 +93,34 @@ def test_scores_within_the_mask_only(params):
     assert all((g - e).abs().max() < 1e-12 for g, e in zip(trees.leaves(grads), trees.leaves(expected), strict=True))
 
 
-def test_cache_of_rows_of_different_length_equals_forward(params):
-    """Prefill of padded prompts, then decoding: each row goes on at its own position, over its own padding."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, CONFIG.vocab, (3, 12), generator=generator)
-    prompts = torch.tensor([2, 5, 4])
-    cache = MODEL.init_cache(SINGLE, 3, 14, torch.float64)
+def test_rows_of_different_length_over_pages_equal_forward(params):
+    """Prompts of unequal length, in chunks beside rows that decode; then some of the rows, each at its own position."""
+    tokens = torch.randint(0, CONFIG.vocab, (3, 23), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = MODEL.apply(params, Inputs(tokens)).hidden
-        hidden, cache, _ = MODEL.apply(params, Inputs(tokens[:, :5]), cache=cache)
-        rows = torch.arange(3)
-        assert (hidden[rows, prompts - 1] - expected[rows, prompts - 1]).abs().max() < 1e-12
-        for step in range(7):
-            at = (prompts + step)[:, None]
-            prefix = cache_prefix(cache, int(at.max()) + 1)
-            hidden = MODEL.apply(params, Inputs(tokens.gather(1, at), at), cache=prefix).hidden
-            assert (hidden[:, 0] - expected[rows, at[:, 0]]).abs().max() < 1e-12
-        # Fewer rows, then several tokens at once.
-        fewer = trees.map(lambda x: x[[2, 0]], cache)
-        at = torch.tensor([[10, 11], [7, 8]])
-        some = tokens[[2, 0]]
-        hidden = MODEL.apply(params, Inputs(some.gather(1, at), at), cache=fewer).hidden
-        assert (hidden - expected[[2, 0]].gather(1, at[..., None].expand(-1, -1, 16))).abs().max() < 1e-12
+        rows = Rows(MODEL, params, tokens)
+        passes = [((0, 1, 2), [2, 5, 4]), *[((0, 1, 2), [1, 1, 1])] * 7, ((2, 0), [6, 2]), ((0, 2, 1), [1, 1, 9])]
+        for some, counts in passes:
+            before = [rows.ends[r] for r in some]
+            hidden = rows.pass_of(counts, some)
+            parts = [expected[r, at : at + n] for r, at, n in zip(some, before, counts, strict=True)]
+            assert (hidden - torch.cat(parts)).abs().max() < 1e-12
+    assert rows.ends == [12, 21, 18]
 
 
-def test_segments_and_cache_exclude_each_other(params):
-    cache = MODEL.init_cache(SINGLE, 1, 16, torch.float64)
-    with pytest.raises(ModelError, match="exclude"):
+def test_a_cache_and_paging_go_together(params):
+    cache = MODEL.init_cache(SINGLE, 4, 16, torch.float64)
+    with pytest.raises(ModelError, match="one of them is missing"):
         MODEL.apply(params, _packed(), cache=cache)
+    paging = paging_of([3], [3], torch.zeros(1, 1, dtype=torch.int32), 16)
+    with pytest.raises(ModelError, match="one of them is missing"):
+        MODEL.apply(params, Inputs(torch.zeros(1, 3, dtype=torch.int64), paging=paging))
 
 
 def test_values_speak_of_the_state_before_the_token(params):
     critic = CRITIC.copy_from(PLACED, params)
     inputs = _packed()
-    batch = Batch(mask=None, **inputs._asdict())
+    batch = _batch(inputs)
     assert torch.equal(CRITIC.values(critic, batch), torch.zeros(1, 16, dtype=torch.float64))
     critic["value"] = torch.ones_like(critic["value"])
     got = CRITIC.values(critic, batch)

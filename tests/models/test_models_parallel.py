@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from paged_rows import Rows
 
 from funrl import trees
 from funrl.batch import Batch
@@ -95,22 +96,20 @@ def test_tensor_parallel_equals_one_device(case, packed):
             assert (g - e).abs().max() < 1e-9, (name, rank)
 
 
-@pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp2 three kv heads"])
-def test_cached_decode_equals_forward(case):
+@pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp2 three kv heads", "dp2,tp2"])
+def test_decode_over_pages_equals_forward(case):
     text, config = CASES[case]
     model, params, tokens_BT = decoder_model(config), _params(config), _tokens(config)
     expected = model.apply(params, Inputs(tokens_BT)).hidden
     with simulate(text) as mesh, torch.no_grad():
         local = scatter(params, rules.layouts(model.shapes, model.axes, rules.GENERATE, mesh.sizes))
-        cache = model.init_cache(mesh, 2, 8, torch.float64)
-        hidden, cache, _ = model.apply(local, Inputs(tokens_BT[:, :4]), mesh, cache)
-        parts = [hidden]
-        for t in range(4, 7):
-            at = torch.full((2, 1), t)
-            hidden, cache, _ = model.apply(local, Inputs(tokens_BT[:, t : t + 1], at), mesh, cache)
-            parts.append(hidden)
-        ranks = [gather(torch.cat(parts, 1), rank) for rank in range(mesh.world)]
-    assert all((got - expected).abs().max() < 1e-9 for got in ranks)
+        rows = Rows(model, local, tokens_BT, mesh)
+        found, parts = [], []
+        for counts in ([4, 3], [1, 2], [1, 1], [1, 1]):
+            parts += [expected[r, at : at + n] for r, (at, n) in enumerate(zip(rows.ends, counts, strict=True))]
+            found.append(rows.pass_of(counts))
+        ranks = [gather(torch.cat(found), rank) for rank in range(mesh.world)]
+    assert all((got - torch.cat(parts)).abs().max() < 1e-9 for got in ranks)
 
 
 def test_replicated_vocabulary():

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from paged_rows import Rows
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, hf, place
 from funrl.models.config import config_from_hf, config_to_hf
 
@@ -99,15 +99,12 @@ def test_greedy_continuation(name, tmp_path):
     tokens_BT = _tokens(model.config, rows=2, length=9)
     with torch.no_grad():
         expected = peer.generate(tokens_BT, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-        cache = model.init_cache(SINGLE, 2, 32, torch.float32)
-        hidden, cache, _ = model.apply(params, Inputs(tokens_BT), cache=cache)
-        got = tokens_BT
-        for _ in range(16):
-            nxt = (hidden[:, -1] @ model.unembed(params).T).argmax(-1, keepdim=True)
-            at = torch.full((2, 1), got.shape[1])
-            got = torch.cat((got, nxt), 1)
-            hidden, cache, _ = model.apply(params, Inputs(nxt, at), cache=cache)
-    assert torch.equal(got, expected)
+        rows = Rows(model, params, torch.cat((tokens_BT, torch.zeros(2, 16, dtype=torch.int64)), 1))
+        hidden_RD = rows.pass_of([9, 9]).view(2, 9, -1)[:, -1]
+        for at in range(9, 25):
+            rows.tokens_BT[:, at] = (hidden_RD @ model.unembed(params).T).argmax(-1)
+            hidden_RD = rows.pass_of([1, 1])
+    assert torch.equal(rows.tokens_BT, expected)
 
 
 def test_bfloat16_is_close_to_float32(tmp_path):
