@@ -9,7 +9,7 @@ than has finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -100,6 +100,16 @@ class NativeEngine:
                 raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
         params = trees.map(lambda x: x.detach().to(mesh.device, dtype), params)
         self._loaded, self.version = loaded_model(self._model, params, mesh, self._layer), version
+
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's shards of all weights; see `Engine`.
+
+        Raises:
+          RuntimeError: no weights have been loaded.
+        """
+        if self._loaded is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        return self.weights.named(self._loaded.params)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, first_prompt: int = 0
