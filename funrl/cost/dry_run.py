@@ -391,7 +391,7 @@ def _verifying(parts: Parts, master: torch.dtype, kept: dict[str, float], hardwa
         seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
     traffic = {}
     if mesh.world > 1:
-        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 24.0 * (1 + len(made.names)))
+        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(made.names)))
     return Costs({"other": kept | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)
 
 

@@ -8,11 +8,12 @@ where `bits` is the number in the engine's dtype read as a whole number, i its p
 odd random number that belongs to a dim and a coordinate. The parts of a weight add up to it in any layout and order, so
 each rank sums its own part, cast as the sync casts it, and one small collective adds the parts of the trainer and those
 of the engine. One wrong number is always found, for an odd factor has an inverse. Any other change, such as exchanged
-weights or a part that has not arrived, is missed with a probability of about 2^-40; of 2^-16 where nothing but signs has
-changed. Where several ranks hold the same part, each of them adds it, so that every copy is compared.
+weights or a part that has not arrived, is missed with a probability below 64^(d-1) * 2^(t-62), where 2^t divides the
+differences of all bits: t is 0 unless few numbers have changed, and 31 where nothing but signs of float32 has. Where
+several ranks hold the same part, all copies are compared.
 
-The digest speaks of the weights that the engine can show. The probe speaks of what it computes with them, and so of what
-it has made of them too (packed copies, cached prefixes): log-probabilities of greedy completions against the trainer's.
+The digest speaks of the weights that the engine can show. The probe speaks of what it computes with them, and so also
+of what it has made of them (packed copies, cached prefixes): log-probabilities of greedy completions by both programs.
 
 References:
   Carter and Wegman, 1979, https://doi.org/10.1016/0022-0000(79)90044-8
@@ -34,7 +35,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh.collectives import gather_objects, pmax, psum
-from funrl.mesh.mesh import AXES, Mesh, Ranks
+from funrl.mesh.mesh import AXES, Mesh, Ranks, coordinates
 from funrl.mesh.plan import Box
 from funrl.mesh.rules import Layout
 from funrl.models.placed import Placed
@@ -117,11 +118,11 @@ def compare_weights(params: trees.Tree, stored: trees.Tree, engine: Engine, vers
     digests, faults = _own_digests(dict(trees.named(params)), trained, engine, mesh)
     if engine.version != version:
         faults.insert(0, f"the version is {engine.version}")
-    # A row for each weight, of the trainer's digest, the engine's, and whether it is unread; and one of the faults.
-    last = torch.tensor([0, 0, len(faults)], device=mesh.device)
-    unread = torch.tensor([0, 0, 1], device=mesh.device)
-    own_N3 = torch.stack([*(digests.get(name, unread) for name in placed), last])
-    *rows, (_, _, faulty) = psum(own_N3, mesh, AXES).tolist()
+    # A row for each weight: the trainer's digest, that of all its copies, the engine's two, and whether it is unread.
+    last = torch.tensor([0, 0, 0, 0, len(faults)], device=mesh.device)
+    unread = torch.tensor([0, 0, 0, 0, 1], device=mesh.device)
+    own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
+    *rows, (*_, faulty) = psum(own_N5, mesh, AXES).tolist()
     before = f"after the sync of version {version} the engine does not hold the trainer's weights: "
     if faulty:
         told = [
@@ -130,16 +131,18 @@ def compare_weights(params: trees.Tree, stored: trees.Tree, engine: Engine, vers
         raise SyncError(f"{before}{told[0]}" + (f", and {len(told) - 1} faults more" if told[1:] else ""))
     wrong = [
         name
-        for name, (ours, theirs, missing) in zip(placed, rows, strict=True)
-        if not missing and not _agree(ours, copies(trained[name]), theirs, copies(placed[name]))
+        for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
+        if once != engine_once
+        or (trainer - copies(trained[name]) * once) % (1 << 64)
+        or (held - copies(placed[name]) * once) % (1 << 64)
     ]
     if wrong:
         name = wrong[0]
-        trainer, held, _ = own_N3[list(placed).index(name)].tolist()
+        _, trainer, _, held, _ = own_N5[list(placed).index(name)].tolist()
         share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), held)
         where = _where(gather_objects(share, mesh), mesh.ranks)
         raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
-    return not any(missing for _, _, missing in rows)
+    return not any(missing for *_, missing in rows)
 
 
 def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
@@ -210,8 +213,8 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
 def _own_digests(
     params: Mapping[str, Tensor], trained: Mapping[str, Layout], engine: Engine, mesh: Mesh
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Digests of this rank's parts by the weight's name: (the trainer's, the engine's, 0) int64; and what is wrong
-    before numbers are compared. A weight that cannot be read has no digest."""
+    """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
+    are compared."""
     spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
     awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
@@ -229,19 +232,20 @@ def _own_digests(
         trainer = digest(own, trained[name], mesh.rank, spec.dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
         theirs = trainer if same else digest(held, placed[name], spec.mesh.rank, spec.dtype).to(mesh.device)
-        found[name] = torch.stack([trainer, theirs, none])
+        first, engine_first = _first_copy(trained[name], mesh), _first_copy(placed[name], spec.mesh)
+        found[name] = torch.stack([trainer * first, trainer, theirs * engine_first, theirs, none])
     return found, faults + [f"{name} is missing" for name in awaited.values()]
+
+
+def _first_copy(layout: Layout, mesh: Mesh) -> bool:
+    """True on one of the ranks that hold the same part."""
+    at = coordinates(mesh.sizes, mesh.rank)
+    return all(at[axis] == 0 for axis in AXES if axis not in layout.axes)
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
     alike = x.dtype == y.dtype and x.device == y.device and x.stride() == y.stride()
     return alike and x.data_ptr() == y.data_ptr()
-
-
-def _agree(trainer: int, trainer_copies: int, engine: int, engine_copies: int) -> bool:
-    """True if the digests of two layouts, added over all copies, are of the same numbers."""
-    shared = math.gcd(trainer_copies, engine_copies)
-    return (trainer * (engine_copies // shared) - engine * (trainer_copies // shared)) % (1 << 64) == 0
 
 
 def _where(shares: Sequence[Share], ranks: Ranks) -> str:

@@ -179,8 +179,8 @@ class Settings:
         True, "rollout", "compare all bits of the engine's weights with the trainer's after every sync", kinds=RL
     )  # fmt: skip
     probe_sync_every: int = flag(
-        50, "rollout", "steps between syncs after which the engine's log-probabilities of a fixed text are compared with "
-        "the trainer's; so they are after the first; 0: never",
+        50, "rollout", "steps between syncs after which the engine's log-probabilities of a fixed text are compared "
+        "with the trainer's; so they are after the first; 0: never",
         at_least(0), kinds=RL,
     )  # fmt: skip
 
