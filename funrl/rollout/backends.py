@@ -169,10 +169,13 @@ class PackedBackend:
         self._cache: decode_step.PagedKeyValues | None = None
 
     def load(self, params: trees.Tree) -> None:
-        self._decoder = decode_step.packed_decoder(self._config, params, self._dtype)
+        if self._decoder is None:
+            self._decoder = decode_step.packed_decoder(self._config, params, self._dtype)
+        else:
+            self._decoder.load(params)
 
     def drop(self) -> None:
-        self._decoder = None
+        """The memory of the packed weights stays: the next ones go there."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         assert self._decoder is not None
