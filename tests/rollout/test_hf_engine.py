@@ -22,7 +22,11 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(how):
     engine = hf_engine(MODEL)
     engine.load(engine.weights.named(params), 3)
     assert engine.version == 3
-    done = engine.generate(PROMPTS, sampling, seed=4)
+    told = []
+    done = engine.generate(PROMPTS, sampling, seed=4, on_done=lambda *rows: told.append(rows))
+    ((numbers, ids),) = told
+    assert list(numbers) == list(range(len(done.tokens)))
+    assert [len(row) for row in ids] == (done.lengths - done.finished.long()).tolist()
     assert 0 < done.finished.sum() < 9  # eos of the model does not end a completion: `stop` does
     for r, (tokens, length) in enumerate(zip(done.tokens.tolist(), done.lengths.tolist(), strict=True)):
         prompt = PROMPTS[r // 3]
