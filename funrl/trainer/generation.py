@@ -54,7 +54,7 @@ class Rollout(NamedTuple):
       scores: [R, K] what each reward function gave; NaN where one of several functions does not apply.
       owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
       mesh: the generate mesh.
-      reward_s: seconds that the slowest rank waited for rewards when all its completions were written.
+      reward_s: seconds that this rank waited for rewards, of its own rows or others', when all rows were complete.
     """
 
     completions: Completions
@@ -96,29 +96,25 @@ def rollout(
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
     mine = own_range(len(examples), mesh, mesh.row_axes)
-
-    def completed(number: int, ids: Sequence[int]) -> Completed:
-        example = examples[mine[number // sampling.samples]]
-        before = example.tokens[-1]
-        return Completed(example.text, _text_after(opening(before), before, ids, decode), example.fields)
-
-    @functools.cache
-    def opening(token: int) -> str:
-        return decode([token])
-
+    prompts = [examples[i] for i in mine]
     # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
     asks = mesh.index("tensor") == 0 and bool(pool.rewards)
-    pending = PendingRewards(pool, completed) if asks else None
-    prompts, on_done = [examples[i].tokens for i in mine], pending.add if pending else None
-    done = engine.generate(prompts, sampling, seed, first_prompt=mine.start, on_done=on_done)
-    start, problem, rows = time.perf_counter(), None, len(mine) * sampling.samples
+    pending = _pending(pool, prompts, sampling.samples, decode) if asks else None
+    start = time.perf_counter()
+    done = engine.generate(
+        [prompt.tokens for prompt in prompts], sampling, seed, mine.start, None if pending is None else pending.add
+    )
+    generated = rewarded = time.perf_counter()
+    problem, rows = None, len(prompts) * sampling.samples
     rewards = [[0.0] * len(weights)] * rows
     if pending is not None:
         try:
             rewards = pending.collect()
         except RewardError as error:
             problem = str(error)
-    reward_s = _raise_everywhere(problem, time.perf_counter() - start if asks else 0.0, mesh)
+        rewarded = time.perf_counter()
+    last_generated, last_rewarded = _raise_everywhere(problem, (generated - start, rewarded - start), mesh)
+    reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
     own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(rows, len(weights))
     own = collectives.psum(own, mesh, "tensor")
     ranks = mesh.size(mesh.row_axes)
@@ -130,6 +126,20 @@ def rollout(
     factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, reward_s)
+
+
+def _pending(
+    pool: Pool, prompts: Sequence[Example], samples: int, decode: Callable[[list[int]], str]
+) -> PendingRewards:
+    """Rewards of the rows of these prompts, none of which is complete yet."""
+    opening = functools.cache(lambda token: decode([token]))
+
+    def completed(number: int, ids: Sequence[int]) -> Completed:
+        example = prompts[number // samples]
+        before = example.tokens[-1]
+        return Completed(example.text, _text_after(opening(before), before, ids, decode), example.fields)
+
+    return PendingRewards(pool, completed)
 
 
 def completion_texts(
@@ -210,11 +220,12 @@ def first_texts(
     return [found[i] for i in range(len(numbers))]
 
 
-def _raise_everywhere(problem: str | None, seconds: float, mesh: Mesh) -> float:
-    """If any rank has a problem, every rank raises it: none is left waiting in a collective. Else the most seconds."""
+def _raise_everywhere(problem: str | None, numbers: Sequence[float], mesh: Mesh) -> list[float]:
+    """If any rank has a problem, every rank raises it: none is left waiting in a collective. Else the largest of each
+    number."""
     everyone = tuple(mesh.sizes)
-    ours = torch.tensor([float(problem is not None), seconds], dtype=torch.float64, device=mesh.device)
-    failed, longest = collectives.pmax(ours, mesh, everyone).tolist()
+    ours = torch.tensor([float(problem is not None), *numbers], dtype=torch.float64, device=mesh.device)
+    failed, *largest = collectives.pmax(ours, mesh, everyone).tolist()
     if not failed:
-        return longest
+        return largest
     raise RewardError(next(p for p in collectives.gather_objects(problem, mesh) if p is not None))
