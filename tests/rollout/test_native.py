@@ -141,6 +141,18 @@ def test_samples_do_not_depend_on_how_many_rows_run_together(monkeypatch):
         assert rows_of(other) == rows_of(whole)
 
 
+@pytest.mark.parametrize("max_rows", [4, 512])
+def test_every_row_is_told_once_when_its_chunk_is_done_without_its_stop_token(max_rows):
+    sampling, told = Sampling(max_new_tokens=20, stop=(3, 17), samples=3), []
+    engine = engine_of(CONFIGS["llama"], max_rows=max_rows)
+    done = engine.generate(PROMPTS, sampling, 1, on_done=lambda numbers, tokens: told.append((numbers, tokens)))
+    whole = [row[: len(row) - bool(end)] for row, end in zip(rows_of(done), done.finished, strict=True)]
+    found = {number: ids for numbers, tokens in told for number, ids in zip(numbers, tokens, strict=True)}
+    assert [found[number] for number in sorted(found)] == whole and any(done.finished)
+    assert sum(len(numbers) for numbers, _ in told) == len(whole)
+    assert len(told) == -(-len(whole) // max_rows)
+
+
 def counting_layer(config: Config):
     """A layer that notes the shape [B, T] of what goes through the first one of each pass."""
     seen, calls = [], [0]
