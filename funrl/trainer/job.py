@@ -277,7 +277,7 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
     try:
-        numbers = how | {"temperature": how["temperature"] or 1.0}
+        numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
         return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
