@@ -53,8 +53,8 @@ THREADS = flags.DEFINE_integer("threads", 1, "CPU threads")
 INSTALL = "trl is not installed here, so there is nothing to compare with: pip install trl datasets accelerate"
 REWARD = "def reward(prompt, completion, **fields):\n    return sum(map(ord, completion)) % 97 / 97\n"
 PHASES = (
-    "generate", "score_policy", "score_reference", "score_critic", "advantage", "update_critic", "update_policy",
-    "reshard",
+    "generate", "reward", "score_policy", "score_reference", "score_critic", "advantage", "update_critic",
+    "update_policy", "reshard",
 )  # fmt: skip
 LR = 1e-5
 
@@ -84,6 +84,12 @@ class BothClock(Clock):
         yield
         before, more = self.times.get(name, (0.0, 0.0)), since(start)
         self.times[name] = (before[0] + more[0], before[1] + more[1])
+
+    def move(self, seconds: float, name: str, to: str) -> None:
+        """Count seconds of one phase as another's; here they are rewards, which this process computes itself."""
+        for phase, some in ((name, -seconds), (to, seconds)):
+            cpu, wall = self.times.get(phase, (0.0, 0.0))
+            self.times[phase] = (cpu + some, wall + some)
 
 
 class Silent:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from funrl.algos.core import (
     run_piece,
 )
 from funrl.algos.reading import on_example, run_advantage
-from funrl.batch import FIELDS, Batch, MissingField, as_dict, example, fields_by
+from funrl.batch import ALONE, FIELDS, Across, Batch, MissingField, as_dict, example, fields_by, map_fields, with_across
 
 MADE_ON_THE_WAY = ("weight", "returns")  # fields of the signal that pieces may go by
+SOME = 2  # rows of the example: its first group
 
 
 def check(algorithm: Algorithm, available: Iterable[str]) -> None:
@@ -37,7 +39,8 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
     Raises:
       PieceError: a field is read that nothing writes (named, with who would write it and who reads it); the chain never
         comes to tokens, or its pieces are in the wrong order; a filter does not give a truth value per row; a loss
-        gives no scalars, not as many numerators as denominators, or does not depend on what is trained.
+        gives no scalars, not as many numerators as denominators, or does not depend on what is trained; a filter or the
+        chain gives something else where a rank has the tokens of some rows only.
     """
     names = frozenset(available) | {"tokens", "mask"}
     before = example(names - set(fields_by("step")))
@@ -47,6 +50,7 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
     if algorithm.advantage is not None:
         check_order(algorithm.advantage)
         rows = _advantage_on(algorithm.advantage, before)
+        check_across("the advantage chain", functools.partial(_signal_on, algorithm.advantage), before)
     step = {name: x for name, x in as_dict(example(names)).items() if FIELDS[name].writer == "step"}
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in step.items()}
     for role, loss in algorithm.losses.items():
@@ -86,6 +90,55 @@ def check_order(advantage: Advantage) -> None:
                 signal = run_piece(piece, signal._replace(**given), state, batch)[0]
 
     on_example("the advantage chain", run, batch)
+
+
+def check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
+    """Check that a rank that has the tokens of some rows gets of a piece what one that has those of all gets.
+
+    Args:
+      run: a batch -> what the piece makes of it, a tree.
+      batch: all rows of the example; others have answered what is asked of `batch.across`.
+
+    Raises:
+      PieceError: it gets something else, or nothing.
+    """
+    if batch.get("score") is not None:
+        batch = batch._replace(score=torch.tensor([0.0, 1.0, 1.0, 0.25], dtype=torch.float64))  # groups that differ
+    asked: list[Tensor] = []
+
+    def heard(ask: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args: (asked.append(ask(*args)), asked[-1])[1]
+
+    def on_both(rows: Batch) -> None:
+        whole = run(with_across(rows, Across(heard(ALONE.sums), ALONE.own, heard(ALONE.kth_largest))))
+        answers = iter(asked)
+        some = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[:SOME], rows)
+        try:
+            part = run(with_across(some, Across(lambda x: next(answers), lambda x: x[:SOME], lambda x, k: next(answers))))
+            why = "other numbers" if not _same_rows(whole, part) else ""
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            raise PieceError(
+                f"{what} gives a rank that has the tokens of {SOME} of 4 rows something else than one that has all "
+                f"({why}). Fields per row [B] are of all rows, fields per token [b, T] of the rank's own: "
+                "batch.across.sums(x_bT) is the sum of every row [B], batch.across.own(x_B) picks one's own [b]"
+            )
+
+    on_example(what, on_both, batch)
+
+
+def _same_rows(whole: Any, part: Any) -> bool:
+    """True where the numbers per row are the same, and those per token are for the rows that both have."""
+    pairs = list(zip(trees.leaves(whole), trees.leaves(part), strict=True))
+    tensors = [(a if a.dim() < 2 else a[:SOME], b) for a, b in pairs if isinstance(a, Tensor)]
+    return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in tensors)
+
+
+def _signal_on(advantage: Advantage, batch: Batch) -> Any:
+    """What a chain makes."""
+    signal, state = run_piece(advantage, first_signal(batch), advantage.init(), batch)
+    return tuple(signal._replace(metrics={})), state, {name: tuple(metric) for name, metric in signal.metrics.items()}
 
 
 def _flat(piece: Advantage, state: Any) -> tuple[list[Advantage], list[Any]]:
@@ -132,6 +185,7 @@ def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
         raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed")
+    check_across(f"the filter {name}", algorithm.filter, Batch(**known))
 
 
 def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch) -> None:

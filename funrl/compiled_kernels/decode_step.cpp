@@ -23,7 +23,8 @@ struct Model {
   int64_t layers, embed, heads, kv_heads, head, mlp, vocab;  // true sizes
   float norm_eps;
   const void *embedding, *unembed;  // rows; panels
-  const float *norm, *rope;         // rope: cosines and sines of each position, [P, head]
+  const float *norm, *rope;         // rope: cosines and sines of each position, [positions, head]
+  int64_t positions;
   const Layer* layer;
 };
 struct Step {
@@ -253,7 +254,7 @@ template <class T> class Pass {
   }
 };
 
-// 0, or the number of what a step has that does not exist: 1 token, 2 sequence, 3 page, 4 drawn token.
+// 0, or the number of what a step has that does not exist: 1 token, 2 sequence, 3 page, 4 drawn token, 5 rotation.
 int problem_of(const Model& m, const Step& s, int64_t sequences) {
   for (int64_t t = 0; t < s.tokens; t++) {
     if (s.token[t] < 0 || s.token[t] >= m.vocab) return 1;
@@ -262,6 +263,7 @@ int problem_of(const Model& m, const Step& s, int64_t sequences) {
     const int32_t* table = s.tables + s.sequence[t] * s.width;
     for (int64_t page = 0; page <= s.position[t] / PAGE; page++)
       if (table[page] < 0 || table[page] >= s.pages) return 3;
+    if (s.position[t] >= m.positions) return 5;
   }
   for (int64_t i = 0; i < s.drawn; i++)
     if (s.draw[i] < 0 || s.draw[i] >= s.tokens) return 4;
@@ -359,15 +361,20 @@ void funrl_attention(int bits, const void* q, const void* k, const void* v, cons
                      size, window, (Bfloat16*)out, threads);
 }
 
-void funrl_sample(const float* logits, int64_t V, int64_t stride, const int64_t* source, int64_t draws,
-                  const double* noise, const double* temperature, int64_t* token, float* sampling_logp, float* raw_logp,
-                  int threads) {
-  Pool::run(threads, [&](Team& team, int) {
-    SampleScratch scratch;
+// `temperature` is one for all, or null and one of each draw. Returns 1 where a draw's source is no row, else 0.
+int funrl_sample(const float* logits, int64_t M, int64_t V, const int64_t* source, int64_t draws, const double* noise,
+                 double temperature, const double* temperatures, int64_t* token, float* sampling_logp, float* raw_logp,
+                 int threads) {
+  for (int64_t r = 0; r < draws; r++)
+    if (source[r] < 0 || source[r] >= M) return 1;
+  Pool::run(draws > 1 ? threads : 1, [&](Team& team, int) {
+    static thread_local SampleScratch scratch;
     for (int64_t r; (r = team.next.fetch_add(1)) < draws;) {
-      const Drawn one = draw(logits + source[r] * stride, V, noise ? noise + r : nullptr, temperature[r], scratch);
+      const double* one_noise = noise ? noise + r : nullptr;
+      const Drawn one = draw(logits + source[r] * V, V, one_noise, temperatures ? temperatures[r] : temperature, scratch);
       token[r] = one.token, sampling_logp[r] = one.sampling_logp, raw_logp[r] = one.raw_logp;
     }
   });
+  return 0;
 }
 }

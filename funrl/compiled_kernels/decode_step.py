@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
-from funrl.compiled_kernels.packed import BITS, LANES, pack_linear, panel_width, round_up, zeroed
+from funrl.compiled_kernels.packed import BITS, LANES, fill_panels, panel_numbers, panel_width, round_up, zeroed
 from funrl.compiled_kernels.rotary import frequencies, rotary
 
 PAGE = 16  # tokens of a page
 ROPE_STEP = 1024  # positions by which the table of rotations grows at least
 _PROBLEMS = (None, "a token is not in the vocabulary", "a sequence has no table", "a position has no page in the cache",
              "a drawn token is not in the call")  # fmt: skip
+_NO_ROTATION = len(_PROBLEMS)  # a position is behind the table of rotations
 
 
 class PagedKeyValues(NamedTuple):
@@ -34,25 +35,27 @@ class PagedKeyValues(NamedTuple):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "qkv output gate_up down".split()),
-        *((name, ctypes.c_void_p) for name in "attn_norm mlp_norm q_norm k_norm qkv_bias output_bias".split()),
+        *((name, ctypes.c_void_p) for name in ["qkv", "output", "gate_up", "down"]),
+        *((name, ctypes.c_void_p) for name in ["attn_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "output_bias"]),
         ("window", ctypes.c_int64),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in "layers embed heads kv_heads head mlp vocab".split()),
+        *((name, ctypes.c_int64) for name in ["layers", "embed", "heads", "kv_heads", "head", "mlp", "vocab"]),
         ("norm_eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in "embedding unembed norm rope layer".split()),
+        *((name, ctypes.c_void_p) for name in ["embedding", "unembed", "norm", "rope"]),
+        ("positions", ctypes.c_int64),
+        ("layer", ctypes.c_void_p),
     ]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in "tokens width drawn".split()),
-        *((name, ctypes.c_void_p) for name in "token position sequence tables draw keys values".split()),
-        *((name, ctypes.c_int64) for name in "pages threads".split()),
+        *((name, ctypes.c_int64) for name in ["tokens", "width", "drawn"]),
+        *((name, ctypes.c_void_p) for name in ["token", "position", "sequence", "tables", "draw", "keys", "values"]),
+        *((name, ctypes.c_int64) for name in ["pages", "threads"]),
         ("logits", ctypes.c_void_p),
     ]
 
@@ -97,16 +100,23 @@ class PackedDecoder:
     def __init__(self, config: Any, params: Any, dtype: torch.dtype, threads: int):
         self.config, self.dtype, self.threads = config, dtype, threads
         self._library = library()
-        self._owned: list[Tensor] = []  # what the kernel has pointers to
-        self._layers = (_Layer * config.layers)(*(self._pack_layer(i, w) for i, w in enumerate(params["layers"])))
+        # One piece of memory for all panels: huge pages need large pieces.
+        self._panels = zeroed(_all_panel_numbers(config), dtype)
+        self._positions, self._rope = 0, torch.empty(0)
+        self.load(params)
+
+    def load(self, params: Any) -> None:
+        """Copy other weights of the same sizes into the memory of the present ones."""
+        self._used, self._vectors = 0, []  # numbers of `_panels` that are filled; tensors that the kernel points to
+        self._layers = (_Layer * self.config.layers)(*(self._layer(i, w) for i, w in enumerate(params["layers"])))
+        sizes = (self.config.layers, self.config.embed, self.config.heads, self.config.kv_heads, self.config.head)
+        embedding = params["embed"].detach().to(self.dtype, copy=True).contiguous()
         unembed = params["unembed"] if "unembed" in params else params["embed"]
         self._model = _Model(
-            config.layers, config.embed, config.heads, config.kv_heads, config.head, config.mlp, config.vocab,
-            config.norm_eps, self._own(params["embed"].detach().to(dtype, copy=True).contiguous()),
-            self._pack(unembed), self._wide(params["norm"], LANES), None, ctypes.addressof(self._layers),
+            *sizes, self.config.mlp, self.config.vocab, self.config.norm_eps, self._own(embedding),
+            self._pack(unembed), self._vector(params["norm"]), self._rope.data_ptr(), self._positions,
+            ctypes.addressof(self._layers),
         )  # fmt: skip
-        self._positions = 0
-        self._rope = torch.empty(0)
 
     def init_cache(self, pages: int) -> PagedKeyValues:
         """An empty cache; its memory is taken as pages are written."""
@@ -149,17 +159,17 @@ class PackedDecoder:
         tokens_N, positions_N, sequence_N, tables_SP, draw_M = (x.contiguous() for x in given)
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
-        if N:
-            self._grow_rope(int(positions_N.max()) + 1)
         logits_MV = torch.empty(M, self.config.vocab)
         step = _Step(
             N, tables_SP.shape[1], M, tokens_N.data_ptr(), positions_N.data_ptr(), sequence_N.data_ptr(),
             tables_SP.data_ptr(), draw_M.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(),
             cache.keys.shape[1], self.threads, logits_MV.data_ptr(),
         )  # fmt: skip
-        problem = self._library.funrl_forward(
-            BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0]
-        )
+        call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])
+        problem = self._library.funrl_forward(*call)
+        if problem == _NO_ROTATION:
+            self._grow_rope(int(positions_N.max()) + 1)
+            problem = self._library.funrl_forward(*call)
         if problem:
             raise ValueError(_PROBLEMS[problem])
         return logits_MV
@@ -184,64 +194,75 @@ class PackedDecoder:
         Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] float32 nats each;
           where a row has NaN or +inf it is the last token, and NaN.
         """
-        R = source_R.shape[0]
-        logits_MV = logits_MV.contiguous()
-        if not isinstance(temperature, Tensor):
-            temperature = torch.full((R,), float(temperature), dtype=torch.float64)
-        temperature = temperature.to(torch.float64).contiguous()
-        noise_R = None if noise_R is None else noise_R.to(torch.float64).contiguous()
+        R, (M, V) = source_R.shape[0], logits_MV.shape
+        logits_MV, source_R = logits_MV.contiguous(), source_R.contiguous()
+        each = temperature.to(torch.float64).contiguous() if isinstance(temperature, Tensor) else None
+        noise_R = None if noise_R is None else noise_R.contiguous()
+        if logits_MV.dtype != torch.float32 or (noise_R is not None and noise_R.dtype != torch.float64):
+            raise ValueError("logits must be float32 and noise float64")
         token_R = torch.empty(R, dtype=torch.int64)
         sampling_logp_R, raw_logp_R = torch.empty(R), torch.empty(R)
-        if R and (int(source_R.min()) < 0 or int(source_R.max()) >= logits_MV.shape[0]):
-            raise ValueError(f"a draw's source is not one of the {logits_MV.shape[0]} rows of logits")
-        self._library.funrl_sample(
-            logits_MV.data_ptr(), logits_MV.shape[1], logits_MV.shape[1], source_R.contiguous().data_ptr(), R,
-            None if noise_R is None else noise_R.data_ptr(), temperature.data_ptr(), token_R.data_ptr(),
-            sampling_logp_R.data_ptr(), raw_logp_R.data_ptr(), self.threads,
+        problem = self._library.funrl_sample(
+            logits_MV.data_ptr(), M, V, source_R.data_ptr(), R, None if noise_R is None else noise_R.data_ptr(),
+            1.0 if each is not None else temperature, None if each is None else each.data_ptr(),
+            token_R.data_ptr(), sampling_logp_R.data_ptr(), raw_logp_R.data_ptr(), self.threads,
         )  # fmt: skip
+        if problem:
+            raise ValueError(f"the source of a draw is not one of the {M} rows of logits")
         return token_R, sampling_logp_R, raw_logp_R
 
-    def _pack_layer(self, index: int, params: Any) -> _Layer:
+    def _layer(self, index: int, params: Any) -> _Layer:
         config, attn, mlp = self.config, params["attn"], params["mlp"]
         half = panel_width() // 2
         head, inner = round_up(config.head, LANES), round_up(config.mlp, half)
         qkv = torch.cat([_pad(attn[name], 1, head).flatten(0, 1) for name in "qkv"])
-        gate_up = (_pad(mlp[name], 0, inner).unflatten(0, (-1, half)) for name in ("gate", "up"))
+        # A panel has the gates of half as many outputs and then their ups.
+        halves = [_pad(mlp[name], 0, inner).unflatten(0, (-1, half)) for name in ("gate", "up")]
         output = _pad(attn["o"], 2, head).flatten(1)
         bias = None
         if config.attention_bias:
             bias = torch.cat([_pad(attn[f"{name}_bias"], 1, head).flatten() for name in "qkv"])
         return _Layer(
-            self._pack(qkv), self._pack(output), self._pack(torch.stack(tuple(gate_up), 1).flatten(0, 2)),
-            self._pack(_pad(mlp["down"], 1, round_up(config.mlp, LANES))),
-            self._wide(params["attn_norm"], LANES), self._wide(params["mlp_norm"], LANES),
-            self._wide(attn.get("q_norm"), LANES), self._wide(attn.get("k_norm"), LANES),
-            self._wide(bias, LANES), self._wide(attn.get("o_bias"), LANES), config.window(index) or 0,
+            *map(self._pack, (qkv, output, torch.stack(halves, 1).flatten(0, 2), mlp["down"])),
+            *map(self._vector, (params["attn_norm"], params["mlp_norm"], attn.get("q_norm"), attn.get("k_norm"))),
+            self._vector(bias), self._vector(attn.get("o_bias")), config.window(index) or 0,
         )  # fmt: skip
 
     def _pack(self, w_NK: Tensor) -> int:
-        return self._own(pack_linear(w_NK.detach().to(self.dtype)).panels)
+        count = panel_numbers(*w_NK.shape)
+        panels = self._panels[self._used : self._used + count]
+        self._used += count
+        fill_panels(w_NK.to(self.dtype), panels)
+        return panels.data_ptr()
 
-    def _wide(self, x: Tensor | None, multiple: int) -> int | None:
-        """A vector in float32, after it has been rounded to the dtype, with zeros behind it."""
+    def _vector(self, x: Tensor | None) -> int | None:
+        """A vector in float32, rounded to the dtype before, with zeros up to whole lanes."""
         if x is None:
             return None
-        return self._own(_pad(x.detach().to(self.dtype).float(), 0, round_up(x.shape[0], multiple)).clone())
+        return self._own(_pad(x.detach().to(self.dtype).float(), 0, round_up(x.shape[0], LANES)).clone())
 
     def _own(self, x: Tensor) -> int:
-        self._owned.append(x)
+        self._vectors.append(x)
         return x.data_ptr()
 
     def _grow_rope(self, positions: int) -> None:
-        """Make the table of rotations long enough."""
-        if positions <= self._positions:
-            return
         config, self._positions = self.config, max(positions, 2 * self._positions, ROPE_STEP)
         frequency = frequencies(config.head, config.rope_theta, config.rope_scaling)
         rope = rotary(torch.arange(self._positions), frequency, self.dtype)
         half = config.head // 2
         self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
-        self._model.rope = self._rope.data_ptr()
+        self._model.rope, self._model.positions = self._rope.data_ptr(), self._positions
+
+
+def _all_panel_numbers(config: Any) -> int:
+    head, inner = round_up(config.head, LANES), round_up(config.mlp, panel_width() // 2)
+    layer = (
+        ((config.heads + 2 * config.kv_heads) * head, config.embed),
+        (config.embed, config.heads * head),
+        (2 * inner, config.embed),
+        (config.embed, config.mlp),
+    )
+    return config.layers * sum(panel_numbers(*shape) for shape in layer) + panel_numbers(config.vocab, config.embed)
 
 
 def _page_numbers(config: Any) -> int:

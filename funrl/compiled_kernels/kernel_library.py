@@ -17,17 +17,17 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi".split()
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
 NEEDED = ("avx2", "fma")  # of the processor
 _FOLDER = Path(__file__).parent
-_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _ARGUMENTS = {  # as decode_step.cpp declares them
     "funrl_panel": (),
     "funrl_pack": (_I, _P, _N, _N, _N, _P),
     "funrl_forward": (_I, _P, _P, _N),
     "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
     "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
-    "funrl_sample": (_P, _N, _N, _P, _N, _P, _P, _P, _P, _P, _I),
+    "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
 }
 
 

@@ -144,14 +144,23 @@ template <class T> INLINE float rounded(float x) { return widen(narrow<T>(x)); }
 template <class T> INLINE Lanes rounded(Lanes x);
 template <> INLINE Lanes rounded<float>(Lanes x) { return x; }
 template <> INLINE Lanes rounded<Bfloat16>(Lanes x) {
+#ifdef __AVX512BF16__
+  const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((Native)x.part[0]));
+  return {(NativeFloat)_mm512_slli_epi32(wide, 16)};
+#else
   Lanes y;
   for (int i = 0; i < PARTS; i++) {
     NativeInt bits = (NativeInt)x.part[i], up = (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000;
     y.part[i] = x.part[i] == x.part[i] ? (NativeFloat)up : (NativeFloat)(bits | 0x400000);
   }
   return y;
+#endif
 }
 INLINE void store(Bfloat16* to, Lanes x) {
+#ifdef __AVX512BF16__
+  const __m256bh half = _mm512_cvtneps_pbh((Native)x.part[0]);
+  memcpy(to, &half, sizeof half);
+#else
   typedef uint16_t Half __attribute__((vector_size(sizeof(Native) / 2)));
   typedef uint32_t Bits __attribute__((vector_size(sizeof(Native))));
   x = rounded<Bfloat16>(x);
@@ -159,6 +168,7 @@ INLINE void store(Bfloat16* to, Lanes x) {
     Half half = __builtin_convertvector((Bits)x.part[i] >> 16, Half);
     memcpy(to + i * WIDTH, &half, sizeof half);
   }
+#endif
 }
 
 // Products of the numbers of one operand with 16 of the other: `terms` numbers of each lane at a time.

@@ -34,11 +34,22 @@ def pack_linear(w_NK: Tensor) -> PackedLinear:
     Raises:
       KernelError: another dtype or device, or no kernel can be had (see `library`).
     """
+    N, K = w_NK.shape
+    packed = PackedLinear(zeroed(panel_numbers(N, K), w_NK.dtype), N, K)
+    fill_panels(w_NK, packed.panels)
+    return packed
+
+
+def fill_panels(w_NK: Tensor, panels: Tensor) -> None:
+    """`pack_linear` into `panel_numbers(N, K)` numbers of memory that is there."""
     bits, w_NK = kernel_bits("the weight", w_NK), w_NK.detach().contiguous()
     N, K = w_NK.shape
-    panels = zeroed(round_up(N, panel_width()) * round_up(K, LANES), w_NK.dtype)
     library().funrl_pack(bits, w_NK.data_ptr(), N, K, round_up(K, LANES), panels.data_ptr())
-    return PackedLinear(panels, N, K)
+
+
+def panel_numbers(N: int, K: int) -> int:
+    """Numbers that a weight [N, K] has in panels, the padding included."""
+    return round_up(N, panel_width()) * round_up(K, LANES)
 
 
 def packed_linear(x_MK: Tensor, packed: PackedLinear, threads: int | None = None) -> Tensor:

@@ -42,26 +42,35 @@ template <class T> struct AttentionScratch {
   }
 };
 
-// scores[ROWS, PAGES * PAGE] = q k^T of some pages; several pages only so that sums need not wait for one another.
-template <class T, int ROWS, int PAGES>
-void score_pages(const Pages<T>& pages, int64_t page, const QueryRow* rows, float* scores, int64_t slots) {
+// scores[ROWS, TOGETHER * PAGE] = q k^T of some pages; TOGETHER is more than one only so that sums need not wait for one
+// another. Behind the last page it is repeated. The pages' values and the next pages' keys are fetched meanwhile.
+template <class T, int ROWS, int TOGETHER>
+void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const QueryRow* rows, float* scores,
+                 int64_t stride) {
   using P = Product<T>;
-  Lanes sum[PAGES][ROWS];
-  const T *keys[PAGES], *query[ROWS];
-  for (int i = 0; i < PAGES; i++) keys[i] = pages.key_page(page + i);
+  Lanes sum[TOGETHER][ROWS];
+  const T *keys[TOGETHER], *next_keys[TOGETHER], *values[TOGETHER], *query[ROWS];
+  for (int i = 0; i < TOGETHER; i++) {
+    const int64_t here = page + i < page_end ? page + i : page_end - 1;
+    keys[i] = pages.key_page(here), values[i] = pages.value_page(here);
+    next_keys[i] = pages.key_page(here + TOGETHER < page_end ? here + TOGETHER : page_end - 1);
+  }
   for (int r = 0; r < ROWS; r++) query[r] = (const T*)rows[r].query;
-  for (int i = 0; i < PAGES; i++)
+  for (int i = 0; i < TOGETHER; i++)
     for (int r = 0; r < ROWS; r++) sum[i][r] = zeros();
   for (int n = 0; n < pages.head; n += P::terms) {
-    typename P::Weights key[PAGES];
-    for (int i = 0; i < PAGES; i++) key[i] = P::weights(keys[i] + n * PAGE);
+    typename P::Weights key[TOGETHER];
+    for (int i = 0; i < TOGETHER; i++) {
+      key[i] = P::weights(keys[i] + n * PAGE);
+      __builtin_prefetch(next_keys[i] + n * PAGE), __builtin_prefetch(values[i] + n * PAGE, 0, 2);
+    }
     for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(query[r] + n);
-      for (int i = 0; i < PAGES; i++) sum[i][r] = P::add(sum[i][r], key[i], factor);
+      for (int i = 0; i < TOGETHER; i++) sum[i][r] = P::add(sum[i][r], key[i], factor);
     }
   }
-  for (int i = 0; i < PAGES; i++)
-    for (int r = 0; r < ROWS; r++) store(scores + r * slots + i * PAGE, sum[i][r]);
+  for (int i = 0; i < TOGETHER; i++)
+    for (int r = 0; r < ROWS; r++) store(scores + r * stride + i * PAGE, sum[i][r]);
 }
 
 // One row's scores of slots 0 .. slots - 1, the first of which is token `base`, to probabilities times their sum.
@@ -88,7 +97,7 @@ float exponentials(float* scores, T* probabilities, int64_t slots, int64_t base,
 // out[ROWS, lanes] += probabilities of tokens first .. end - 1 times their values; a token of bfloat16's pairs that
 // stands outside of these is cleared.
 template <class T, int ROWS, int VECTORS>
-void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities, int64_t slots,
+void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities, int64_t stride,
                 int n, float* const* out) {
   using P = Product<T>;
   Lanes sum[ROWS][VECTORS];
@@ -105,7 +114,7 @@ void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end,
       }
     }
     for (int r = 0; r < ROWS; r++) {
-      typename P::Factor factor = P::factor(probabilities + r * slots + token - base);
+      typename P::Factor factor = P::factor(probabilities + r * stride + token - base);
       for (int j = 0; j < VECTORS; j++) sum[r][j] = P::add(sum[r][j], value[j], factor);
     }
   }
@@ -115,14 +124,14 @@ void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end,
 
 template <class T, int ROWS>
 void add_all_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities,
-                    int64_t slots, float* const* out) {
+                    int64_t stride, float* const* out) {
   constexpr int VECTORS = ROWS * 4 <= 24 && PARTS == 1 ? 4 : 2;  // sums that fit the registers
   if (first >= end) return;
   int n = 0;
   for (; n + VECTORS * LANES <= pages.head; n += VECTORS * LANES)
-    add_values<T, ROWS, VECTORS>(pages, base, first, end, probabilities, slots, n, out);
+    add_values<T, ROWS, VECTORS>(pages, base, first, end, probabilities, stride, n, out);
   for (; n < pages.head; n += LANES)
-    add_values<T, ROWS, 1>(pages, base, first, end, probabilities, slots, n, out);
+    add_values<T, ROWS, 1>(pages, base, first, end, probabilities, stride, n, out);
 }
 
 // Attention of ROWS query rows of one sequence and key-value head.
@@ -136,41 +145,49 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, float scale, Atten
   }
   const int64_t page = first / PAGE, page_end = (end + PAGE - 1) / PAGE, base = page * PAGE;
   const int64_t slots = (page_end - page) * PAGE;
-  scratch.reserve(slots, pages.head);
+  constexpr int TOGETHER = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
+  const int64_t stride = (slots + TOGETHER * PAGE - 1) / (TOGETHER * PAGE) * (TOGETHER * PAGE);  // of a row's numbers
+  scratch.reserve(stride, pages.head);
   float *scores = scratch.scores.data(), *out[ROWS], sum[ROWS];
   T* probabilities = scratch.probabilities.data();
 
-  constexpr int TOGETHER = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
-  int64_t i = page;
-  for (; i + TOGETHER <= page_end; i += TOGETHER)
-    score_pages<T, ROWS, TOGETHER>(pages, i, rows, scores + i * PAGE - base, slots);
-  for (; i < page_end; i++) score_pages<T, ROWS, 1>(pages, i, rows, scores + i * PAGE - base, slots);
+  for (int64_t i = page; i < page_end; i += TOGETHER)
+    score_pages<T, ROWS, TOGETHER>(pages, i, page_end, rows, scores + i * PAGE - base, stride);
 
   // What all rows see is added for all of them together, what only some see row by row, before it and after it.
   constexpr int terms = Product<T>::terms;
-  const int64_t shared = (last_first + terms - 1) / terms * terms, shared_end = first_end / terms * terms;
+  const int64_t shared = first == last_first ? first : (last_first + terms - 1) / terms * terms;
+  const int64_t shared_end = first_end == end ? end : first_end / terms * terms;
   const bool some_shared = shared < shared_end;
   for (int r = 0; r < ROWS; r++) {
-    sum[r] = exponentials(scores + r * slots, probabilities + r * slots, slots, base, rows[r], scale);
+    sum[r] = exponentials(scores + r * stride, probabilities + r * stride, slots, base, rows[r], scale);
     out[r] = scratch.outputs.data() + r * pages.head;
     memset(out[r], 0, pages.head * sizeof(float));
     const int64_t until = some_shared ? shared : rows[r].end;
-    add_all_values<T, 1>(pages, base, rows[r].first, until, probabilities + r * slots, slots, out + r);
+    add_all_values<T, 1>(pages, base, rows[r].first, until, probabilities + r * stride, stride, out + r);
   }
   if (some_shared) {
-    add_all_values<T, ROWS>(pages, base, shared, shared_end, probabilities, slots, out);
+    add_all_values<T, ROWS>(pages, base, shared, shared_end, probabilities, stride, out);
     for (int r = 0; r < ROWS; r++)
-      add_all_values<T, 1>(pages, base, shared_end, rows[r].end, probabilities + r * slots, slots, out + r);
+      add_all_values<T, 1>(pages, base, shared_end, rows[r].end, probabilities + r * stride, stride, out + r);
   }
   for (int r = 0; r < ROWS; r++)
     for (int n = 0; n < pages.head; n += LANES)
       store((T*)rows[r].out + n, load(out[r] + n) / splat(sum[r]));
 }
 
-template <class T, int ROWS = QUERY_ROWS>
-void attend(const Pages<T>& pages, const QueryRow* rows, int count, float scale, AttentionScratch<T>& scratch) {
-  if (count == ROWS) return attend_rows<T, ROWS>(pages, rows, scale, scratch);
-  if constexpr (ROWS > 1) attend<T, ROWS - 1>(pages, rows, count, scale, scratch);
+// Attention of up to QUERY_ROWS rows. The last one is computed twice where no function has just as many rows.
+template <class T>
+void attend(const Pages<T>& pages, QueryRow* rows, int count, float scale, AttentionScratch<T>& scratch) {
+  if (count == 5 || count == 7) rows[count] = rows[count - 1], count++;
+  switch (count) {
+    case 1: return attend_rows<T, 1>(pages, rows, scale, scratch);
+    case 2: return attend_rows<T, 2>(pages, rows, scale, scratch);
+    case 3: return attend_rows<T, 3>(pages, rows, scale, scratch);
+    case 4: return attend_rows<T, 4>(pages, rows, scale, scratch);
+    case 6: return attend_rows<T, 6>(pages, rows, scale, scratch);
+    default: return attend_rows<T, 8>(pages, rows, scale, scratch);
+  }
 }
 
 // Writes the key and the value [N] of one token.

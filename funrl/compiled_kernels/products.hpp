@@ -12,23 +12,22 @@ namespace funrl {
 constexpr int BLOCK_ROWS = 64;  // rows that meet a panel while it is in the cache
 template <class T> constexpr int64_t CHUNK = 256 / sizeof(T);  // a panel's chunk is 16 KiB
 
-// y[ROWS, PANEL] (+)= x[ROWS, count] w[count, PANEL]; fetches lines fetch .. fetch_end of the next chunk meanwhile.
+// y[ROWS, PANEL] (+)= x[ROWS, count] w[count, PANEL]. Meanwhile it fetches its share of the next chunk: this is pass
+// number `pass` of `passes` over the same weights.
 template <class T, int ROWS>
-void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool first, int fetch, int fetch_end) {
+void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool first, int pass, int passes) {
   using P = Product<T>;
   Lanes sum[ROWS][TILE_LANES];
   for (int r = 0; r < ROWS; r++)
     for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros();
-  const char* next = (const char*)(w + (int64_t)count * PANEL);
+  const T* next = w + (int64_t)count * PANEL;
   for (int k = 0; k < count; k += P::terms, w += PANEL * P::terms) {
     typename P::Weights weights[TILE_LANES];
     for (int j = 0; j < TILE_LANES; j++) weights[j] = P::weights(w + j * LANES * P::terms);
-    if (k >= fetch && k < fetch_end)
-      for (int line = 0; line < TILE_LANES; line++) {
-        const char* address = next + ((int64_t)k * TILE_LANES / P::terms + line) * 64;
-        if (ROWS < TILE_ROWS - 1) __builtin_prefetch(address, 0, 3);
-        else __builtin_prefetch(address, 0, 2);
-      }
+    if (pass-- == 0) {
+      pass = passes - 1;
+      for (int j = 0; j < TILE_LANES; j++) __builtin_prefetch(next + k * PANEL + j * LANES * P::terms);
+    }
     for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(x + r * x_stride + k);
       for (int j = 0; j < TILE_LANES; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
@@ -42,9 +41,9 @@ void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool fi
 }
 
 template <class T, int ROWS = TILE_ROWS>
-INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, float* y, bool first, int f, int f_end) {
-  if (rows == ROWS) return tile<T, ROWS>(x, stride, w, n, y, first, f, f_end);
-  if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, first, f, f_end);
+INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, float* y, bool first, int pass, int passes) {
+  if (rows == ROWS) return tile<T, ROWS>(x, stride, w, n, y, first, pass, passes);
+  if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, first, pass, passes);
 }
 
 // y[rows, PANEL] = x[rows, K] panel, for up to BLOCK_ROWS rows. K is a multiple of the terms of a product.
@@ -54,8 +53,7 @@ template <class T> void multiply_panel(const T* x, int rows, int64_t K, const T*
     const int count = K - k < CHUNK<T> ? K - k : CHUNK<T>;
     for (int pass = 0, row = 0; pass < passes; pass++) {
       const int some = (rows - row) / (passes - pass);
-      tile_of<T>(some, x + row * K + k, K, panel + k * PANEL, count, y + row * PANEL, k == 0,
-                 count * pass / passes, count * (pass + 1) / passes);
+      tile_of<T>(some, x + row * K + k, K, panel + k * PANEL, count, y + row * PANEL, k == 0, pass, passes);
       row += some;
     }
   }

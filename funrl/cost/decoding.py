@@ -42,7 +42,9 @@ def generation(
     return found
 
 
-def waves(job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, room: float, hardware: Hardware) -> list[tuple[int, int]]:
+def waves(
+    job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, room: float, hardware: Hardware
+) -> list[tuple[int, int]]:
     """Waves of completions of one rank of the engine, all of full length: how often it decodes how many together.
 
     Args:
@@ -72,7 +74,8 @@ def _wave(
     Args:
       count: rows that are decoded together.
     """
-    model, mesh, wanted, page = job.models["policy"], generator.mesh, generator.engine.weights.layouts, _page_tokens(hardware)
+    model, mesh, wanted = job.models["policy"], generator.mesh, generator.engine.weights.layouts
+    page = _page_tokens(hardware)
     length = prompt_tokens + sampling.max_new_tokens
     each = -(-length // page)
     cache = trees.leaves(model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta")))[0]
@@ -89,7 +92,8 @@ def _wave(
 
     def work(rows: int, tokens: int, end: int) -> Work:
         draws = list(range(tokens - 1, rows * tokens, tokens))
-        return Work(torch.zeros(rows * tokens, dtype=torch.int64), [tokens] * rows, [end] * rows, table_SP[:rows], draws)
+        zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
+        return Work(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws)
 
     def draw(found: Tensor) -> None:
         noise_R = torch.zeros(len(found), dtype=torch.float64)

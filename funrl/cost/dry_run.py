@@ -84,7 +84,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
         task = Texts("dry run", (), (), jobs.texts_kind(algorithm), None)
     else:
         task = Task("dry run", (), (), (), (1.0,), None, jobs.new_tokens(settings))
-    sampling, _ = jobs.samplings(settings, jobs.new_tokens(settings), model.config.eos)
+    sampling, _ = jobs.samplings(settings, jobs.new_tokens(settings), model.config.eos, model.config)
     return Job(
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
         dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,

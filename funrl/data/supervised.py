@@ -195,7 +195,7 @@ def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, 
         places.append([i for t in texts for i in range(len(t.tokens))])
         segments.append([n for n, t in enumerate(texts, 1) for _ in t.tokens])
     put = lambda x, fill=0: torch.as_tensor(pad_rows(x, fill, 8), device=device)  # noqa: E731
-    length = torch.tensor([len(r) for r in rows], device=device)
+    length = torch.tensor([len(r) for r in rows], dtype=torch.int64, device=device)
     batch = Batch(tokens=put(rows, pad), mask=put(masks).bool(), length=length)
     if all(len(one.texts) == 1 for one in examples):
         return batch

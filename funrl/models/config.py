@@ -57,6 +57,7 @@ class Config:
       dtype: of the weights in the file.
       family: which Hugging Face architecture this is.
       bos, eos, pad: token ids; there may be several that end a sequence.
+      generation: the JSON text of the model's generation_config.json; "" where it has none.
     """
 
     vocab: int
@@ -80,6 +81,7 @@ class Config:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     pad: int | None = None
+    generation: str = ""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
@@ -192,8 +194,9 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         raw["attention_bias"] = config.output_bias
     if config.windows is not None:
         raw |= _windows_to_hf(config)
-    if config_from_hf(raw) != config:
-        lost = [k for k, v in vars(config_from_hf(raw)).items() if v != getattr(config, k)]
+    written = replace(config_from_hf(raw), generation=config.generation)  # which has a file of its own
+    if written != config:
+        lost = [k for k, v in vars(written).items() if v != getattr(config, k)]
         raise ModelError(
             f"a {config.family} config.json cannot hold {', '.join(f'{k}={getattr(config, k)}' for k in lost)}"
         )

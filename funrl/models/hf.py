@@ -1,4 +1,4 @@
-"""Reading and writing of Hugging Face directories: config.json and safetensors, whole or in shards.
+"""Reading and writing of Hugging Face directories: config.json, generation_config.json and safetensors.
 
 Names are strict: a tensor that is missing, unexpected or of the wrong shape is an error before any weight is read.
 """
@@ -23,6 +23,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.models.config import ARCHITECTURES, Config, ModelError, config_from_hf, config_to_hf
 from funrl.models.decoder import decoder_model
+from funrl.models.generation_config import GENERATION, with_generation_config
 from funrl.models.model import Model
 from funrl.models.names import UNEMBED
 from funrl.models.value_head import with_value_head
@@ -35,19 +36,27 @@ CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 def load_model(path: str | Path) -> Model:
     """The model that a directory's config.json describes, without its weights.
 
+    Where there is a generation_config.json beside it, that is read too.
+
     A `...ForSequenceClassification` with one label is a decoder with a value head.
 
     Args:
       path: a directory, or a config.json; weights need not be there.
 
     Raises:
-      ModelError: the file is missing, broken or describes a model that is not supported.
+      ModelError: a file is missing, broken or describes a model that is not supported.
     """
     file = Path(path) if Path(path).is_file() else _directory(path) / "config.json"
     raw = _json(file)
     try:
-        model = decoder_model(config_from_hf(raw))
-        return with_value_head(model) if _is_classifier(raw) else model
+        config = config_from_hf(raw)
+        if _is_classifier(raw):
+            return with_value_head(decoder_model(config))
+        beside = file.with_name(GENERATION)
+        if file.name == "config.json" and beside.exists():
+            file, generation = beside, _json(beside)
+            config = with_generation_config(config, generation)
+        return decoder_model(config)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
 
@@ -127,8 +136,8 @@ def save(
 ) -> None:
     """Write a directory that transformers loads.
 
-    It is one for `AutoModelForCausalLM`; of a model with a value head, one for `AutoModelForSequenceClassification`
-    with one label.
+    It is one for `AutoModelForCausalLM`, with the generation_config.json that the model was read with; of a model with
+    a value head, one for `AutoModelForSequenceClassification` with one label.
 
     Args:
       path: made where it is absent; older weights in it are replaced.
@@ -182,6 +191,9 @@ def write(
     if model.value is not None:
         raw |= {"architectures": [_architecture(model)], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / GENERATION).unlink(missing_ok=True)  # another model's
+    if config.generation and model.value is None:
+        (folder / GENERATION).write_text(json.dumps(json.loads(config.generation), indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -33,6 +33,7 @@ import torch
 from funrl.rewards.load import Reward, RewardError, row_text, score_row
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -226,8 +227,6 @@ def _fork(live: Callable[[], None]) -> int:
         try:
             live()
             status = 0
-        except SystemExit:
-            pass
         except BaseException:
             traceback.print_exc()
         finally:
@@ -237,12 +236,10 @@ def _fork(live: Callable[[], None]) -> int:
     return pid
 
 
-def _take_signals(handler: Any, of_parent: signal.Signals) -> None:
-    """Let a forked process take signals in its own way: those that end programs, and one when its parent is gone."""
+def _take_signals(handler: Any) -> None:
+    """Let a forked process take the signals that end programs in its own way, instead of in the rank's."""
     for sign in _ENDING:
         signal.signal(sign, handler)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, of_parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
@@ -261,9 +258,11 @@ def _work(connection: Connection, others: Sequence[Connection], rewards: tuple[R
     for other in others:
         other.close()
     _own_group(0)
-    _take_signals(signal.SIG_DFL, signal.SIGKILL)  # programs that a function starts take them in the usual way too
+    _take_signals(signal.SIG_DFL)  # and so do programs that a function starts
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # the threads of a pool of OpenMP do not survive a fork
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the server is gone
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
         while True:
             connection.send(_outcome(rewards, pickle.loads(connection.recv_bytes())))
 
@@ -273,12 +272,7 @@ def _serve(
 ) -> None:
     """The life of the server: rows to idle workers, results to the rank; workers that die or hang are replaced."""
     theirs.close()
-
-    def end_with_rank(*_: Any) -> None:
-        if os.getppid() != rank:
-            sys.exit()
-
-    _take_signals(end_with_rank, signal.SIGTERM)  # a scheduler's goes to all: the rank decides what it means
+    _take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
     queue: deque[tuple[int, bytes]] = deque()
     idle: list[_Worker] = []
     running: dict[Connection, _Running] = {}
@@ -294,14 +288,15 @@ def _serve(
     try:
         for _ in range(count):
             idle.append(start())
-        while True:
+        while os.getppid() == rank:
             while queue and idle:
                 worker, (number, row) = idle.pop(), queue.popleft()
                 running[worker.connection] = _Running(worker, number, row, time.monotonic() + timeout_s)
                 with contextlib.suppress(OSError):  # it has died: that is seen when it is waited for
                     worker.connection.send_bytes(row)
             rest = min((task.deadline for task in running.values()), default=float("inf")) - time.monotonic()
-            for ready in wait([parent, *running], None if rest == float("inf") else max(rest, 0)):
+            # Some process that the rank has started may keep the pipe open that would tell of the rank's end.
+            for ready in wait([parent, *running], min(max(rest, 0), _LOOK_EVERY_S)):
                 if ready is parent:
                     tasks = parent.recv()
                     if tasks is None:
@@ -343,9 +338,9 @@ def _own_group(pid: int) -> None:
 
 def _end(worker: _Worker) -> str:
     """End a worker and what it has started, and say how it ended if it had done so itself."""
-    worker.connection.close()
     with contextlib.suppress(OSError):
         os.killpg(worker.pid, signal.SIGKILL)
+    worker.connection.close()
     _, status = os.waitpid(worker.pid, 0)
     if os.WIFSIGNALED(status):
         return f"by signal {signal.Signals(os.WTERMSIG(status)).name}"

@@ -83,7 +83,9 @@ class Backend(Protocol):
         """What `draw` needs of each draw of the work, [M, ...]."""
         ...
 
-    def draw(self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen: Tensor | None) -> Draw:
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
         """One token per draw.
 
         Args:
@@ -91,7 +93,7 @@ class Backend(Protocol):
           source_R: the row of it of each draw.
           noise_R: float64 in (0, 1); None: greedy.
           how: temperature, truncation, penalty.
-          seen: [R, V] bool, tokens that the sequence has; None: there is no penalty.
+          seen_RV: bool, tokens that the sequence has; None: there is no penalty.
         """
         ...
 
@@ -136,7 +138,9 @@ class TorchBackend:
         hidden_1ND, self._cache, _ = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
         return hidden_1ND[0, torch.tensor(work.draws, dtype=torch.int64, device=device)]
 
-    def draw(self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen: Tensor | None) -> Draw:
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
         assert self._unembed_VD is not None
         count = max(1, LOGITS // self.model.config.vocab)
         parts = []
@@ -144,7 +148,8 @@ class TorchBackend:
             some = slice(low, low + count)
             logits_RV = project(found_M[source_R[some]], self._unembed_VD)
             logits_RV = all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
-            parts.append(sample_tokens(logits_RV, None if noise_R is None else noise_R[some], how))
+            noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
+            parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 
@@ -194,10 +199,12 @@ class PackedBackend:
         draws_M = torch.tensor(work.draws, dtype=torch.int64)
         return self._decoder.forward(self._cache, work.tokens_N, *numbers, work.table_SP, draws_M)
 
-    def draw(self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen: Tensor | None) -> Draw:
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
         assert self._decoder is not None
-        if how.truncated or seen is not None:
-            return sample_tokens(found_M[source_R], noise_R, how)
+        if how.truncated or seen_RV is not None:
+            return sample_tokens(found_M[source_R], noise_R, how, seen_RV)
         return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
 
 

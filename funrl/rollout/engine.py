@@ -124,6 +124,10 @@ class Engine(Protocol):
         """Number of requests that are not finished yet."""
         ...
 
+    def room(self) -> int:
+        """Number of further requests that it would begin at once, as far as it can tell; 0 while some wait."""
+        ...
+
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; what they have written so far, finish "cancelled". Numbers not in flight are left alone."""
         ...

@@ -16,7 +16,7 @@ from torch import Tensor
 from funrl.rollout.backends import Backend
 from funrl.rollout.completions import Sampling
 from funrl.rollout.requests import Completion, Finish, Request
-from funrl.rollout.sampling import noise
+from funrl.rollout.sampling import stream_noise
 
 NOISE_STEPS = 64  # numbers of each stream that are made at a time
 
@@ -94,8 +94,10 @@ class Flights:
         self._gone: list[Flight] = []
         self._pending: list[_Drawn] = []
         self._kinds: dict[Sampling, int] = {}
-        self._prompts, self._limits, self._seeds, self._kind, self._noise_block = (self.lengths.copy() for _ in range(5))
+        self._prompts, self._limits, self._kind = (self.lengths.copy() for _ in range(3))
+        self._seeds, self._noise_block = self.lengths.copy(), self.lengths.copy()
         self._stops: list[frozenset[int]] = []
+        self._strings: list[tuple[str, ...]] = []
         self._tokens = np.zeros((0, 0), dtype=np.int64)
         self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
         self._last = torch.zeros(0, dtype=torch.int64, device=device)
@@ -146,7 +148,7 @@ class Flights:
         self._seeds[seat], self._noise_block[seat] = request.seed, -1
         self._last[seat] = int(flight.text[-1])
         self._kind[seat] = self._kinds.setdefault(_drawing(request.sampling), len(self._kinds))
-        self._stops[seat] = frozenset(request.sampling.stop)
+        self._stops[seat], self._strings[seat] = frozenset(request.sampling.stop), request.sampling.stop_strings
 
     def unseat(self, flight: Flight) -> None:
         """Take a flight's row away and keep what it has. All that was drawn has been looked at."""
@@ -180,18 +182,16 @@ class Flights:
         at_R = np.asarray(seats, dtype=np.int64)
         source_R, noise_R = torch.tensor(sources, device=self._device), self._noise_of(at_R)
         kinds, seats_R = list(self._kinds), torch.from_numpy(at_R).to(self._device)
-        used = np.unique(self._kind[at_R])
+        used, parts, order = np.unique(self._kind[at_R]), [], []
+        for kind in used:  # nearly always there is one
+            some, how = np.flatnonzero(self._kind[at_R] == kind), kinds[kind]
+            here = torch.from_numpy(some).to(self._device)
+            noise_here = None if how.greedy else noise_R[here]
+            parts.append(backend.draw(found_M, source_R[here], noise_here, how, self._seen(how, at_R[some], backend)))
+            order.append(here)
         if len(used) == 1:
-            how = kinds[used[0]]
-            found = backend.draw(found_M, source_R, None if how.greedy else noise_R, how, self._seen(how, at_R, backend))
+            found = parts[0]
         else:
-            parts, order = [], []
-            for kind in used:
-                some, how = np.flatnonzero(self._kind[at_R] == kind), kinds[kind]
-                here = torch.from_numpy(some).to(self._device)
-                noise_here = None if how.greedy else noise_R[here]
-                parts.append(backend.draw(found_M, source_R[here], noise_here, how, self._seen(how, at_R[some], backend)))
-                order.append(here)
             back = torch.argsort(torch.cat(order))
             token_R, sampling_R, raw_R = (torch.cat(x)[back] for x in zip(*parts, strict=True))
             found = token_R, sampling_R, raw_R
@@ -219,15 +219,7 @@ class Flights:
             self._logps[0, seats[alive], drawn[alive]] = sampling_R[alive]
             self._logps[1, seats[alive], drawn[alive]] = raw_R[alive]
             self.decoded += int(alive.sum())
-            full = at + 1 >= self._limits[seats]
-            for i in np.flatnonzero(alive):
-                seat, token = seats[i], int(token_R[i])
-                if token in self._stops[seat]:
-                    self._end(int(seat), int(at[i]) + 1, "stop")
-                elif self._ends_by_string(int(seat), int(at[i])):
-                    self._end(int(seat), int(at[i]) + 1, "string")
-                elif full[i]:
-                    self._end(int(seat), int(at[i]) + 1, None)
+            self._end_some(seats[alive], at[alive], token_R[alive])
 
     def gone(self) -> list[Flight]:
         """Flights that ended since the last call and still hold pages or places."""
@@ -260,6 +252,17 @@ class Flights:
         wanted = set(numbers)
         self._ended = [done for done in self._ended if done.number not in wanted]
 
+    def _end_some(self, seats: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
+        """End the flights whose new token at the end of a sequence is their last one."""
+        full = at + 1 >= self._limits[seats]
+        for i, (seat, token) in enumerate(zip(seats.tolist(), tokens.tolist(), strict=True)):
+            if token in self._stops[seat]:
+                self._end(seat, int(at[i]) + 1, "stop")
+            elif self._strings[seat] and self._ends_by_string(seat, int(at[i])):
+                self._end(seat, int(at[i]) + 1, "string")
+            elif full[i]:
+                self._end(seat, int(at[i]) + 1, None)
+
     def _end(self, seat: int, length: int, finish: Finish | None) -> None:
         flight = self._seated[seat]
         assert flight is not None
@@ -272,11 +275,8 @@ class Flights:
         self._ended.append(self.finish(flight, finish))
 
     def _ends_by_string(self, seat: int, at: int) -> bool:
-        flight = self._seated[seat]
-        assert flight is not None
-        strings = flight.request.sampling.stop_strings
-        if not strings or self.decode is None:
-            return False
+        strings = self._strings[seat]
+        assert self.decode is not None
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         begin = max(int(self._prompts[seat]), at + 1 - 4 * max(map(len, strings)) - 4)
         text = self.decode(self._tokens[seat, begin : at + 1].tolist())
@@ -299,7 +299,7 @@ class Flights:
         if len(old):
             block = (self.lengths[old] - self._prompts[old]) // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
-            fresh = noise(torch.from_numpy(self._seeds[old]), steps_RS)
+            fresh = stream_noise(torch.from_numpy(self._seeds[old])[:, None], steps_RS)
             self._noise[torch.from_numpy(old).to(self._device)] = fresh.to(self._device)
             self._noise_block[old] = block
         return self._noise[seats_R, torch.from_numpy(steps % NOISE_STEPS).to(self._device)]
@@ -318,6 +318,7 @@ class Flights:
         more = max(8, old)
         self._seated += [None] * more
         self._stops += [frozenset()] * more
+        self._strings += [()] * more
         for name in ("lengths", "_prompts", "_limits", "_seeds", "_kind", "_noise_block", "_done"):
             x = getattr(self, name)
             setattr(self, name, np.concatenate([x, np.zeros(more, dtype=x.dtype)]))

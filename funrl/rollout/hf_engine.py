@@ -22,6 +22,8 @@ from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
 
+BATCH = 512  # requests that are completed together at most where replicas share them
+
 
 class HFEngine:
     """An `Engine` over a transformers model; made by `hf_engine`.
@@ -59,8 +61,9 @@ class HFEngine:
         for request in requests:
             if request.begun is not None or request.most is not None:
                 raise ValueError(f"request {request.number}: the hf engine completes whole requests only")
-            if request.sampling.stop_strings:
-                raise ValueError("stop_strings need the native engine; the hf engine has no tokenizer")
+        for sampling in {request.sampling for request in requests}:
+            some = [request for request in [*self._waiting, *requests] if request.sampling == sampling]
+            _check_options([request.prompt for request in some], sampling)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `Engine`."""
@@ -82,6 +85,10 @@ class HFEngine:
     def in_flight(self) -> int:
         """Number of requests that wait."""
         return len(self._waiting)
+
+    def room(self) -> int:
+        """Number of further requests that go into the next batch."""
+        return max(0, BATCH - len(self._waiting))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""
@@ -111,12 +118,13 @@ class HFEngine:
         device, prompts = self.model.device, [list(request.prompt) for request in requests]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        how: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         self.model.generation_config = GenerationConfig(
             do_sample=not sampling.greedy,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop) or None,
             pad_token_id=pad,
+            repetition_penalty=float(sampling.repetition_penalty),
             output_logits=True,
             output_scores=True,
             return_dict_in_generate=True,
@@ -144,6 +152,16 @@ class HFEngine:
                 )
             )  # fmt: skip
         return done
+
+
+def _check_options(prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    if sampling.stop_strings:
+        raise ValueError(f"stop_strings is {sampling.stop_strings}: the hf engine knows no texts; use stop")
+    if sampling.repetition_penalty != 1 and len({len(p) for p in prompts}) > 1:
+        raise ValueError(
+            f"repetition_penalty is {sampling.repetition_penalty}: transformers would penalise the padding of shorter "
+            "prompts too; give the hf engine prompts of one length"
+        )
 
 
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:

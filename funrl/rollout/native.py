@@ -142,6 +142,10 @@ class NativeEngine:
         """Number of requests that are not finished, or not told yet."""
         return self._flights.count
 
+    def room(self) -> int:
+        """Number of further requests that it would begin at once: places, as long as none waits for one."""
+        return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._flights.numbers)
+
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""
         self._look()

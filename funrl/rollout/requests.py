@@ -81,11 +81,9 @@ def requests_of(
       first_prompt: number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the prompt, so
         ranks that share the prompts of a step draw what one rank would draw.
     """
-    first = first_prompt * sampling.samples
-    count = len(prompts) * sampling.samples
-    return [
-        Request(first + r, prompts[r // sampling.samples], sampling, request_seed(seed, first + r)) for r in range(count)
-    ]
+    samples, first = sampling.samples, first_prompt * sampling.samples
+    numbers = range(first, first + len(prompts) * samples)
+    return [Request(n, prompts[(n - first) // samples], sampling, request_seed(seed, n)) for n in numbers]
 
 
 def check_requests(config: Config, requests: Iterable[Request], taken: Container[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Drawing one token per row: counter-based noise, truncation, inversion of the cumulative distribution.
+"""Drawing one token per row: counter-based noise, inversion of the cumulative distribution, log-probabilities.
 
 The noise is a function of (seed, row, step) in integer arithmetic. No generator has a state, so what a row draws does
 not depend on the rows beside it, on when they finish, or on the device.
@@ -6,98 +6,193 @@ not depend on the rows beside it, on when they finish, or on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from funrl.rollout.completions import Sampling
+from funrl.rollout.truncation import ONE, kept_mass, shortlist
 
 # The increment and the multipliers of SplitMix64, as signed 64-bit numbers; products wrap.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
+ROWS_NUMBERS = 1 << 16  # probabilities of the rows that are truncated together; more are not quicker on a CPU
+VOCAB_BLOCK = 256  # tokens whose weights are added before the token is looked for among them
+
 
 def request_seed(seed: int, row: int) -> int:
-    """Start of the stream of noise of one row: a hash of (seed, row), as a signed 64-bit number."""
-    return int(_hash(_hash(torch.tensor(_signed(seed))) + torch.tensor(row) * _GAMMA))
-
-
-def noise(seeds_R: Tensor, steps_S: Tensor) -> Tensor:
-    """Noise in (0, 1), equal for equal (seed, step) wherever it is computed.
-
-    A seed begins a SplitMix64 stream; step s is its s-th number.
+    """The start of the SplitMix64 stream of one row, a hash of (seed, row), as a signed 64-bit number.
 
     Args:
-      seeds_R: int64, such as `request_seed` makes.
-      steps_S: int64 numbers of the steps, [S] or [R, S].
+      seed: any integer; it counts modulo 2^64.
+      row: any integer, likewise.
+    """
+    return _signed(_hash_integer(_hash_integer(seed) + row * _GAMMA))
 
-    Returns: [R, S] float64, (i + 1/2) / 2^52 for a whole number i.
+
+def stream_noise(seeds_R: Tensor, steps_R: Tensor) -> Tensor:
+    """Noise in (0, 1), equal for equal (seed, step) wherever it is computed.
+
+    Args:
+      seeds_R: int64, each a `request_seed`.
+      steps_R: int64, which number of its stream each row takes; the two are broadcast.
+
+    Returns: [R] float64, (i + 1/2) / 2^52 for a whole number i.
     Reference: Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195
     """
-    bits_RS = _hash(seeds_R.unsqueeze(1) + (steps_S + 1) * _GAMMA)
-    return (_shift_right(bits_RS, 12).to(torch.float64) + 0.5) * 2.0**-52
+    bits_R = _hash(seeds_R + (steps_R + 1) * _GAMMA)
+    return (_shift_right(bits_R, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def sample_tokens(logits_RV: Tensor, noise_R: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """One token per row.
+def sample_tokens(
+    logits_RV: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token per row: the first, by token id, whose cumulative probability exceeds the noise.
+
+    The distribution is that of `Sampling`. A row's results have the same bits whatever the rows beside it: on the CPU
+    a row takes the short way or the long one by its own numbers alone, and sums are taken in an order that does not
+    depend on the number of rows.
 
     Args:
       logits_RV: float32 or float64.
       noise_R: float64 in (0, 1); not used by greedy sampling.
-      sampling: temperature, truncation, greedy.
+      sampling: parameters of the draws.
+      seen_RV: bool, the tokens of each row's prompt and completion so far; needed with a repetition penalty.
 
-    Returns: token [R] int64; its log-probability in the distribution that was drawn from, and in the model's own
-      (temperature 1, whole vocabulary), [R] nats each.
+    Returns: token [R] int64; its log-probability in the distribution that was drawn from (greedy: the model's own),
+      and in the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where the
+      logits are not finite, whatever the token.
+    Raises:
+      ValueError: there is a repetition penalty and no `seen_RV`.
     """
-    model_logp_RV = logits_RV.log_softmax(-1)
+    penalized_RV = _penalized(logits_RV, sampling.repetition_penalty, seen_RV)
     if sampling.greedy:
-        token_R1 = model_logp_RV.argmax(-1, keepdim=True)
-        logp_R = model_logp_RV.gather(1, token_R1).squeeze(1)
-        return token_R1.squeeze(1), logp_R, logp_R
-    if sampling.temperature == 1 and not sampling.truncated:
-        token_R1 = invert(model_logp_RV, noise_R)
-        logp_R = model_logp_RV.gather(1, token_R1).squeeze(1)
-        return token_R1.squeeze(1), logp_R, logp_R
-    logp_RC, ids_RC = candidates(logits_RV, sampling)
-    choice_R1 = invert(logp_RC, noise_R)
-    token_R1 = choice_R1 if ids_RC is None else ids_RC.gather(1, choice_R1)
-    logp_R1, model_logp_R1 = logp_RC.gather(1, choice_R1), model_logp_RV.gather(1, token_R1)
-    return token_R1.squeeze(1), logp_R1.squeeze(1), model_logp_R1.squeeze(1)
-
-
-def candidates(logits_RV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The tempered and truncated distribution.
-
-    Returns: log-probabilities [R, C], -inf for what cannot be drawn; the tokens' ids [R, C], most probable first, or
-      None where they are 0, 1, 2, ... because nothing is truncated (then nothing is sorted).
-    """
-    tempered_RV = logits_RV / sampling.temperature
-    if not sampling.truncated:
-        return tempered_RV.log_softmax(-1), None
-    count = min(sampling.top_k or logits_RV.shape[1], logits_RV.shape[1])
-    if count < logits_RV.shape[1]:
-        kept_RC, ids_RC = tempered_RV.topk(count)
-    else:
-        kept_RC, ids_RC = tempered_RV.sort(descending=True, stable=True)
-    if sampling.top_p < 1:
-        prob_RC = kept_RC.softmax(-1)
-        before_RC = prob_RC.cumsum(-1, dtype=torch.float64) - prob_RC  # 0 for the first: it always stays
-        kept_RC = kept_RC.masked_fill(before_RC >= sampling.top_p, -torch.inf)
-    return kept_RC.log_softmax(-1), ids_RC
-
-
-def invert(logp_RC: Tensor, noise_R: Tensor | None) -> Tensor:
-    """The first index whose cumulative probability exceeds the noise, [R, 1]; one of probability 0 is never it."""
+        token_R1 = _argmax(penalized_RV)
+        raw_logp_R = _token_logp(logits_RV, token_R1).squeeze(1)
+        return token_R1.squeeze(1), raw_logp_R, raw_logp_R
     assert noise_R is not None
-    cumulative_RC = logp_RC.exp().cumsum(-1, dtype=torch.float64)
-    target_R1 = noise_R.unsqueeze(1) * cumulative_RC[:, -1:]  # below the last one, because the noise is below 1
-    # Above NaN nothing is found: the last index is returned, and the caller sees NaN in its log-probability.
-    return torch.searchsorted(cumulative_RC, target_R1, right=True).clamp_max_(logp_RC.shape[1] - 1)
+    shaped_RV = penalized_RV if sampling.temperature == 1 else penalized_RV / sampling.temperature
+    prob_RV = shaped_RV.softmax(-1)
+    token_R1, kept_R1 = _draw_truncated(prob_RV, noise_R, sampling) if sampling.truncated else invert(prob_RV, noise_R)
+    prob_R1 = prob_RV.gather(1, token_R1).double()
+    logp_R1 = (prob_R1 / kept_R1).log().to(logits_RV.dtype)
+    if shaped_RV is not logits_RV:
+        raw_logp_R1 = _token_logp(logits_RV, token_R1)
+    elif sampling.truncated:
+        raw_logp_R1 = (prob_R1 / _total(prob_RV)).log().to(logits_RV.dtype)
+    else:
+        raw_logp_R1 = logp_R1
+    return token_R1.squeeze(1), logp_R1.squeeze(1), raw_logp_R1.squeeze(1)
+
+
+def invert(weight_RV: Tensor, noise_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose cumulative weight exceeds the noise times the total; one of weight 0 is never it.
+
+    First the block that holds it is found by the sums of all blocks, then the index in the block.
+
+    Args:
+      weight_RV: at least 0. Sums of int64 are exact; those of floating-point numbers are taken block by block in that
+        type, and of blocks in float64.
+      noise_R: float64 in (0, 1).
+
+    Returns: the index [R, 1] int64, some index where weights are NaN; the total [R, 1] int64 or float64.
+    """
+    exact = not weight_RV.is_floating_point()
+    wide = torch.int64 if exact else torch.float64
+    sums_RN = _by_block(weight_RV, lambda x_RNB: x_RNB.sum(-1)).to(wide)
+    upto_RN = sums_RN.cumsum(1)
+    total_R1 = upto_RN[:, -1:]
+    target_R1 = noise_R.unsqueeze(1) * total_R1  # below the total, because the noise is below 1
+    if exact:
+        target_R1 = torch.minimum(target_R1.to(torch.int64), total_R1 - 1)
+    block_R1 = (upto_RN <= target_R1).sum(1, keepdim=True).clamp_max_(sums_RN.shape[1] - 1)
+    before_R1 = functional.pad(upto_RN, (1, 0)).gather(1, block_R1)
+    ids_RB, inside_RB = _block(weight_RV, block_R1)
+    at_RB = torch.arange(VOCAB_BLOCK, device=weight_RV.device)
+    inside_RB = inside_RB.to(wide).masked_fill(block_R1 * VOCAB_BLOCK + at_RB >= weight_RV.shape[1], 0)
+    found_R1 = (before_R1 + inside_RB.cumsum(1) <= target_R1).sum(1, keepdim=True)
+    # A block's own sum and the last cumulative one may differ by rounding.
+    last_R1 = (at_RB * (inside_RB > 0)).amax(1, keepdim=True)
+    return ids_RB.gather(1, torch.minimum(found_R1, last_R1)), total_R1
+
+
+def _draw_truncated(prob_RV: Tensor, noise_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The token [R, 1], and the probability [R, 1] of all tokens that could have been drawn.
+
+    On the CPU most rows are drawn from a short list of their most probable tokens; the rows that it does not settle
+    take the way that all rows take on other devices, where asking which ones these are would make the host wait.
+    """
+    short = shortlist(prob_RV, sampling)
+    if short is None:
+        token_R1, total_R1 = invert(kept_mass(prob_RV, sampling), noise_R)
+        return token_R1, total_R1.double() / ONE
+    at_R1, total_R1 = invert(short.mass_RC, noise_R)
+    token_R1 = short.ids_RC.gather(1, at_R1)
+    open_rows = short.open_R.nonzero().squeeze(1)
+    for rows in open_rows.split(max(1, ROWS_NUMBERS // prob_RV.shape[1])):
+        mass_RV = kept_mass(prob_RV.index_select(0, rows), sampling)
+        token_R1[rows], total_R1[rows] = invert(mass_RV, noise_R[rows])
+    return token_R1, total_R1.double() / ONE
+
+
+def _penalized(logits_RV: Tensor, penalty: float, seen_RV: Tensor | None) -> Tensor:
+    """Logits of the tokens seen divided by the penalty where they are positive, multiplied where negative."""
+    if penalty == 1:
+        return logits_RV
+    if seen_RV is None:
+        raise ValueError(f"repetition_penalty is {penalty}, so the tokens seen so far (seen_RV) must be given")
+    nearer = torch.minimum if penalty > 1 else torch.maximum
+    return torch.where(seen_RV, nearer(logits_RV / penalty, logits_RV * penalty), logits_RV)
+
+
+def _token_logp(logits_RV: Tensor, token_R1: Tensor) -> Tensor:
+    """Log-probability of tokens in the softmax of the logits, [R, 1], also where the probability underflows."""
+    prob_RV = logits_RV.softmax(-1)
+    most_R1 = prob_RV.amax(1, keepdim=True).double() / _total(prob_RV)
+    below_R1 = logits_RV.gather(1, token_R1).double() - logits_RV.amax(1, keepdim=True).double()
+    return (below_R1 + most_R1.log()).to(logits_RV.dtype)
+
+
+def _total(prob_RV: Tensor) -> Tensor:
+    """Sum of probabilities [R, 1] float64: 1 but for the rounding of the softmax, which is divided out by it."""
+    return _by_block(prob_RV, lambda x_RNB: x_RNB.sum(-1)).sum(1, keepdim=True, dtype=torch.float64)
+
+
+def _argmax(x_RV: Tensor) -> Tensor:
+    """The first index of the largest number, [R, 1], by the maxima of blocks."""
+    block_R1 = _by_block(x_RV, lambda x_RNB: x_RNB.amax(-1)).argmax(1, keepdim=True)
+    ids_RB, inside_RB = _block(x_RV, block_R1)
+    return ids_RB.gather(1, inside_RB.argmax(1, keepdim=True))
+
+
+def _by_block(x_RV: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """`reduce` ([R, N, B] -> [R, N]) of each block of numbers; the last block may be shorter."""
+    count, rest = divmod(x_RV.shape[1], VOCAB_BLOCK)
+    whole_RN = reduce(x_RV[:, : count * VOCAB_BLOCK].unflatten(1, (count, VOCAB_BLOCK)))
+    return torch.cat([whole_RN, reduce(x_RV[:, None, count * VOCAB_BLOCK :])], 1) if rest else whole_RN
+
+
+def _block(x_RV: Tensor, block_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and numbers of one block of each row, [R, VOCAB_BLOCK]; beyond the last index it is repeated."""
+    ids_RB = (block_R1 * VOCAB_BLOCK + torch.arange(VOCAB_BLOCK, device=x_RV.device)).clamp_max_(x_RV.shape[1] - 1)
+    return ids_RB, x_RV.gather(1, ids_RB)
 
 
 def _hash(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on every bit."""
     for shift, factor in _MIX:
         x = (x ^ _shift_right(x, shift)) * factor
+    return x
+
+
+def _hash_integer(x: int) -> int:
+    """`_hash` of one number, modulo 2^64."""
+    x %= 1 << 64
+    for shift, factor in _MIX:
+        x = ((x ^ (x >> shift)) * factor) % (1 << 64)
     return x
 
 

@@ -66,6 +66,11 @@ class Scheduler:
         seats = self._seats()
         return int((self._owned[seats] * self._page <= self._known[seats]).sum()) > self.pool.available
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
     def take(self, flights: Sequence[Flight]) -> None:
         """Let requests wait."""
         self._waiting.extend(flights)
@@ -105,20 +110,21 @@ class Scheduler:
             if self._waiting:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
-        pages = [read_pages(int(end), self._page) for end in self._known[decoding] + 1]
-        decoding = decoding[np.argsort(pages, kind="stable")]
+        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]  # those of about one length together
         seats = [*decoding.tolist(), *(flight.seat for flight, _ in chunks)]
         counts = [1] * len(decoding) + [count for _, count in chunks]
         ends = (self._known[seats] + counts).tolist()
         tokens = [self._flights.last_tokens(decoding)]
         tokens += [
-            torch.from_numpy(self._flights.new_tokens(flight, int(self._known[flight.seat]), count)).to(tokens[0].device)
+            torch.from_numpy(self._flights.new_tokens(flight, int(self._known[flight.seat]), count)).to(
+                tokens[0].device
+            )
             for flight, count in chunks
         ]
         table_SP = torch.from_numpy(self._table[seats, : self._read(max(ends))])
         self._known[seats] = ends
-        draws = [at for at, seat in zip(np.cumsum(counts) - 1, seats, strict=True) if self._all_known(seat)]
-        drawing = [seat for seat in seats if self._all_known(seat)]
+        known = self._known[seats] == self._flights.lengths[seats]
+        draws, drawing = (np.cumsum(counts) - 1)[known].tolist(), np.asarray(seats)[known].tolist()
         sources, copies = list(range(len(draws))), []
         leaders = {flight.seat: flight for flight in self._running if flight.siblings}
         for source, seat in enumerate(drawing[:] if leaders else ()):
@@ -127,9 +133,6 @@ class Scheduler:
                 sources.append(source)
         self.prefilled += sum(count for _, count in chunks)
         return Plan(Work(torch.cat(tokens), counts, ends, table_SP, draws), drawing, sources, copies)
-
-    def _all_known(self, seat: int) -> bool:
-        return bool(self._known[seat] == self._flights.lengths[seat])
 
     def _read(self, end: int) -> int:
         return read_pages(end, self._page)

@@ -46,7 +46,6 @@ def check_together(settings: Settings) -> None:
         _check_minibatches,
         _check_remat,
         _check_generate_mesh,
-        _check_row_ranks,
         _check_sharding,
         _check_reward_timeout,
     ):
@@ -135,11 +134,16 @@ def _check_requirements(settings: Settings) -> None:
 
 
 def _check_sampling(settings: Settings) -> None:
-    if (settings.top_k > 0 or settings.top_p < 1) and settings.temperature != 1:
+    # The trainer compares with the tempered model. Of a truncated or penalised one the engine reports the model's own
+    # log-probability, at temperature 1; see `funrl.trainer.generation.to_rows`.
+    names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    given = [name for name in names if getattr(settings, name) != settings_flags()[name].default]
+    if given and settings.temperature != 1:
+        flags = " ".join(f"--{name}={getattr(settings, name)}" for name in given)
         raise SettingsError(
-            f"--temperature={settings.temperature} with --top_k={settings.top_k} --top_p={settings.top_p}: the engine "
-            "would report log-probabilities of a truncated and tempered distribution, which the trainer cannot "
-            "compute; use either a temperature, or top_k and top_p at temperature 1"
+            f"--temperature={settings.temperature} with {flags}: the trainer needs the engine's log-probabilities "
+            f"before {' and '.join(given)}, which it reports at temperature 1; use either a temperature, or "
+            f"{' and '.join(given)} at temperature 1"
         )
 
 
@@ -180,16 +184,6 @@ def _check_generate_mesh(settings: Settings) -> None:
         raise SettingsError(
             f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
             f"has {world}; they are two views of the same devices"
-        )
-
-
-def _check_row_ranks(settings: Settings) -> None:
-    meshes = [mesh_sizes(settings, name) for name in ("mesh", "generate_mesh")]
-    ranks = max(devices(sizes, ROW_AXES) for sizes in meshes if sizes)
-    if settings.batch_prompts < ranks:
-        raise SettingsError(
-            f"--batch_prompts={settings.batch_prompts}: there are {ranks} data ranks and each needs a prompt; "
-            f"use at least {ranks} prompts or fewer data ranks"
         )
 
 

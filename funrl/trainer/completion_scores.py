@@ -82,7 +82,7 @@ def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) ->
     """The value where each row's mask is true, [B], known to all ranks; see `as_read`."""
     score_b = None
     for places, _, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
-        value_N = role.placed.values(params, piece)[piece.mask]
+        value_N = role.placed.values(params, piece)[0, 1:][piece.trained]
         score_b = value_N.new_zeros(len(read.own)) if score_b is None else score_b
         score_b[places] = value_N
     assert score_b is not None

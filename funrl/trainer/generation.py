@@ -1,8 +1,8 @@
 """From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
 
-Each data rank of the generate mesh completes its own share of the prompts, and has the workers of its pool reward what
-is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all ranks,
-so that every rank filters and chooses alike.
+Each data rank of the generate mesh completes prompts as it has room for them, and has the workers of its pool reward
+what is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all
+ranks, so that every rank filters and chooses alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funrl.batch import Batch
 from funrl.mesh import collectives
+from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
@@ -27,6 +28,7 @@ from funrl.rewards.pool import Completed, Pool
 from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import Engine, generate
 from funrl.rollout.requests import Completion, requests_of
+from funrl.rollout.tickets import generate_shared
 from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
 
@@ -85,6 +87,7 @@ def rollout(
     decode: Callable[[list[int]], str],
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
+    queue: str = "tickets",
 ) -> Rollout:
     """Complete and reward all prompts.
 
@@ -95,11 +98,12 @@ def rollout(
       decode: token ids without the stop token -> text.
       mesh: the generate mesh.
       weights: of the K numbers in a row's score.
+      queue: "tickets", replicas take prompts as they have room; "fixed", each has its share of them by their numbers.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    mine, samples = own_range(len(examples), mesh, mesh.row_axes), sampling.samples
+    samples = sampling.samples
 
     def completed(done: Completion) -> Completed:
         example = examples[done.number // samples]
@@ -113,8 +117,14 @@ def rollout(
     # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
     asks = mesh.index("tensor") == 0 and bool(pool.rewards)
     pending = PendingRewards(pool, completed) if asks else None
-    requests = requests_of([examples[i].tokens for i in mine], sampling, seed, mine.start)
-    done = generate(engine, requests, pending.add if pending else None)
+    requests = requests_of([example.tokens for example in examples], sampling, seed)
+    groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
+    finished = pending.add if pending else None
+    if queue == "tickets":
+        done = generate_shared(engine, groups, shared_counter(mesh), mesh, finished)
+    else:
+        mine = own_range(len(groups), mesh, mesh.row_axes)
+        done = generate(engine, requests[mine.start * samples : mine.stop * samples], finished)
     start, problem = time.perf_counter(), None
     rewards = [[0.0] * len(weights)] * len(done)
     if pending is not None:
@@ -125,9 +135,9 @@ def rollout(
     reward_s = _raise_everywhere(problem, time.perf_counter() - start if asks else 0.0, mesh)
     own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(done), len(weights))
     own = collectives.psum(own, mesh, "tensor")
-    ranks = mesh.size(mesh.row_axes)
-    shares = [len(examples) * (i + 1) // ranks - len(examples) * i // ranks for i in range(ranks)]
-    owner = np.repeat(np.arange(ranks), np.array(shares) * samples)
+    owner_R = torch.zeros(len(requests), dtype=torch.int64, device=mesh.device)
+    owner_R[[one.number for one in done]] = int(mesh.index(mesh.row_axes))
+    owner = collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
     columns = {
         "lengths": torch.tensor([len(one.tokens) for one in done], dtype=torch.int64, device=mesh.device),
         "finished": torch.tensor([one.finished for one in done], dtype=torch.bool, device=mesh.device),
@@ -165,7 +175,16 @@ def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callab
 
 
 def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
-    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8."""
+    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
+
+    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, whatever
+    top_k, top_p, min_p and the repetition penalty left to draw from: a ratio of the two measures the gap between engine
+    and trainer alone.
+
+    Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
+      their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
+      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for what was not drawn.
+    """
     samples, own, device = sampling.samples, done.own, done.mesh.device
     prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], device=device)
     length_R = prompt_R + done.lengths
@@ -174,12 +193,12 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad:
     shape = (len(own), math.ceil(longest / 8) * 8)
     tokens = torch.full(shape, pad, dtype=torch.int64)
     mask, rollout_logp = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=done.dtype)
-    # The sampling distribution is the tempered model as long as nothing is truncated away; see settings' check.
-    truncated = sampling.top_k > 0 or sampling.top_p < 1
+    # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
+    # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
     for row, (prompt, one) in enumerate(zip(prompts, done.completions, strict=True)):
         here = slice(len(prompt), len(prompt) + len(one.tokens))
         tokens[row, : len(prompt)], tokens[row, here], mask[row, here] = torch.tensor(prompt), one.tokens, True
-        rollout_logp[row, here] = one.raw_logp if truncated else one.sampling_logp
+        rollout_logp[row, here] = one.raw_logp if sampling.reshaped else one.sampling_logp
     scored = done.scores.shape[1] > 0
     batch = Batch(
         tokens=tokens.to(device),

@@ -16,7 +16,8 @@ from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
-from funrl.models import Model, decoder_model, hf, with_value_head
+from funrl.models import Config, Model, decoder_model, hf, with_value_head
+from funrl.models.generation_config import GENERATION, sampling_defaults
 from funrl.rollout.completions import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
@@ -26,6 +27,8 @@ from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
+EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -104,7 +107,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
-    sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop)
+    sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
@@ -250,11 +253,41 @@ def new_tokens(settings: Settings, task: Task | Texts | None = None) -> int:
     return settings.max_new_tokens or default or 1
 
 
-def samplings(settings: Settings, count: int, stop: tuple[int, ...]) -> tuple[Sampling, Sampling]:
-    """Sampling of the completions to train on, and of those to evaluate."""
-    train = Sampling(settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt)
-    greedy = settings.eval_temperature == 0
-    return train, Sampling(settings.eval_temperature or 1.0, 0, 1.0, count, stop, 1, greedy)
+def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Config) -> tuple[Sampling, Sampling]:
+    """Sampling of the completions to train on, and of those to evaluate.
+
+    Args:
+      count: tokens that a completion may have.
+      stop: tokens that end a completion.
+      config: of the model that the run begins with.
+
+    Raises:
+      SettingsError: the model's generation_config.json has a number out of its range, or a flag does nothing.
+    """
+    train = Sampling(
+        settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt,
+        min_p=settings.min_p, repetition_penalty=settings.repetition_penalty,
+    )  # fmt: skip
+    given = {name: getattr(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
+    how = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
+    greedy = how["temperature"] == 0
+    idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
+    if idle:
+        raise SettingsError(
+            f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
+        )
+    try:
+        numbers = how | {"temperature": how["temperature"] or 1.0}
+        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
+    except ValueError as error:
+        raise SettingsError(f"{GENERATION} of the model: {error}") from error
+
+
+def inherited(job: Job) -> dict[str, float]:
+    """Numbers that evaluation takes from the model's generation_config.json, where no flag says otherwise."""
+    found = {name: x for name, x in sampling_defaults(job.model.config).items() if x != EVAL_DEFAULTS[name]}
+    idle = IDLE_IF_GREEDY if job.eval_sampling.greedy else ()
+    return {name: x for name, x in found.items() if getattr(job.settings, f"eval_{name}") is None and name not in idle}
 
 
 def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]:

@@ -19,6 +19,7 @@ from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
+from funrl.models.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import awake
@@ -26,11 +27,10 @@ from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
-from funrl.trainer.job import Job, Task
+from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import has_workers
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
-
 
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 REWARD_TIMEOUT_S = 600.0  # where no flag says
@@ -84,6 +84,9 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         seed=settings.seed,
         shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
     )
+    if taken := inherited(job):
+        how = ", ".join(f"{name} {value}" for name, value in taken.items())
+        show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
     source = prompt_source(generation, clock, show)
     assert parts.generator is not None
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
@@ -94,7 +97,8 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
     """Completions of prompts by the engine, rewarded by the task's functions."""
     assert parts.generator is not None and isinstance(job.task, Task)
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
-    return rollout(parts.generator.engine, examples, sampling, seed, pool, decode, parts.generator.mesh, weights)
+    engine, mesh, _ = parts.generator
+    return rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, job.settings.queue)
 
 
 def rescoring(

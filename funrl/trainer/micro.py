@@ -176,7 +176,7 @@ def micro_batch(
         offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
     laid |= {"positions": laid.get("positions", at.positions), "segments": segments, "offsets": offsets}
     laid |= {name: x.to(device, non_blocking=True) for name, x in (("mask", mask_1N), ("trained", trained))}
-    return MicroBatch(torch.from_numpy(rows).to(device), at, Batch(**laid))
+    return MicroBatch(torch.from_numpy(rows).to(device, non_blocking=True), at, Batch(**laid))
 
 
 PER_TOKEN = frozenset(token_fields())

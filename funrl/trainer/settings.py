@@ -94,9 +94,12 @@ class Settings:
         "waits, or is computed again",
         above(0), kinds=RL, chosen="half of the memory that is free then",
     )  # fmt: skip
-    decode_rows: int = flag(
-        512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL
-    )
+    decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
+    queue: str = flag(
+        "tickets", "devices", "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, by "
+        "their numbers, which a run on GPUs needs to be repeated exactly",
+        one_of("tickets", "fixed"), kinds=RL,
+    )  # fmt: skip
     compile: str = flag(
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
@@ -188,8 +191,15 @@ class Settings:
     top_p: float = flag(
         1.0, "rollout", "sample among the most likely tokens of this total probability", above(0), at_most(1), kinds=RL
     )
+    min_p: float = flag(
+        0.0, "rollout", "sample among tokens that have this part of the largest probability", at_least(0), at_most(1),
+        kinds=RL,
+    )  # fmt: skip
+    repetition_penalty: float = flag(
+        1.0, "rollout", "above 1 tokens that are in the prompt or completion become less likely", above(0), kinds=RL
+    )
     max_refills: int = flag(
-        8, "rollout", "batches sampled at most to replace prompts that the algorithm's filter drops whole", at_least(1),
+        8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, but at most this many batches", at_least(1),
         kinds=RL,
     )  # fmt: skip
 
@@ -215,7 +225,24 @@ class Settings:
 
     eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
-    eval_temperature: float = flag(0.0, "output", "of evaluation; 0 is greedy", at_least(0), kinds=RL)
+    eval_temperature: float | None = flag(
+        None, "output", "of evaluation; 0 is greedy", at_least(0), kinds=RL, chosen="generation_config.json's, else 0"
+    )
+    eval_top_k: int | None = flag(
+        None, "output", "--top_k of evaluation", at_least(0), kinds=RL, chosen="generation_config.json's, else 0"
+    )
+    eval_top_p: float | None = flag(
+        None, "output", "--top_p of evaluation", above(0), at_most(1), kinds=RL,
+        chosen="generation_config.json's, else 1",
+    )  # fmt: skip
+    eval_min_p: float | None = flag(
+        None, "output", "--min_p of evaluation", at_least(0), at_most(1), kinds=RL,
+        chosen="generation_config.json's, else 0",
+    )  # fmt: skip
+    eval_repetition_penalty: float | None = flag(
+        None, "output", "--repetition_penalty of evaluation", above(0), kinds=RL,
+        chosen="generation_config.json's, else 1",
+    )  # fmt: skip
     sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
 
 

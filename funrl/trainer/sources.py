@@ -65,7 +65,7 @@ class Generation(NamedTuple):
       filter: batch -> [B] bool, rows worth training on; None: all.
       pad: id of the padding token.
       batch_prompts: prompts of a batch.
-      max_refills: batches that are sampled at most to fill one.
+      max_refills: so many times `batch_prompts` prompts are sampled at most for a batch.
       greedy_baseline: whether rows have the score of a greedy completion.
       seed: of everything random.
       shows: step -> whether samples are shown.
@@ -91,35 +91,31 @@ class Generation(NamedTuple):
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    Prompts of which the filter keeps no row are replaced, within bounds. What is sampled and not used is counted:
-    prompts that the filter dropped, prompts that it kept and the batch had no room for, and rows that it dropped of the
-    prompts that are used.
+    As many more prompts as the filter keeps no row of are sampled, until the batch is full, within bounds: no completion
+    is thrown away that the filter keeps. What it drops is counted: prompts, and rows of the prompts that are used.
     """
     g = generation
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
         found: list[Chosen] = []
-        sampled = passed = dropped_rows = 0
-        for refill in range(g.max_refills if g.filter else 1):
-            drawn = prompt_batch(g.prompts, g.batch_prompts, g.seed, consumed)
+        sampled = dropped_rows = 0
+        most, room = g.batch_prompts * (g.max_refills if g.filter else 1), g.batch_prompts
+        while room and sampled < most:
+            drawn = prompt_batch(g.prompts, min(room, most - sampled), g.seed, consumed)
             done, rows = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
-            if refill == 0 and g.shows(step):
+            if not sampled and g.shows(step):
                 _show(g, show, step, drawn[:8], done, rows, g.sampling.samples)
             kept_PS = _kept(g, rows, len(drawn))
-            room = g.batch_prompts - sum(len(one.examples) for one in found)
             useful = np.flatnonzero(kept_PS.any(1))
-            consumed, sampled, passed = consumed + len(drawn), sampled + len(drawn), passed + len(useful)
-            found.append(_chosen(drawn, rows, useful[:room], kept_PS))
-            dropped_rows += int((~kept_PS[useful[:room]]).sum())
-            if len(useful) >= room:
-                break
+            consumed, sampled, room = consumed + len(drawn), sampled + len(drawn), room - len(useful)
+            found.append(_chosen(drawn, rows, useful, kept_PS))
+            dropped_rows += int((~kept_PS[useful]).sum())
         count = sum(len(one.examples) for one in found)
         metrics = {
-            "filter_groups/kept_share": passed / sampled,
+            "filter_groups/kept_share": count / sampled,
             "filter_groups/sampled_prompts": sampled,
-            "filter_groups/dropped_prompts": sampled - passed,
-            "filter_groups/surplus_prompts": passed - count,
+            "filter_groups/dropped_prompts": sampled - count,
             "filter_groups/dropped_rows": dropped_rows,
         }
         if not count:
@@ -127,8 +123,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             found = [_chosen(drawn, rows, np.arange(len(drawn)), np.ones_like(kept_PS))]
         elif count < g.batch_prompts:
             show.note(
-                f"step {step}: the filter kept {passed} of {sampled} prompts; the batch has {count} and not "
-                f"{g.batch_prompts}; a --max_refills above {g.max_refills} may fill it"
+                f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {g.batch_prompts}; a "
+                f"--max_refills above {g.max_refills} may fill it"
             )
         batch = _joined(g, [one for one in found if one.examples], begin, clock)
         return batch, {"prompts_consumed": consumed}, metrics if g.filter else {}

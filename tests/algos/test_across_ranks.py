@@ -1,23 +1,48 @@
-"""Advantages of every recipe on real ranks: the same bits as on one, for rows that are wider than a block of a sum."""
+"""Every piece on real ranks gives the bits that it gives on one: advantages, filters, quantiles, denominators, choices.
 
+Rows are wider than a block of a sum, so that sums are rounded in the order of blocks.
+"""
+
+import functools
 import hashlib
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import rows_preference
 import torch
+from tables import ROWS as TABLE
+from test_pieces import signal_of
 
-from funrl.algos.core import first_signal
+from funrl.algos.advantages.groups import group_mean, groups_of
+from funrl.algos.core import Advantage, Signal, first_signal, reduce
+from funrl.algos.filters.by_row import every, not_truncated
 from funrl.algos.recipes import NAMES, recipe
-from funrl.batch import FIELDS, Batch, as_dict, example, map_fields, with_across
+from funrl.batch import FIELDS, Batch, as_dict, example, map_fields
+from funrl.data.packing import RowCost
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
-from funrl.mesh.rows import across, own_rows
+from funrl.trainer.learn import denominators
+from funrl.trainer.micro import plan_epoch
+from funrl.trainer.roles import Role
+from funrl.trainer.step_rows import split_rows
 
-B, T, GROUP, ROWS = 24, 640, 4, ("data", "expert")
-RECIPES = [name for name in NAMES if recipe(name)().advantage is not None]
+B, T, GROUP = 24, 640, 4
+PARTS = [np.arange(24)[::-1], np.array([3, 17, 4]), np.array([7])]  # mini-batches; one has an empty completion alone
+RECIPES = {name: recipe(name)() for name in NAMES}
+WITH_ADVANTAGE = [name for name, made in RECIPES.items() if made.advantage is not None]
 
 
+class Case(NamedTuple):
+    """An advantage, and what it is given."""
+
+    piece: Advantage
+    batch: Batch
+    signal: Signal
+
+
+@functools.cache
 def drawn():
     """Float64 fields, whose sums are rounded, of rows of any length; groups of four; ties among scores."""
     rng = np.random.default_rng(3)
@@ -30,8 +55,8 @@ def drawn():
         "mask": mask, "sampled": mask, "selected": mask & (at % 2 == 0), "length": length,
         "tokens": torch.from_numpy(rng.integers(0, 99, (B, T))), "group": torch.arange(B) // GROUP,
         "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2, "truncated": length > 600,
-        "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(),
-        "scores": torch.from_numpy(rng.random((B, 2))).double(), "label": mask.double(),
+        "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(), "imitated": mask & (at % 3 == 0),
+        "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
     }  # fmt: skip
 
     def value(name, like):
@@ -41,46 +66,127 @@ def drawn():
         x = -x.abs() if name.endswith("logp") else x.abs()
         return torch.where(mask.view(B, T, *(1,) * (x.dim() - 2)), x, 0) if x.dim() > 1 else x
 
-    names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk", "imitated")]
+    names = [name for name in as_dict(example()) if name not in ("positions", "segments", "teacher_topk")]
     return Batch(**{name: value(name, getattr(example(), name)) for name in names})
 
 
-def bits(mesh, ranks):
-    """Digests of what each recipe's chain makes: of a rank's own rows and of the table."""
-    batch, owner = drawn(), np.arange(B) // GROUP % ranks
-    own = own_rows(owner, mesh, ROWS)
-    width = int(batch.length[own].max()) if len(own) else 8  # ranks differ in their padding
-    local = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[own][:, :width], batch)
-    local = with_across(local, across(owner, mesh, ROWS))
-    found = {}
-    for name in RECIPES:
-        advantage = recipe(name)().advantage
-        signal, state = advantage.update(first_signal(local), advantage.init(), local)
-        metrics = sorted(signal.metrics.items())
-        numbers = repr(state) + "".join(f"{key}{[x.double().item() for x in m]}" for key, m in metrics)
-        found[name, "table"] = hashlib.sha256(numbers.encode()).hexdigest()
-        made = {"x": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
-        for field, x in (made | {"rows": signal.rows} | signal.extra).items():
-            if x is None:
-                continue
-            for i, row in enumerate(range(len(x)) if x.dim() == 1 else own.tolist()):
-                row_bytes = (x[i, : batch.length[row]] if x.dim() > 1 else x[i]).contiguous().numpy().tobytes()
-                found[name, field, row] = hashlib.sha256(row_bytes).hexdigest()
+@functools.cache
+def cases():
+    """The chain of every recipe, and every piece of the tables."""
+    found = {name: Case(RECIPES[name].advantage, drawn(), first_signal(drawn())) for name in WITH_ADVANTAGE}
+    for row in TABLE:
+        if row.kind == "advantage":
+            batch = row.prepare(drawn())
+            found[f"piece {row.name}"] = Case(row.make(), batch, signal_of(row, batch))
     return found
 
 
+def long_groups(batch):
+    """A user's filter of groups that reads tokens."""
+    tokens, groups = batch.across.sums(batch.mask), groups_of(batch.group)
+    assert (batch.mask.sum(1) <= batch.across.own(batch.length)).all()  # each of its own row
+    return group_mean(tokens, groups) > 300
+
+
+def filters():
+    rows = {row.name: row.make() for row in TABLE if row.kind == "filter"}
+    rows["groups by their tokens"] = every(not_truncated(), long_groups)
+    return rows | {name: made.filter for name, made in RECIPES.items() if made.filter is not None}
+
+
+def losses(pairs):
+    """The losses of every recipe, and every loss and reduction of the tables.
+
+    Args:
+      pairs: those of pairs too.
+    """
+    found = {
+        f"{name} {role}": loss
+        for name, made in RECIPES.items() if pairs or made.example == "row"
+        for role, loss in made.losses.items()
+    }  # fmt: skip
+    for row in TABLE:
+        if row.kind == "loss" and (pairs or row not in rows_preference.ROWS):
+            found[row.name] = row.make()
+        elif row.kind == "reduction":
+            found[row.name] = reduce(lambda x, batch: (x, {}), row.make())
+    return found
+
+
+def digest(x: Any) -> str:
+    return hashlib.sha256(x.contiguous().numpy().tobytes() if isinstance(x, torch.Tensor) else x.encode()).hexdigest()
+
+
+def own_part(x, own):
+    """A rank's rows of a field per token, no wider than they must be: ranks differ in their padding."""
+    return x[own][:, : max(int(drawn().length[own].max()), 1) if len(own) else 8]
+
+
+def on_rank(batch, owner, mesh):
+    own = np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))
+    rows = split_rows(batch, owner, mesh)
+    narrow = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else own_part(batch.get(name), own), rows.batch)
+    return rows._replace(batch=narrow), own
+
+
+def advantage_bits(mesh, owners):
+    """Digests of what every chain and piece makes: of a rank's own rows, and of the table."""
+    found = {}
+    for name, (piece, batch, signal) in cases().items():
+        rows, own = on_rank(batch, owners[piece.whole_groups], mesh)
+        whole, mask = batch.length, own_part(signal.mask, own)
+        x = signal.x if signal.x.dim() == 1 else own_part(signal.x, own)
+        weight = None if signal.weight is None else own_part(signal.weight, own)
+        signal, state = piece.update(Signal(x, mask, weight=weight), piece.init(), rows.batch)
+        metrics = sorted(signal.metrics.items())
+        numbers = repr(state) + "".join(f"{key}{[x.double().item() for x in m]}" for key, m in metrics)
+        found[name, "table"] = digest(numbers)
+        made = {"x": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
+        for field, x in (made | {"rows": signal.rows} | signal.extra).items():
+            if x is not None:
+                for i, row in enumerate(range(len(x)) if x.dim() == 1 else own.tolist()):
+                    found[name, field, row] = digest(x[i, : whole[row]] if x.dim() > 1 else x[i])
+    return found
+
+
+def choice_bits(mesh, owner):
+    """Digests of what all ranks are to know alike: kept rows, denominators, mini-batches."""
+    rows, _ = on_rank(drawn(), owner, mesh)
+    found = {("filter", name): digest(keep(rows.batch)) for name, keep in filters().items()}
+    sides = drawn()._replace(segments=(torch.arange(T) < 320).long().expand(B, T) % 2 + 1)
+    for pairs, batch in {False: drawn(), True: sides}.items():
+        roles = {name: Role(None, loss=loss) for name, loss in losses(pairs).items()}  # type: ignore[arg-type]
+        for n, totals in enumerate(denominators(roles, on_rank(batch, owner, mesh)[0], PARTS)):
+            for name, (dens, tokens) in totals.items():
+                found["denominators", pairs, n, name] = digest(torch.stack([*dens, tokens]))
+    for count in (1, 5):
+        plan = plan_epoch(rows.lengths, mesh.size(mesh.row_axes), count, 0, 3, 1, 700, RowCost())
+        found["mini-batches", count] = repr([part.tolist() for part in plan.parts])
+    return found
+
+
+def bits(mesh, ranks):
+    """Groups stay whole for the pieces that need them so; else rows are anywhere, but none on ranks beyond `ranks`."""
+    owners = {True: np.arange(B) // GROUP % ranks, False: np.arange(B) * 7 // 3 % ranks}
+    return advantage_bits(mesh, owners), choice_bits(mesh, owners[False])
+
+
+@functools.cache
+def on_one():
+    advantages, choices = bits(single(), 1)
+    assert {name for name, *_ in advantages} == set(cases()) and len(cases()) > 80 and len(filters()) > 5
+    assert len({name for kind, *_, name in choices if kind == "denominators"}) == len(losses(True)) > 30
+    return advantages, choices
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("text,ranks", [("dp2", 2), ("dp4,tp2", 4), ("dp8", 8)])  # of dp8 two ranks have no rows
-def test_advantages_are_the_same_bits_on_every_mesh(text, ranks):
-    whole = bits(single(), 1)
-    assert len({name for name, *_ in whole}) == len(RECIPES) > 15
-
-    def program(mesh):
-        return gather_objects(bits(mesh, ranks), mesh)
-
+@pytest.mark.parametrize("text,ranks", [("dp2", 2), ("dp4,tp2", 4), ("dp8", 6)])  # of dp8 two ranks have no rows
+def test_every_piece_gives_the_same_bits_on_every_mesh(text, ranks):
+    advantages, choices = on_one()
     seen = set()
-    for found in launch(program, parse(text)):
-        wrong = sorted({(name, what) for (name, what, *row), x in found.items() if whole[name, what, *row] != x})
+    for mine, alike in launch(lambda mesh: gather_objects(bits(mesh, ranks), mesh), parse(text)):
+        wrong = sorted({(name, what) for (name, what, *row), x in mine.items() if advantages[name, what, *row] != x})
         assert not wrong
-        seen |= set(found)
-    assert seen == set(whole)
+        assert sorted(key for key in choices if choices[key] != alike[key]) == []
+        seen |= set(mine)
+    assert seen == set(advantages)

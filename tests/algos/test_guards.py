@@ -90,8 +90,32 @@ def reads_entropy_below(batch):
     return (batch.entropy.sum(),)
 
 
+def mean_of_own_tokens(x, batch):
+    return x - x[batch.mask].mean()
+
+
+def less_its_length(x, batch):
+    return x - batch.mask.sum(1)
+
+
+def long_ones(batch):
+    return batch.mask.sum(1) > 3
+
+
 plain = trained().losses["policy"]
 BROKEN = {
+    "a mean over the tokens of a rank": (
+        lambda: check(trained(advantage=chain(to_tokens, stateless(mean_of_own_tokens))), AVAILABLE),
+        r"chain gives a rank that has the tokens of 2 of 4 rows something else .*\(other numbers\).*batch.across.sums",
+    ),
+    "a number of a rank's own rows for all": (
+        lambda: check(trained(advantage=chain(stateless(less_its_length), to_tokens)), AVAILABLE),
+        r"the advantage chain gives .*\(RuntimeError: The size of tensor a \(4\) must match .*batch.across.own\(x_B\)",
+    ),
+    "a filter by the tokens of a rank": (
+        lambda: check(trained(filter=long_ones), AVAILABLE),
+        r"the filter long_ones gives a rank that has the tokens of 2 of 4 rows something else",
+    ),
     "a term that gives a scalar": (
         lambda: check(trained(scalar_loss), AVAILABLE),
         r"term scalar_loss gave a tensor \[\] as its loss, for a batch of \[4, 8\]: a loss per token \[B, T\] is",

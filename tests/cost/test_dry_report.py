@@ -1,6 +1,7 @@
 """What a dry run prints, and what it proposes where a run does not fit."""
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -68,7 +69,8 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=dp2,tp2", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=8"]
-    assert main("grpo", ["grpo", *flags, "--prompt_tokens=8", "--dry_run"]) == 0
+    monkeypatch.setattr(os, "fork", None)
+    assert main("grpo", ["grpo", *flags, "--prompt_tokens=8", "--reward_workers=4", "--dry_run"]) == 0
     said = capsys.readouterr().out
     for word in (
         "peak memory of a rank",

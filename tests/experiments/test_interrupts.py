@@ -33,8 +33,8 @@ def lines(run_dir):
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-def processes(group):
-    """Ids of the living processes of a group."""
+def processes(session):
+    """Ids of the living processes of a session: the ranks, which are one group, and reward workers, each its own."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -43,7 +43,7 @@ def processes(group):
                     fields = file.read().rsplit(")", 1)[1].split()
             except OSError:
                 continue
-            if int(fields[2]) == group and fields[0] != "Z":
+            if int(fields[3]) == session and fields[0] != "Z":
                 found.append(int(entry))
     return found
 
@@ -59,12 +59,19 @@ linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for process
 
 
 @linux
-@pytest.mark.parametrize(("mesh", "sign"), [("dp1", signal.SIGINT), ("dp2", signal.SIGINT), ("dp2", signal.SIGTERM)])
-def test_an_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh, sign):
-    """Ctrl-C goes from the terminal to every process; a job scheduler's end to the first."""
+@pytest.mark.parametrize(
+    ("mesh", "workers", "sign"),
+    [
+        ("dp1", 0, signal.SIGINT), ("dp2", 0, signal.SIGINT), ("dp2", 0, signal.SIGTERM),
+        ("dp1", 2, signal.SIGINT), ("dp1", 2, signal.SIGTERM), ("dp2", 1, signal.SIGINT), ("dp2", 1, signal.SIGTERM),
+    ],
+)  # fmt: skip
+def test_an_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh, workers, sign):
+    """Ctrl-C goes from the terminal to every process of its group; a job scheduler's end to the first."""
     run_dir = tmp_path / "run"
-    run = start(run_dir, f"--mesh={mesh}")
-    assert len(processes(run.pid)) == {"dp1": 1, "dp2": 3}[mesh]
+    run = start(run_dir, f"--mesh={mesh}", f"--reward_workers={workers}")
+    serving = workers and workers + 1  # of a rank: a server, and its workers
+    assert len(processes(run.pid)) == {"dp1": 1 + serving, "dp2": 3 + 2 * serving}[mesh]
     began = time.monotonic()
     (os.killpg if sign == signal.SIGINT else os.kill)(run.pid, sign)
     out, err = run.communicate(timeout=20)
@@ -78,13 +85,18 @@ def test_an_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, me
     check_readable(run_dir)
 
 
+def ranks_of(run):
+    """Processes that the launcher has started, in the order of their ranks."""
+    with open(f"/proc/{run.pid}/task/{run.pid}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
 @linux
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     run_dir = tmp_path / "run"
-    run = start(run_dir, "--mesh=dp2")
-    ranks = sorted(set(processes(run.pid)) - {run.pid})
+    run = start(run_dir, "--mesh=dp2", "--reward_workers=1")
     began = time.monotonic()
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
     out, err = run.communicate(timeout=20)
     assert time.monotonic() - began < 10
     assert run.returncode == 1
@@ -97,8 +109,8 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
 @linux
 @pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
-    run = start(tmp_path / "run", "--mesh=dp2")
-    ranks = set(processes(run.pid)) - {run.pid}
+    run = start(tmp_path / "run", "--mesh=dp2", "--reward_workers=1")
+    ranks = ranks_of(run)
     run.kill()
     run.communicate(timeout=20)
     deadline = time.monotonic() + 10

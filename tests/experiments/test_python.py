@@ -1,5 +1,6 @@
 """`funrl.train` from Python: what it takes, where it runs, and what it gives back."""
 
+import glob
 import json
 import os
 
@@ -9,6 +10,7 @@ import torch
 import funrl
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, stateless, to_tokens, token_mean
 from funrl.loading import LoadError
+from funrl.mesh import launch
 from funrl.models import Inputs, decoder_model, hf
 from funrl.models.config import ModelError
 from funrl.tasks import arithmetic
@@ -84,6 +86,36 @@ def test_a_rank_of_its_own_computes_what_this_process_does():
     for one, other in zip(runs[0].metrics, runs[1].metrics, strict=True):
         for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm"):
             assert one[name] == pytest.approx(other[name], abs=1e-9)
+
+
+def children():
+    """Ids of the processes that this one has started and that are still there."""
+    return {pid for file in glob.glob("/proc/self/task/*/children") for pid in open(file).read().split()}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "forks"), [("dp1", True), *(pytest.param("dp2", f, marks=pytest.mark.gloo) for f in (True, False))]
+)
+def test_a_closure_runs_in_workers_that_end_with_the_run(mesh, forks, fails, tmp_path, monkeypatch):
+    """In this process, in forked ranks and in fresh interpreters."""
+    if not forks:
+        monkeypatch.setattr(launch, "can_fork", lambda: False)
+    before = children()
+
+    def reward(prompt, completion, wanted):
+        (tmp_path / f"{os.getpid()}-{os.getppid()}").touch()
+        return 1 / 0 if fails and prompt == PROMPTS[-1]["prompt"] else float(completion == wanted)
+
+    run = funrl.train("grpo", prompts=PROMPTS, reward=reward, mesh=mesh, reward_workers=2, warmstart_steps=0, **TINY)
+    assert ("ZeroDivisionError" in str(run.outcome.error)) == fails
+    workers, servers = (
+        set(pids) for pids in zip(*(path.name.split("-") for path in tmp_path.glob("[0-9]*-*")), strict=True)
+    )
+    assert len(servers) == int(mesh[2:]) and len(workers) <= 2 * len(servers)
+    assert str(os.getpid()) not in workers | servers and children() == before
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers | servers)
 
 
 def len_reward(prompt, completion, **fields):

@@ -1,5 +1,6 @@
 """Real gloo ranks: what they compute, and how a run ends when one of them does not."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -324,3 +325,61 @@ def test_a_program_that_cannot_be_sent_is_an_error_before_the_start(monkeypatch)
     lock = threading.Lock()
     with pytest.raises(ValueError, match=r"the program cannot be sent to other processes: .*lock"):
         launch(lambda m: lock.locked(), parse("dp2"), "cpu")
+
+
+BEFORE = """
+import contextlib, os, threading
+import torch.distributed as dist
+from funrl.mesh import collectives, launch
+from funrl.mesh.mesh import parse
+here = os.getpid()
+@contextlib.contextmanager
+def before(rank):
+    began = os.getpid(), dist.is_initialized(), threading.active_count()
+    yield rank, began
+    print(f"left {rank} {dist.is_initialized()}\\n", end="")
+def program(m, opened):
+    rank, began = opened
+    assert (rank, began) == (m.rank, (os.getpid(), False, 1))
+    return sum(collectives.gather_objects(rank + 1, m)), os.getpid() == here
+launch.can_fork = FORK
+total, in_place = launch.launch(program, parse("MESH"), "cpu", before=before)
+print(f"sum {total} {in_place}\\n", end="")
+"""
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+@pytest.mark.parametrize("start", ["forked", "fresh", "torchrun"])
+def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(start, mesh, tmp_path):
+    script, ranks = tmp_path / "program.py", int(mesh[2:])
+    script.write_text(
+        BEFORE.replace("FORK", "launch.can_fork" if start == "forked" else "lambda: False").replace("MESH", mesh)
+    )
+    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if start == "torchrun" else []), str(script)],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line)
+    assert lines[:ranks] == [f"left {rank} False" for rank in range(ranks)]
+    in_place = start == "torchrun" or ranks == 1
+    assert lines[ranks:] == [f"sum {sum(range(ranks + 1))} {in_place}"] * (ranks if start == "torchrun" else 1)
+
+
+def test_what_came_before_is_left_where_a_rank_fails(tmp_path):
+    @contextlib.contextmanager
+    def before(rank):
+        try:
+            yield
+        finally:
+            (tmp_path / f"{rank}").touch()
+
+    def program(m, _):
+        if m.rank == 1:
+            raise ValueError("no luck")
+        collectives.psum(torch.ones(1), m, "data")
+
+    with pytest.raises(WorkerError, match="no luck"):
+        launch(program, parse("dp2"), "cpu", before=before)
+    assert (tmp_path / "1").exists()

@@ -2,19 +2,23 @@
 
 import pytest
 import torch
+from plain_sampling import plain_logp
 
 from funrl.mesh.mesh import Mesh, MeshError, parse
 from funrl.models import Config, Inputs, decoder_model
 from funrl.rollout.completions import Sampling
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.sampling import candidates
 
 CONFIG = Config(vocab=40, embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=48, max_positions=64, eos=(2,))
 MODEL = decoder_model(CONFIG)
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10]]
+HOWS = [
+    {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 9, "top_p": 0.8}, {"min_p": 0.05},
+    {"repetition_penalty": 1.6, "temperature": 0.8, "min_p": 0.02},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 9, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("how", HOWS, ids=str)
 def test_log_probs_are_of_the_distribution_that_was_drawn_from(how):
     sampling = Sampling(**how, samples=3, max_new_tokens=12, stop=(3, 17))
     params = MODEL.init(torch.Generator().manual_seed(0))
@@ -22,15 +26,17 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(how):
     engine = hf_engine(MODEL)
     engine.load(engine.weights.named(params), 3)
     assert engine.version == 3
-    done = engine.generate(PROMPTS, sampling, seed=4)
+    prompts = PROMPTS if sampling.repetition_penalty == 1 else [p * (6 // len(p)) for p in PROMPTS]  # of one length
+    done = engine.generate(prompts, sampling, seed=4)
     assert 0 < done.finished.sum() < 9  # eos of the model does not end a completion: `stop` does
     for r, (tokens, length) in enumerate(zip(done.tokens.tolist(), done.lengths.tolist(), strict=True)):
-        prompt = PROMPTS[r // 3]
+        prompt = prompts[r // 3]
         hidden = MODEL.apply(params, Inputs(torch.tensor([[*prompt, *tokens[:length]]]))).hidden
         logits = hidden[0, len(prompt) - 1 : -1] @ params["unembed"].T
-        logp, ids = candidates(logits, sampling)
-        if ids is not None:
-            logp = torch.full_like(logits, -torch.inf).scatter(1, ids, logp)
+        seen = torch.zeros(len(logits), CONFIG.vocab, dtype=torch.bool)
+        for i in range(length):
+            seen[i, [*prompt, *tokens[:i]]] = True
+        logp = plain_logp(logits, sampling, seen)
         for whole, ours in ((logits.log_softmax(-1), done.model_logp), (logp, done.logp)):
             expected = whole.gather(1, torch.tensor(tokens[:length]).unsqueeze(1)).squeeze(1)
             torch.testing.assert_close(ours[r, :length], expected, atol=3e-5, rtol=0)
@@ -44,6 +50,14 @@ def test_the_seed_fixes_the_samples_and_leaves_the_callers_noise_alone():
     torch.manual_seed(0)
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(after, torch.rand(1))
+
+
+def test_what_it_cannot_do_is_refused():
+    engine = hf_engine(MODEL)
+    with pytest.raises(ValueError, match=r"stop_strings is \('a',\): the hf engine knows no texts"):
+        engine.generate(PROMPTS, Sampling(stop_strings=("a",), max_new_tokens=2), 0)
+    with pytest.raises(ValueError, match=r"repetition_penalty is 1.1: .*prompts of one length"):
+        engine.generate(PROMPTS, Sampling(repetition_penalty=1.1, max_new_tokens=2), 0)
 
 
 def test_it_holds_whole_weights():

@@ -11,6 +11,7 @@ from funrl import trees
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.batch import FIELDS, Batch, as_dict
+from funrl.data.supervised import Text
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
@@ -84,6 +85,23 @@ def resized(job, sizes):
     return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
+def uneven(job):
+    """The job with prompts of 1 to 40 tokens, half of them up to 5, or texts several times as long as others."""
+    if job.generates:
+        lengths = [1 + 37 * i % (40 if i % 2 else 5) for i in range(40)]
+        prompts = [e._replace(tokens=(e.tokens * 10)[:n]) for e, n in zip(job.task.prompts, lengths, strict=False)]
+        return job._replace(task=job.task._replace(prompts=prompts))
+
+    def longer(text, times):
+        return Text(text.tokens * times, text.trained * times)
+
+    examples = [
+        e._replace(texts=tuple(longer(text, 1 + (3 * i + j) % 4) for j, text in enumerate(e.texts)))
+        for i, e in enumerate(job.task.examples[:40])
+    ]
+    return job._replace(task=job.task._replace(examples=examples))
+
+
 def begin(job, mesh, show=None):
     """A run and its first state on one rank, with weights in the engine."""
     run, state = loop.begin_run(job, mesh, show or Quiet())
@@ -152,19 +170,20 @@ def whole_weights(run, state):
 def steps_program(job, steps):
     """A program of one rank: some steps; batches, gradients and metrics of each, and whole weights at the end."""
 
-    def program(mesh):
-        run, state = begin(job, mesh)
-        batches, grads, metrics = [], [], []
-        for _ in range(steps):
-            batch, state, told = scored_batch(run, state)
-            batches.append(whole_batch(batch))
-            grads.append(gradients(run, state, batch))
-            state, learned = loop.learn_batch(run, state, batch)
-            state = sync(run.parts, state)
-            metrics.append(told | learned)
-        return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
+    return lambda mesh: steps_of(*begin(job, mesh), steps)
 
-    return program
+
+def steps_of(run, state, steps):
+    """What `steps_program` gives, of a run that has begun."""
+    batches, grads, metrics = [], [], []
+    for _ in range(steps):
+        batch, state, told = scored_batch(run, state)
+        batches.append(whole_batch(batch))
+        grads.append(gradients(run, state, batch))
+        state, learned = loop.learn_batch(run, state, batch)
+        state = sync(run.parts, state)
+        metrics.append(told | learned)
+    return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
 
 
 def run_steps(steps=3, **settings):

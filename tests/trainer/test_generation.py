@@ -56,9 +56,9 @@ def test_position_t_of_a_batch_speaks_of_token_t():
     assert batch.rollout_logp[~batch.mask].abs().max() == 0
 
 
-def test_the_model_s_own_distribution_is_reported_where_tokens_were_truncated_away():
-    for sampling in (Sampling(top_k=3, samples=2, stop=(9,)), Sampling(top_p=0.9, samples=2, stop=(9,))):
-        batch = to_rows(EXAMPLES, ROLLOUT, sampling, 0, 0).batch
+def test_the_model_s_own_distribution_is_reported_where_tokens_were_cut_away_or_penalised():
+    for how in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
+        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,)), 0, 0).batch
         assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
 
 
@@ -126,7 +126,7 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-10)])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
     job = small_job(dtype=dtype, max_new_tokens=12, **settings)
     run, state = begin(job, single())
@@ -213,34 +213,34 @@ def test_refills_replace_what_the_filter_drops():
     assert batch.tokens.shape[0] == 8
     assert all(len(set(batch.score[i : i + 2].tolist())) == 2 for i in range(0, 8, 2))
     assert metrics["filter_groups/sampled_prompts"] == after.source["prompts_consumed"] > 4  # some were thrown away
-    thrown = metrics["filter_groups/dropped_prompts"] + metrics["filter_groups/surplus_prompts"]
-    assert thrown == after.source["prompts_consumed"] - 4
-    kept = after.source["prompts_consumed"] - metrics["filter_groups/dropped_prompts"]
-    assert metrics["filter_groups/kept_share"] == pytest.approx(kept / after.source["prompts_consumed"])
+    assert metrics["filter_groups/dropped_prompts"] == after.source["prompts_consumed"] - 4  # nothing that it keeps
+    assert metrics["filter_groups/kept_share"] == pytest.approx(4 / after.source["prompts_consumed"])
     assert len(set(batch.group.tolist())) == 4
 
 
 def test_refills_are_bounded_and_a_short_batch_is_reported():
-    job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 0), max_refills=3)
+    # The fourth prompt of a draw is kept: then three are missing, and drawn three times in vain, the last two of them
+    # are all that the bound allows.
+    job = small_job(lambda: filtered(lambda batch: batch.group % 4 == 3), max_refills=3)
     show = Quiet()
     run, state = begin(job, single(), show)
     rows, after, metrics = draw_batch(run, state)
     batch = rows.batch
     assert after.source["prompts_consumed"] == 3 * 4
-    assert len(batch.tokens) == 3 * 2  # one of the four prompts of each batch
-    assert counts(metrics) == {"kept_share": 3 / 12, "sampled": 12, "dropped": 9, "surplus": 0, "rows": 0}
-    assert ["the batch has 3 and not 4" in note for note in show.notes] == [True]
+    assert len(batch.tokens) == 2
+    assert counts(metrics) == {"kept_share": 1 / 12, "sampled": 12, "dropped": 11, "rows": 0}
+    assert ["kept 1 of 12 prompts, the batch needs 4" in note for note in show.notes] == [True]
 
 
 def counts(metrics):
-    short = {"sampled_prompts": "sampled", "dropped_prompts": "dropped", "surplus_prompts": "surplus"}
+    short = {"sampled_prompts": "sampled", "dropped_prompts": "dropped"}
     names = {key: key.removeprefix("filter_groups/") for key in metrics}
     return {(short | {"dropped_rows": "rows"}).get(name, name): metrics[key] for key, name in names.items()}
 
 
 def test_what_is_sampled_and_not_used_is_counted():
-    """Two of three prompts are kept: the second batch fills the first one up and has a prompt too many; of every
-    second prompt that is kept, one row is."""
+    """Two of three prompts are kept, and one more prompt is drawn for the one that is not; of every second prompt that
+    is kept, one row is."""
 
     def keep(batch):
         prompt, sample = batch.group % 3, torch.arange(len(batch.group)) % 2
@@ -251,8 +251,8 @@ def test_what_is_sampled_and_not_used_is_counted():
     run, state = begin(job, single(), show)
     rows, _, metrics = draw_batch(run, state)
     batch = rows.batch
-    # kept are prompts 0, 1, 3 of the first batch; the filter numbers the second from 0 again, and 0 is taken of it
-    assert counts(metrics) == {"kept_share": 6 / 8, "sampled": 8, "dropped": 2, "surplus": 2, "rows": 1}
+    # kept are prompts 0, 1, 3 of the first draw; the filter numbers the second from 0 again
+    assert counts(metrics) == {"kept_share": 4 / 5, "sampled": 5, "dropped": 1, "rows": 1}
     assert len(batch.tokens) == 7 and show.notes == []
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Filter, reads
-from funrl.batch import Batch, as_dict, row_fields, select
+from funrl.batch import FIELDS, Across, Batch, as_dict, map_fields, with_across
 
 
 def not_truncated() -> Filter:
@@ -29,17 +29,38 @@ def every(*filters: Filter) -> Filter:
     """
     of_groups = [one for one in filters if "group" in reads(one).required]
     of_rows = [one for one in filters if one not in of_groups]
-    of_kind = frozenset(row_fields())
 
     def chosen(batch: Batch) -> Tensor:
-        row = next(x for name, x in as_dict(batch).items() if name in of_kind)
+        row = next(x for name, x in as_dict(batch).items() if FIELDS[name].kind == "row")
         kept_B = torch.ones(len(row), dtype=torch.bool, device=row.device)
         for one in of_rows:
             kept_B = kept_B & one(batch)
         left = kept_B.nonzero().squeeze(1)
-        rest = select(batch, left)
+        rest = _rows_left(batch, kept_B, left)
         for one in of_groups if len(left) else ():
             kept_B = kept_B.index_put((left,), kept_B[left] & one(rest))
         return kept_B
 
     return chosen
+
+
+def _rows_left(batch: Batch, kept_B: Tensor, left: Tensor) -> Batch:
+    """The batch of some rows, on ranks that hold the tokens of some of them.
+
+    Args:
+      kept_B: [B] bool, the rows; left: their numbers.
+    """
+    across, own_b = batch.across, batch.across.own(kept_B)
+    here = own_b.nonzero().squeeze(1)
+
+    def among(x: Tensor, at: Tensor, like: Tensor) -> Tensor:
+        return x.new_zeros(len(like), *x.shape[1:]).index_copy(0, at, x)
+
+    def sums(x: Tensor) -> Tensor:
+        return across.sums(among(x, here, own_b))[left]
+
+    def own(x: Tensor) -> Tensor:
+        return across.own(among(x, left, kept_B))[here]
+
+    part = map_fields(lambda name, x: x[left if FIELDS[name].kind == "row" else here], batch)
+    return with_across(part, Across(sums, own, across.kth_largest))

@@ -1,0 +1,64 @@
+"""Groups of requests shared out to replicas as they have room, so that none idles while another has prompts waiting.
+
+A replica takes the next groups from a counter. At first it takes many, later few, so that all end at about one time.
+Which replica completes a group changes nothing else: a completion depends on its request and the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
+from funrl.rollout.engine import Engine
+from funrl.rollout.requests import Completion, Request
+
+
+def generate_shared(
+    engine: Engine,
+    groups: Sequence[Sequence[Request]],
+    take: Callable[[int], int],
+    mesh: Mesh,
+    finished: Callable[[Completion], None] | None = None,
+) -> list[Completion]:
+    """Complete the groups that this replica gets.
+
+    Args:
+      engine: of this replica, with nothing in flight.
+      groups: of all replicas; requests of a group stay together.
+      take: a counter that the replicas share, see `mesh.counter.shared_counter`.
+      mesh: of the engines: their replicas are its row axes.
+      finished: told each completion as soon as it is there.
+
+    Returns: completions by their numbers.
+
+    Raises:
+      ValueError, RuntimeError, FloatingPointError: as the engine.
+    """
+    replicas, first, at = mesh.size(mesh.row_axes), mesh.index("tensor") == 0, 0
+    found: list[Completion] = []
+    try:
+        while at < len(groups) or engine.in_flight():
+            if at < len(groups) and engine.room():
+                most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
+                at = _begin(engine, groups, most, take, mesh, first)
+            for done in engine.step():
+                found.append(done)
+                if finished is not None:
+                    finished(done)
+    finally:
+        engine.cancel(request.number for group in groups for request in group)
+    return sorted(found, key=lambda done: done.number)
+
+
+def _begin(
+    engine: Engine, groups: Sequence[Sequence[Request]], most: int, take: Callable[[int], int], mesh: Mesh, first: bool
+) -> int:
+    """Take the next groups and submit them; a number above which all groups are still there."""
+    count = max(1, min(most, -(-engine.room() // max(1, len(groups[0])))))
+    begin = take(count) if first else 0  # one rank of the replica asks, and tells the others
+    begin = int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor"))
+    engine.submit([request for group in groups[begin : begin + count] for request in group])
+    return begin + count

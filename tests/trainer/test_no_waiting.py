@@ -1,0 +1,93 @@
+"""No micro-batch waits for the device: on "meta", of which the host can read nothing, every such wait is an error."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+from small_runs import SIZES, begin, scored_batch, small_job
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.algos.recipes.distillation import distillation
+from funrl.algos.recipes.dpo import dpo
+from funrl.algos.recipes.gkd import gkd
+from funrl.algos.recipes.ppo import ppo
+from funrl.algos.recipes.prime import prime
+from funrl.batch import map_fields
+from funrl.mesh.mesh import single
+from funrl.models import decoder_model, hf, with_value_head
+from funrl.tasks import arithmetic
+from funrl.trainer.completion_scores import as_read, end_values
+from funrl.trainer.learn import denominators
+from funrl.trainer.micro import own_micro_batches
+from funrl.trainer.score import score_role
+from funrl.trainer.step import gradient
+from funrl.trainer.step_rows import rows_of
+
+META = torch.device("meta")
+BUDGET = 24  # tokens: a row or two in a micro-batch
+CASES = {
+    "a critic, a reference and a reward model": (functools.partial(ppo, entropy_coef=0.1), {"reward_model": "value"}),
+    "an implicit reward model": (prime, {}),
+    "a teacher's likely tokens": (functools.partial(distillation, kind="forward"), {"teacher": "decoder"}),
+    "a teacher beside the policy": (gkd, {"teacher": "decoder"}),
+    "pairs": (dpo, {"reward": None}),
+}
+
+
+class NoBlockingCopies(TorchDispatchMode):
+    """Copies from the host to the device must not wait for it either."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
+            assert kwargs.get("non_blocking"), f"a copy of {args[0].shape} to the device waits for it"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    decoder = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
+    made = {"decoder": decoder, "value": with_value_head(decoder)}
+    for name, model in made.items():
+        folder = tmp_path_factory.mktemp(name)
+        hf.save(folder, model, model.init(torch.Generator().manual_seed(3)), arithmetic.tokenizer())
+        made[name] = str(folder)
+    return made
+
+
+def on_device(rows, mask="mask"):
+    """The rows as the device has them, but for what the trainer reads once for all micro-batches of a pass."""
+    rows = rows.with_fields(mask=getattr(rows.batch, mask))
+    batch = map_fields(lambda name, x: x if name in ("mask", "length") else x.to(META), rows.batch)
+    return rows_of(batch, rows.owner, single(META))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_micro_batch_waits_for_the_device(case, models):
+    make, settings = CASES[case]
+    job = small_job(make, **{name: models.get(value, value) for name, value in settings.items()})
+    run, state = begin(job, single())
+    rows, _, _ = scored_batch(run, state)
+    frozen = trees.map(lambda x: x.to(META), run.frozen)
+    params = {name: trees.map(lambda x: x.to(META), role.params) for name, role in state.roles.items()} | frozen
+    learning = {name: role for name, role in run.parts.roles.items() if role.loss is not None}
+    (totals,) = denominators(learning, rows, [np.arange(len(rows.owner))])
+    totals = {name: [den.to(META) for den in dens] for name, (dens, _) in totals.items()}
+    read = on_device(as_read(rows, job.pad)) if "reward_model" in frozen else None
+    there, pieces = {role.mask: on_device(rows, role.mask) for role in run.parts.roles.values()}, 0
+    with NoBlockingCopies():
+        for name, role in run.parts.roles.items():
+            if role.writes:
+                assert all(x.device == META for x in score_role(role, params[name], there["mask"], BUDGET).values())
+        if read is not None:
+            assert end_values(run.parts.roles["reward_model"], params["reward_model"], read, BUDGET).device == META
+        for name, role in learning.items():
+            batches = [piece.batch for piece in own_micro_batches(there[role.mask], BUDGET)]
+            beside = None if role.companion is None else frozen[role.companion.name]
+            grads, _, loss = gradient(role, params[name], batches, totals[name], beside)
+            assert loss.device == META and all(x.device == META for x in trees.leaves(grads))
+            pieces += len(batches)
+    assert pieces > 2 * len(learning)

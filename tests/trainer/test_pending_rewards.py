@@ -1,0 +1,189 @@
+"""Rewards in workers: begun while completions are written, the same numbers as without, errors and endings alike."""
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+from small_runs import Quiet, digits_reward, gap, scored_batch, small_job
+
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.rewards.load import RewardError
+from funrl.rewards.pool import Completed, open_pool
+from funrl.rollout.completions import Completions, Sampling
+from funrl.tasks import arithmetic
+from funrl.trainer import job_source, loop
+from funrl.trainer.build import sync
+from funrl.trainer.generation import Example, rollout
+from funrl.trainer.job_source import open_rewards, share_of_cores
+from funrl.trainer.pending_rewards import PendingRewards
+
+BOTH = pytest.mark.parametrize("workers", [0, 2])
+
+
+def completed(number, ids):
+    return Completed(f"p{number}", ",".join(map(str, ids)))
+
+
+@BOTH
+def test_rows_come_in_any_order_and_number_and_rewards_in_that_of_the_rows(workers):
+    with open_pool(
+        [lambda prompt, completion: int(prompt[1:]), lambda prompt, completion: len(completion)], workers
+    ) as pool:
+        pending = PendingRewards(pool, completed)
+        pending.add([3, 1], [[1, 2], []])
+        pending.add([], [])
+        pending.add([0], [[12345]])
+        pending.add([2], [[7]])
+        assert pending.collect() == [[0, 5], [1, 0], [2, 1], [3, 3]]
+        assert PendingRewards(pool, completed).collect() == []
+
+
+@BOTH
+def test_the_first_row_that_fails_is_raised_and_without_workers_nothing_is_begun_behind_it(workers, tmp_path):
+    def fails_from_one(prompt, completion):
+        (tmp_path / prompt).touch()
+        return 1 / (prompt == "p0")
+
+    with open_pool([fails_from_one], workers) as pool:
+        pending = PendingRewards(pool, completed)
+        pending.add([2, 0, 3, 1], [[2], [0], [3], [1]])
+        with pytest.raises(RewardError, match=r"ZeroDivisionError.*\n  prompt: 'p1'\n  completion: '1'"):
+            pending.collect()
+    assert {"p0", "p1"} <= {path.name for path in tmp_path.iterdir()}
+    assert workers or not (tmp_path / "p2").exists()
+
+
+class Waiting:
+    """An engine whose second row is not complete before the reward of the first has begun."""
+
+    def __init__(self, begun):
+        self.begun = begun
+
+    def generate(self, prompts, sampling, seed, first_prompt=0, on_done=None):
+        on_done([0], [[5]])
+        end = time.monotonic() + 60
+        while not self.begun.exists():
+            assert time.monotonic() < end, "nothing is rewarded while the engine writes"
+            time.sleep(0.01)
+        on_done([1], [[6]])
+        tokens, zero = torch.tensor([[5], [6]]), torch.zeros(2, 1)
+        return Completions(tokens, torch.ones(2, dtype=torch.int64), zero, zero, torch.zeros(2, dtype=torch.bool))
+
+
+def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path):
+    def reward(prompt, completion):
+        (tmp_path / completion).touch()
+        return float(completion == "6")
+
+    examples = [Example([1], "p", {}), Example([1], "q", {})]
+    with open_pool([reward], 1) as pool:
+        done = rollout(
+            Waiting(tmp_path / "5"), examples, Sampling(max_new_tokens=1), 0, pool, lambda ids: str(ids[-1]), single()
+        )  # fmt: skip
+    assert done.score.tolist() == [0.0, 1.0]
+
+
+def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own():
+    """64 of 50 ms are 3.2 s one after the other, and 0.2 s for 16 workers."""
+
+    def waits(prompt, completion, **fields):
+        time.sleep(0.05)
+        return os.getpid()
+
+    job = small_job(reward=waits, batch_prompts=8, samples_per_prompt=8, reward_workers=16)
+    with open_rewards(job, 0) as pool:
+        run, state = loop.begin_run(job, single(), Quiet(), pool=pool)
+        state = sync(run.parts, state)
+        start = time.perf_counter()
+        rows, _, _ = loop.draw_batch(run, state)
+        took = time.perf_counter() - start
+        run.source.evaluate(state.roles, 0)
+    times = run.clock.take()
+    assert 0.05 < times["reward"] < 1.6 and took - times["generate"] < 1.6
+    assert times["generate"] > 0 and times["eval"] > 0.05  # whose rewards are in it
+    assert 8 <= len(set(rows.batch.score.tolist())) <= 16
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.gloo), pytest.param("tp2", marks=pytest.mark.gloo)]
+)
+def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
+    def reward(prompt, completion, **fields):
+        (tmp_path / f"{workers} {os.getpid()}").touch()
+        return digits_reward(prompt, completion) / 3
+
+    def program(m, pool):
+        observer = Quiet()
+        loop.train_loop(job, m, observer, pool=pool)
+        return observer.steps, observer.params, os.getpid(), pool is not None
+
+    found = []
+    for workers in (0, 2):
+        job = small_job(mesh=mesh, generate_mesh=mesh, reward=reward, reward_workers=workers)
+        steps, params, rank, has = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
+        assert has == (workers > 0)
+        pids = {int(path.name.split()[1]) for path in tmp_path.glob(f"{workers} *")}
+        assert len(pids) == max(1, workers) * (2 if mesh == "dp2" else 1)
+        assert (rank in pids) == (workers == 0)
+        steps = [(n, {k: v for k, v in told.items() if not k.startswith("memory/")}) for n, told in steps]
+        found.append((steps, params))
+    assert found[0][0] == found[1][0]
+    assert gap(found[0][1], found[1][1]) == 0
+
+
+def test_only_the_first_tensor_rank_of_a_replica_has_workers():
+    job = small_job(mesh="dp2,tp2", generate_mesh="dp2,tp2", reward_workers=1)
+    for rank in range(4):
+        with open_rewards(job, rank) as pool:
+            assert (pool is not None) == (rank in (0, 2))
+
+
+def test_by_default_a_rank_has_its_share_of_the_cores_but_for_the_embedded_task(monkeypatch):
+    monkeypatch.setattr(job_source, "cores", lambda: 12)
+    shares = {"dp1": 12, "dp2": 6, "dp4": 3, "dp2,tp2": 3}
+    for mesh, share in shares.items():
+        assert share_of_cores(small_job(mesh=mesh)) == share
+    assert share_of_cores(small_job(mesh="dp2,tp2", generate_mesh="dp2,tp2")) == 6  # two of four ranks ask
+    monkeypatch.setattr(job_source, "cores", lambda: 3)
+    assert share_of_cores(small_job(mesh="dp4")) == 1
+    monkeypatch.setattr(job_source, "cores", lambda: 400)
+    assert share_of_cores(small_job()) == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert share_of_cores(small_job()) == 16
+    monkeypatch.setattr(job_source, "cores", lambda: 17)
+    with open_rewards(small_job(), 0) as pool:
+        assert pool is not None and pool.workers == 2
+    with open_rewards(small_job(reward=arithmetic.reward), 0) as pool:
+        assert pool is None
+    with open_rewards(small_job(reward=arithmetic.reward, reward_workers=1), 0) as pool:
+        assert pool is not None and pool.workers == 1
+
+
+def test_a_reward_that_takes_longer_than_its_flag_ends_the_run(tmp_path):
+    def hangs(prompt, completion, **fields):
+        while (tmp_path / "late").exists():
+            time.sleep(0.1)
+        return digits_reward(prompt, completion)
+
+    job = small_job(reward=hangs, reward_workers=2, reward_timeout=0.7)
+
+    class Late(Quiet):
+        def step(self, step, metrics, seconds):
+            super().step(step, metrics, seconds)
+            (tmp_path / "late").touch()
+
+    observer = Late()
+    with open_rewards(job, 0) as pool:
+        outcome = loop.train_loop(job, single(), observer, pool=pool)
+    assert outcome.error.startswith("the reward functions took longer than 0.7 s\n  prompt: ")
+    assert observer.error == outcome.error and [step for step, _ in observer.steps] == [1]
+
+
+def test_a_trainer_without_a_pool_rewards_by_itself():
+    job = small_job(reward=lambda prompt, completion, **fields: os.getpid())
+    run, state = loop.begin_run(job, single(), Quiet())
+    rows, _, _ = scored_batch(run, sync(run.parts, state))
+    assert run.parts.pool is None and set(rows.batch.score.tolist()) == {os.getpid()}
