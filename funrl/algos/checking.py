@@ -114,7 +114,8 @@ def check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
         answers = iter(asked)
         some = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[:SOME], rows)
         try:
-            part = run(with_across(some, Across(lambda x: next(answers), lambda x: x[:SOME], lambda x, k: next(answers))))
+            others = Across(lambda x: next(answers), lambda x: x[:SOME], lambda x, k: next(answers))
+            part = run(with_across(some, others))
             why = "other numbers" if not _same_rows(whole, part) else ""
         except Exception as error:
             why = f"{type(error).__name__}: {error}"

@@ -9,14 +9,23 @@ decode bit for bit. `decode_reference` is the same pass in torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
-from funrl.compiled_kernels.packed import BITS, LANES, fill_panels, panel_numbers, panel_width, round_up, zeroed
+from funrl.compiled_kernels.packed import (
+    BITS,
+    LANES,
+    fill_panels,
+    panel_numbers,
+    panel_width,
+    round_up,
+    unpack_panels,
+    zeroed,
+)
 from funrl.compiled_kernels.rotary import frequencies, rotary
 
 PAGE = 16  # tokens of a page
@@ -117,6 +126,47 @@ class PackedDecoder:
             self._pack(unembed), self._vector(params["norm"]), self._rope.data_ptr(), self._positions,
             ctypes.addressof(self._layers),
         )  # fmt: skip
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as the kernel has them, taken out of its layout one by one; by the names of the tree."""
+        config, used, vectors = self.config, 0, iter(self._vectors)
+        half, head = panel_width() // 2, round_up(config.head, LANES)
+        inner, heads = round_up(config.mlp, half), (config.heads, config.kv_heads, config.kv_heads)
+
+        def unpacked(outputs: int, inputs: int) -> Tensor:
+            nonlocal used
+            count = panel_numbers(outputs, inputs)
+            used += count
+            return unpack_panels(self._panels[used - count : used], outputs, inputs)
+
+        def vector(size: int) -> Tensor:
+            return next(vectors)[:size].to(self.dtype)
+
+        for i in range(config.layers):
+            layer, D = f"layers/{i}", config.embed
+            parts = unpacked(sum(heads) * head, D).unflatten(0, (-1, head))[:, : config.head].split(heads)
+            yield from ((f"{layer}/attn/{name}", part) for name, part in zip("qkv", parts, strict=True))
+            output = unpacked(D, config.heads * head).unflatten(1, (-1, head))
+            yield f"{layer}/attn/o", output[..., : config.head]
+            both = unpacked(2 * inner, D).unflatten(0, (-1, 2, half))
+            for name, part in zip(("gate", "up"), both.unbind(1), strict=True):
+                yield f"{layer}/mlp/{name}", part.flatten(0, 1)[: config.mlp]
+            yield f"{layer}/mlp/down", unpacked(D, config.mlp)
+            yield f"{layer}/attn_norm", vector(D)
+            yield f"{layer}/mlp_norm", vector(D)
+            if config.qk_norm:
+                yield f"{layer}/attn/q_norm", vector(config.head)
+                yield f"{layer}/attn/k_norm", vector(config.head)
+            if config.attention_bias:
+                parts = vector(sum(heads) * head).unflatten(0, (-1, head))[:, : config.head].split(heads)
+                yield from ((f"{layer}/attn/{name}_bias", part) for name, part in zip("qkv", parts, strict=True))
+            if config.output_bias:
+                yield f"{layer}/attn/o_bias", vector(D)
+        yield "embed", next(vectors)
+        unembed = unpacked(config.vocab, config.embed)
+        if not config.tied:
+            yield "unembed", unembed
+        yield "norm", vector(config.embed)
 
     def init_cache(self, pages: int) -> PagedKeyValues:
         """An empty cache; its memory is taken as pages are written."""

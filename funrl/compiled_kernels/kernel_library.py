@@ -17,7 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
+FLAGS += ["-Wno-psabi"]
 NEEDED = ("avx2", "fma")  # of the processor
 _FOLDER = Path(__file__).parent
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double

@@ -47,6 +47,13 @@ def fill_panels(w_NK: Tensor, panels: Tensor) -> None:
     library().funrl_pack(bits, w_NK.data_ptr(), N, K, round_up(K, LANES), panels.data_ptr())
 
 
+def unpack_panels(panels: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The weight [N, K] that was packed, a copy."""
+    terms = 4 // panels.element_size()  # neighbouring inputs that stand together
+    w_NK = panels.view(-1, round_up(inputs, LANES) // terms, panel_width(), terms).transpose(1, 2).flatten(0, 1)
+    return w_NK.flatten(1)[:outputs, :inputs]
+
+
 def panel_numbers(N: int, K: int) -> int:
     """Numbers that a weight [N, K] has in panels, the padding included."""
     return round_up(N, panel_width()) * round_up(K, LANES)

@@ -36,13 +36,15 @@ from funrl.cost.estimate import (
     stage_of,
     tracer_of,
 )
-from funrl.cost.hardware import USABLE, Hardware
+from funrl.cost.hardware import USABLE, Hardware, op_seconds
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.mesh import mesh as meshes
+from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models import Model, decoder_model, hf
 from funrl.models.config import ModelError
+from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.rollout.native import FREE_SHARE
 from funrl.tasks import arithmetic
 from funrl.trainer import job as jobs
@@ -141,6 +143,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             engine, _ = _engine_bytes(parts.generator, job.master)
             found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
             found["reshard"] = _resharding(parts.generator, rests, engine)
+            if job.settings.verify_sync:
+                found["verify"] = _verifying(parts, job.master, found["reshard"].peak, hardware)
         if job.settings.offload and hardware.accelerator:
             found = _without_offloaded(job, parts, found, rests)
     return Estimate(
@@ -195,6 +199,8 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     ]
     if job.algorithm.filter is not None and settings.max_refills > 1:
         out.append(f"up to {settings.max_refills - 1} more batches of completions instead of rows that are filtered")
+    if job.generates and settings.probe_sync_every:
+        out.append(f"the probe of the engine every {settings.probe_sync_every} steps")
     if settings.offload:
         copies = "the time of its copies" if hardware.accelerator else "it does nothing on a CPU"
         out.append(f"--offload={settings.offload}: {copies}")
@@ -353,7 +359,7 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
     }
     away = offload.offloaded_parts(job.settings.offload)
     for name, costs in found.items():
-        stage = "update" if name == "reshard" else stage_of(name)
+        stage = "update" if stage_of(name) == "reshard" else stage_of(name)
         for part in away.difference(offload.NEEDS[stage], ["reference"]):
             costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
         if "reference" in away:
@@ -369,3 +375,17 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
     peak = kept | {"weights": kept["weights"] + engine, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
     traffic = {("reshard", "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
+
+
+def _verifying(parts: Parts, master: torch.dtype, kept: dict[str, float], hardware: Hardware) -> Costs:
+    """Digests of the trainer's and of the engine's weights, and their one sum over all ranks."""
+    assert parts.generator is not None
+    mesh, made, seconds = parts.mesh, parts.generator.to_engine, 0.0
+    for has, dtype in zip(held(made, 0), made.dtypes, strict=True):
+        boxes = [has.new] if has.old == has.new and dtype == master else [has.old, has.new]
+        numbers = sum(volume(box) for box in boxes if box is not None)
+        seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
+    traffic = {}
+    if mesh.world > 1:
+        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(made.names)))
+    return Costs({"other": kept | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)

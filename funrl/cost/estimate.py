@@ -65,9 +65,11 @@ class Trace(NamedTuple):
 
 
 def stage_of(phase: str) -> str:
-    """generate, score, update or reshard."""
+    """generate, score, update or reshard, of which the proof of the engine's weights is a part."""
     if phase in ("generate", "reshard"):
         return phase
+    if phase == "verify":
+        return "reshard"
     return "update" if phase.startswith(UPDATES) else "score"
 
 

@@ -169,10 +169,13 @@ class PackedBackend:
         self._cache: decode_step.PagedKeyValues | None = None
 
     def load(self, params: trees.Tree) -> None:
-        self._decoder = decode_step.packed_decoder(self._config, params, self._dtype)
+        if self._decoder is None:
+            self._decoder = decode_step.packed_decoder(self._config, params, self._dtype)
+        else:
+            self._decoder.load(params)
 
     def drop(self) -> None:
-        self._decoder = None
+        """The memory of the packed weights stays: the next ones go there."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         assert self._decoder is not None
@@ -195,9 +198,10 @@ class PackedBackend:
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
         behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
         positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
-        numbers = (torch.from_numpy(x) for x in (positions_N, sequence_N))
-        draws_M = torch.tensor(work.draws, dtype=torch.int64)
-        return self._decoder.forward(self._cache, work.tokens_N, *numbers, work.table_SP, draws_M)
+        positions, sequence, draws_M = (
+            torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.draws, dtype=np.int64))
+        )
+        return self._decoder.forward(self._cache, work.tokens_N, positions, sequence, work.table_SP, draws_M)
 
     def draw(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None

@@ -6,7 +6,7 @@ prompts are split into calls. Its log-probabilities are computed again from the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ class HFEngine:
             state[UNEMBED] = state[EMBED]
         self.model.load_state_dict(state, strict=True)
         self.version = version
+
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights of the transformers model; see `Engine`."""
+        held = self.model.state_dict()
+        return ((name, held[name]) for name, _ in self.weights.names.values())
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine can complete."""

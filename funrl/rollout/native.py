@@ -92,8 +92,14 @@ class NativeEngine:
         self._flights.of_version(version)
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's shards as the engine really has them, in the layouts of `weights`."""
-        yield from self._backend.held()
+        """This rank's shards of all weights; see `Engine`.
+
+        Raises:
+          RuntimeError: no weights have been loaded.
+        """
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        return self._backend.held()
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""

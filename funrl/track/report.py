@@ -23,7 +23,7 @@ from funrl.track.samples import Sample, first_and_last, read_samples
 
 PHASES = {  # in the order of a step, with the page's colour of each
     "generate": 0, "reward": 5, "old_logp": 2, "ref": 6, "value": 4, "advantage": 7, "update_actor": 1,
-    "update_critic": 3, "reshard": 8, "eval": 9, "other": 10,
+    "update_critic": 3, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
 }  # fmt: skip
 LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
 SAMPLES = 5  # from the start, and from the end
@@ -95,7 +95,7 @@ CHARTS = (
     Chart(
         "Log-prob gap",
         "nats, engine against trainer",
-        (("rollout/logprob_gap_max", "largest"), ("rollout/logprob_gap_mean", "mean")),
+        (("rollout/logprob_gap_max", "largest"), ("rollout/logprob_gap_mean", "mean"), ("sync/probe_gap", "probe")),
         log=True,
     ),
     Chart("Gradient norm", "before clipping", (("actor/grad_norm", "norm"),)),

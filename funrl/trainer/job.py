@@ -268,7 +268,7 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
         settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt,
         min_p=settings.min_p, repetition_penalty=settings.repetition_penalty,
     )  # fmt: skip
-    given = {name: getattr(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
+    given: dict[str, Any] = {name: getattr(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
     how = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
     greedy = how["temperature"] == 0
     idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
@@ -277,7 +277,7 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
     try:
-        numbers = how | {"temperature": how["temperature"] or 1.0}
+        numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
         return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error

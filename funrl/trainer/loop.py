@@ -15,6 +15,7 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
+from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import checkpoint, offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
@@ -67,8 +68,8 @@ def train_loop(
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
-    Returns: how it ended. A reward function that fails, or a gradient that is not finite, ends the run too, with
-      everything learned so far saved.
+    Returns: how it ended. A reward function that fails, a gradient that is not finite, or an engine that does not hold
+      the trainer's weights ends the run too, with everything learned so far saved.
     """
     settings = job.settings
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
@@ -79,6 +80,7 @@ def train_loop(
     last: dict[str, float] = {}
     error = None
     try:
+        checked = verify(trainer, state, True)
         first = last = trainer.source.evaluate(state.roles, state.step)
         for step in range(state.step + 1, settings.steps + 1):
             trainer, state = place(trainer, state, "generate")
@@ -88,7 +90,8 @@ def train_loop(
             trainer, state = place(trainer, state, "update")
             state, learned = learn_batch(trainer, state, rows)
             state = sync(trainer.parts, state, trainer.clock)
-            metrics |= scored | learned
+            metrics |= checked | scored | learned | verify(trainer, state)
+            checked = {}
             if step == 1:  # as it was before the first update
                 metrics |= first
             if step % settings.eval_every == 0 or step == settings.steps:
@@ -96,7 +99,7 @@ def train_loop(
                 metrics |= last
             observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, trainer.clock.take())
             checkpoint.save_when_due(job, trainer.parts, state, folder)
-    except (RewardError, NotFiniteError) as failure:
+    except (RewardError, NotFiniteError, SyncError) as failure:
         error = str(failure)
     _, state = place(trainer, state, "save")
     observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
@@ -157,3 +160,22 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
         settings.token_budget, trainer.clock, trainer.frozen, row_cost(trainer.parts.roles[trainer.job.lead].placed),
     )  # fmt: skip
     return state._replace(roles=roles, step=step), metrics
+
+
+def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
+    """Metrics of the proof, after a sync, that the engine holds the policy's weights; none where no proof is due.
+
+    Args:
+      first: this is the first sync of the run.
+
+    Raises:
+      SyncError: it does not.
+    """
+    settings, generator = trainer.job.settings, trainer.parts.generator
+    every = settings.probe_sync_every
+    probes = every > 0 and (first or state.step % every == 0)
+    if generator is None or not (settings.verify_sync or probes):
+        return {}
+    placed, params = trainer.parts.roles["policy"].placed, state.roles["policy"].params
+    with trainer.clock.phase("verify"):
+        return certify(placed, params, generator.engine, state.version, settings.verify_sync, probes)

@@ -96,8 +96,8 @@ class Settings:
     )  # fmt: skip
     decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
     queue: str = flag(
-        "tickets", "devices", "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, by "
-        "their numbers, which a run on GPUs needs to be repeated exactly",
+        "tickets", "devices", "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, "
+        "by their numbers, which a run on GPUs needs to be repeated exactly",
         one_of("tickets", "fixed"), kinds=RL,
     )  # fmt: skip
     compile: str = flag(
@@ -199,8 +199,8 @@ class Settings:
         1.0, "rollout", "above 1 tokens that are in the prompt or completion become less likely", above(0), kinds=RL
     )
     max_refills: int = flag(
-        8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, but at most this many batches", at_least(1),
-        kinds=RL,
+        8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, at most so many batches",
+        at_least(1), kinds=RL,
     )  # fmt: skip
 
     lr: float | None = flag(

@@ -91,8 +91,8 @@ class Generation(NamedTuple):
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    As many more prompts as the filter keeps no row of are sampled, until the batch is full, within bounds: no completion
-    is thrown away that the filter keeps. What it drops is counted: prompts, and rows of the prompts that are used.
+    As many more prompts as the filter keeps no row of are sampled until the batch is full, within bounds: no completion
+    that the filter keeps is thrown away. What it drops is counted: prompts, and rows of the prompts that are used.
     """
     g = generation
 

@@ -14,7 +14,7 @@ from funrl.cost.estimate import Estimate
 from funrl.experiments.run import main
 from funrl.trainer.settings import settings_flags
 
-PHASES = {  # of a step of each experiment, beside generate, advantage and reshard
+PHASES = {  # of a step of each experiment, beside generate, advantage, reshard and verify
     "ppo": {"score_policy", "score_reference", "score_critic", "update_critic", "update_policy"},
     "grpo": {"score_policy", "score_reference", "update_policy"},
     "dapo": {"score_policy", "update_policy"},
@@ -43,7 +43,7 @@ def phases_of(said):
 def test_every_experiment_is_estimated_by_its_command(name, capsys):
     flags = ["--dry_run", "--batch_prompts=4"] + ["--minibatches=2"] * (name not in TEXTS)
     assert main(name, [name, *flags], name) == 0
-    around = set() if name in TEXTS else {"generate", "advantage", "reshard"}
+    around = set() if name in TEXTS else {"generate", "advantage", "reshard", "verify"}
     said = capsys.readouterr().out
     assert phases_of(said) == PHASES[name] | around
     assert "fits: the most that a rank holds" in said
@@ -60,7 +60,7 @@ def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys
     assert {"score_teacher", "update_policy"} <= phases_of(said) and "score_reference" not in said
     beside = [flag.replace("=distillation", "=gkd") for flag in flags]  # the teacher runs in the update itself
     assert main("rl", ["rl", *beside, "--batch_prompts=4"]) == 0
-    assert phases_of(capsys.readouterr().out) == {"generate", "update_policy", "reshard"}
+    assert phases_of(capsys.readouterr().out) == {"generate", "update_policy", "reshard", "verify"}
     assert main("rl", ["rl", *[flag for flag in flags if "teacher" not in flag]]) == 2
     assert "give --teacher=DIR" in capsys.readouterr().err
 

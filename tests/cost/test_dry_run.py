@@ -150,7 +150,7 @@ def test_what_is_offloaded_is_away_where_it_is_not_needed():
     assert without["generate"] == {"weights": policy + critic, "optimizer": moments}  # the engine has the policy's own
     for name in ("score_policy", "score_reference", "score_critic", "advantage"):
         assert without[name] == {"weights": 0, "optimizer": moments}
-    for name in ("update_critic", "update_policy", "reshard"):
+    for name in ("update_critic", "update_policy", "reshard", "verify"):
         assert without[name] == {"weights": policy, "optimizer": 0}
     on_cpu = dry_run.estimate(job._replace(settings=dataclasses.replace(job.settings, offload="optimizer")), 8, CPU)
     assert on_cpu.left_out[-1] == "--offload=optimizer: it does nothing on a CPU"
@@ -178,6 +178,19 @@ def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
     assert {group["dp2"], group["tp2"]} <= {name for _, name in two.phases["update_policy"].traffic}
     # of one micro-batch: the embedding, 2 a layer, and the maximum and the sums of the logits
     assert two.phases["score_policy"].traffic["all_reduce", group["tp2"]].count == 1 + 2 * 2 + 2
+
+
+def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(tmp_path):
+    model = write_config(tmp_path)
+    flags = {"model": model, "mesh": "dp2,tp2", "generate_mesh": "dp2,tp2", "dtype": "bfloat16"}
+    on, off = (dry_run.estimate(plain("grpo", verify_sync=verify, **flags), 8, CPU) for verify in (True, False))
+    assert set(on.phases) - set(off.phases) == {"verify"}
+    ((op, group),) = on.phases["verify"].traffic
+    weights = len(trees.leaves(on.job.model.shapes))
+    assert op == "all_reduce" and on.axes[group][0] == "dp2,tp2"
+    assert on.phases["verify"].traffic[op, group].nbytes == 40 * (weights + 1)
+    both = 2 * on.parameters / 2  # float32 masters and a bfloat16 engine, halves of both
+    assert on.phases["verify"].seconds >= 32 * both / CPU.bandwidth
 
 
 def test_512_ranks_and_sharding_over_data(tmp_path):

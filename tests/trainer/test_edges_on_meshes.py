@@ -1,4 +1,4 @@
-"""Real runs of ppo, grpo, dpo and others at the edges: uneven rows, one row, none to learn from; alike on every mesh."""
+"""Real runs of ppo, grpo, dpo and others at the edges: uneven rows, one row, none to learn from; on all meshes."""
 
 import dataclasses
 import functools

@@ -79,6 +79,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "dry_run": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
     "prompt_tokens": "cost/test_dry_run.py::test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks",
     "text_tokens": "cost/test_dry_report.py::test_texts_have_flags_of_their_own",
+    "verify_sync": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
+    "probe_sync_every": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "run_dir": "experiments/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
     "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",

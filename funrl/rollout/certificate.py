@@ -1,0 +1,303 @@
+"""Proof after a sync that the engine holds the trainer's weights: a sum over the bits of each weight, and a probe.
+
+The digest of a weight w of d dims is
+
+    sum over i of  bits(w[i]) * key_1[i_1] * ... * key_d[i_d]   modulo 2^64
+
+where `bits` is the number in the engine's dtype read as a whole number, i its place in the whole weight, and a key an
+odd random number that belongs to a dim and a coordinate. The parts of a weight add up to it in any layout and order, so
+each rank sums its own part, cast as the sync casts it, and one small collective adds the parts of the trainer and those
+of the engine. One wrong number is always found, for an odd factor has an inverse. Any other change, such as exchanged
+weights or a part that has not arrived, is missed with a probability below 64^(d-1) * 2^(t-62), where 2^t divides the
+differences of all bits: t is 0 unless few numbers have changed, and 31 where nothing but signs of float32 has. Where
+several ranks hold the same part, all copies are compared.
+
+The digest speaks of the weights that the engine can show. The probe speaks of what it computes with them, and so also
+of what it has made of them (packed copies, cached prefixes): log-probabilities of greedy completions by both programs.
+
+References:
+  Carter and Wegman, 1979, https://doi.org/10.1016/0022-0000(79)90044-8
+  Lemire and Kaser, 2014, https://arxiv.org/abs/1202.4961
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.batch import Batch
+from funrl.mesh.collectives import gather_objects, pmax, psum
+from funrl.mesh.mesh import AXES, Mesh, Ranks, coordinates
+from funrl.mesh.plan import Box
+from funrl.mesh.rules import Layout
+from funrl.models.placed import Placed
+from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import Engine, generate
+from funrl.rollout.requests import requests_of
+
+# Numbers that are digested at once, in 8 bytes each. On a CPU they stay in a core's cache; a GPU has a kernel's worth.
+PIECE = {"cpu": 1 << 17}
+GPU_PIECE = 1 << 21
+DIGEST_PASSES = 4  # over 8 bytes of every number: written, multiplied (read and written), summed
+WORDS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int32,
+}  # by bytes of a number: what its bits are read as
+PROBE_PROMPTS, PROBE_TOKENS, PROBE_NEW_TOKENS = 2, 32, 8
+# Nats that two programs' rounding may make of the same weights; measured in docs/resharding.md.
+PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+
+
+class SyncError(RuntimeError):
+    """The engine does not hold the trainer's weights."""
+
+
+class Share(NamedTuple):
+    """A rank's parts of a weight, in the layouts of the trainer and of the engine, and their digests."""
+
+    stored: Box
+    trainer: int
+    placed: Box
+    engine: int
+
+
+def certify(
+    placed: Placed, params: trees.Tree, engine: Engine, version: int, digests: bool = True, probes: bool = False
+) -> dict[str, float]:
+    """Compare the engine's weights with the trainer's. All ranks of the trainer's mesh call it together.
+
+    Args:
+      placed, params: the model that was synced, and this rank's shards of its weights.
+      engine: on the devices of `placed.mesh`.
+      version: that the engine ought to have.
+      digests, probes: which of the two to compare.
+
+    Returns: metrics. "sync/verified": 1, the digests of all weights agree; 0.5, a probe agrees and so do the digests of
+      the weights that the engine can show, which are not all or are not compared; 0, likewise without a probe.
+      "sync/probe_gap", with a probe: the largest difference of log-probabilities in nats.
+
+    Raises:
+      SyncError: they differ. Raised on every rank; the message names the weight.
+    """
+    whole = digests and compare_weights(params, placed.stored, engine, version, placed.mesh)
+    if not probes:
+        return {"sync/verified": float(whole)}
+    gap, bound = probe_gap(placed, params, engine), PROBE_BOUNDS[placed.dtype]
+    if not gap <= bound:
+        shown = "Its weights are the trainer's" if whole else "Not all of its weights were compared"
+        raise SyncError(
+            f"after the sync of version {version} the engine's log-probabilities of a fixed text are up to {gap:.3g} "
+            f"nats from the trainer's; rounding in {placed.dtype} explains {bound:g}. {shown}, so what it has made of "
+            "them is wrong or stale, such as packed weights or cached prefixes"
+        )
+    return {"sync/verified": 1.0 if whole else 0.5, "sync/probe_gap": gap}
+
+
+def compare_weights(params: trees.Tree, stored: trees.Tree, engine: Engine, version: int, mesh: Mesh) -> bool:
+    """Compare the digests of every weight that the engine can show, and the versions.
+
+    Args:
+      params, stored: the trainer's weights and their layouts, by the names of `engine.weights.layouts`.
+      version: that the engine ought to have.
+      mesh: the trainer's; the engine's is over the same processes.
+
+    Returns: whether all weights could be read.
+
+    Raises:
+      SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
+    """
+    trained, placed = dict(trees.named(stored)), dict(trees.named(engine.weights.layouts))
+    digests, faults = _own_digests(dict(trees.named(params)), trained, engine, mesh)
+    if engine.version != version:
+        faults.insert(0, f"the version is {engine.version}")
+    # A row for each weight: the trainer's digest, that of all its copies, the engine's two, and whether it is unread.
+    last = torch.tensor([0, 0, 0, 0, len(faults)], device=mesh.device)
+    unread = torch.tensor([0, 0, 0, 0, 1], device=mesh.device)
+    own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
+    *rows, (*_, faulty) = psum(own_N5, mesh, AXES).tolist()
+    before = f"after the sync of version {version} the engine does not hold the trainer's weights: "
+    if faulty:
+        told = [
+            f"{one} on rank {r}" for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True) for one in its
+        ]
+        raise SyncError(f"{before}{told[0]}" + (f", and {len(told) - 1} faults more" if told[1:] else ""))
+    wrong = [
+        name
+        for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
+        if once != engine_once
+        or (trainer - copies(trained[name]) * once) % (1 << 64)
+        or (held - copies(placed[name]) * once) % (1 << 64)
+    ]
+    if wrong:
+        name = wrong[0]
+        _, trainer, _, held, _ = own_N5[list(placed).index(name)].tolist()
+        share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), held)
+        where = _where(gather_objects(share, mesh), mesh.ranks)
+        raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
+    return not any(missing for *_, missing in rows)
+
+
+def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
+    """The digest of a rank's part of a weight: a scalar, int64, equal on every device.
+
+    Extra memory is a few times `PIECE` numbers of 8 bytes, and as much for the coordinates of the longest dim.
+
+    Args:
+      x: the part, in any floating point dtype.
+      layout: of the weight; `x` has the shape of its box.
+      rank: in the layout's mesh.
+      dtype: `x` is cast to it before its bits are read.
+    """
+    if not x.numel():
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    *intervals, (low, high) = layout.box(rank) or ((0, 1),)
+    words = dtype.itemsize // WORDS[dtype.itemsize].itemsize
+    intervals.append((low * words, high * words))
+    keys = [_keys(dim, *interval, x.device) for dim, interval in enumerate(intervals)]
+    return _digest(x.detach().reshape(x.shape or (1,)), keys, dtype)
+
+
+def copies(layout: Layout) -> int:
+    """Number of ranks that hold each element."""
+    sizes = dict(zip(AXES, layout.sizes, strict=True))
+    return layout.world // math.prod(sizes[axis] for axis in layout.axes)
+
+
+def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
+    """The largest difference in nats between the engine's log-probabilities of its greedy completions of a fixed text
+    and the trainer's of the same tokens.
+
+    Each replica of the engine completes the text. The trainer scores the tokens of the first one. Where the others have
+    another token, which rounding can explain if two are about equally probable, what follows is not compared.
+
+    Args: as in `certify`.
+    """
+    mesh, config = placed.mesh, placed.model.config
+    prompts, new_tokens = probe_prompts(config.vocab, config.max_positions)
+    tokens_BS, logp_BS = _greedy(engine, prompts, new_tokens)
+    here = mesh.rank == 0
+    first_BS = psum(tokens_BS if here else torch.zeros_like(tokens_BS), mesh, AXES)
+    tokens_BT = torch.cat([torch.tensor(prompts, device=mesh.device), first_BS], 1)
+    mask_BT = torch.arange(tokens_BT.shape[1], device=mesh.device).expand(tokens_BT.shape) >= len(prompts[0])
+    plain = dataclasses.replace(placed, layer=placed.model.layer)  # a compiled one would be compiled for this shape too
+    with torch.no_grad():
+        scores = plain.token_scores(params, Batch(tokens=tokens_BT, mask=mask_BT)).logp
+    assert scores is not None
+    differs_BS = tokens_BS != first_BS
+    after_BS = (differs_BS.cumsum(1) - differs_BS.long()) > 0  # a place where they differ is the last one compared
+    gap_BS = (scores[:, len(prompts[0]) :].double() - logp_BS.double()).abs().masked_fill(after_BS, 0)
+    return pmax(gap_BS.nan_to_num(torch.inf).max(), mesh, AXES).item()
+
+
+def probe_prompts(vocab: int, positions: int) -> tuple[list[list[int]], int]:
+    """Token ids of the fixed text, random ones, and the number of tokens to add; together they fit into `positions`."""
+    length = min(PROBE_TOKENS, max(1, positions - PROBE_NEW_TOKENS))
+    ids_PT = np.random.default_rng(0).integers(vocab, size=(PROBE_PROMPTS, length))
+    return ids_PT.tolist(), min(PROBE_NEW_TOKENS, positions - length)
+
+
+def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Greedy completions of this rank's replica and the model's log-probabilities of their tokens, [P, S] each."""
+    requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
+    paused = engine.paused
+    engine.resume()
+    done = generate(engine, requests)
+    if paused:
+        engine.pause()
+    tokens_BS, logp_BS = (torch.stack(x) for x in zip(*((one.tokens, one.raw_logp) for one in done), strict=True))
+    return tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device)
+
+
+def _own_digests(
+    params: Mapping[str, Tensor], trained: Mapping[str, Layout], engine: Engine, mesh: Mesh
+) -> tuple[dict[str, Tensor], list[str]]:
+    """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
+    are compared."""
+    spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
+    awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}
+    none = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for there, held in engine.held_weights():
+        name = awaited.pop(there, None)
+        if name is None:
+            faults.append(f"{there} is unknown or given twice")
+        if name is None or held is None:
+            continue
+        shape = placed[name].local_shape(spec.mesh.rank)
+        if held.numel() != math.prod(shape) or held.dtype != spec.dtype:
+            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {spec.dtype} {list(shape)}")
+            continue
+        held, own = held.reshape(shape), params[name]
+        trainer = digest(own, trained[name], mesh.rank, spec.dtype).to(mesh.device)
+        same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
+        theirs = trainer if same else digest(held, placed[name], spec.mesh.rank, spec.dtype).to(mesh.device)
+        first, engine_first = _first_copy(trained[name], mesh), _first_copy(placed[name], spec.mesh)
+        found[name] = torch.stack([trainer * first, trainer, theirs * engine_first, theirs, none])
+    return found, faults + [f"{name} is missing" for name in awaited.values()]
+
+
+def _first_copy(layout: Layout, mesh: Mesh) -> bool:
+    """True on one of the ranks that hold the same part."""
+    at = coordinates(mesh.sizes, mesh.rank)
+    return all(at[axis] == 0 for axis in AXES if axis not in layout.axes)
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    alike = x.dtype == y.dtype and x.device == y.device and x.stride() == y.stride()
+    return alike and x.data_ptr() == y.data_ptr()
+
+
+def _where(shares: Sequence[Share], ranks: Ranks) -> str:
+    """The ranks that hold other numbers than their part has elsewhere, in words; "" if every part is on one rank only.
+
+    Args:
+      shares: of every rank of the mesh.
+      ranks: their numbers in the run.
+    """
+    stored: dict[Box, tuple[int, int]] = {}
+    for rank, one in zip(ranks, shares, strict=True):
+        first, number = stored.setdefault(one.stored, (rank, one.trainer))
+        if number != one.trainer:
+            return f" before the sync: the trainer's ranks {first} and {rank} have the same part with other numbers"
+    placed: dict[Box, tuple[int, int]] = {}
+    for rank, one in zip(ranks, shares, strict=True):
+        if one.placed in stored and stored[one.placed][1] != one.engine:
+            return f" on rank {rank}"
+        first, number = placed.setdefault(one.placed, (rank, one.engine))
+        if number != one.engine:
+            return f" between ranks {first} and {rank}, which ought to hold the same part"
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _keys(dim: int, low: int, high: int, device: torch.device) -> Tensor:
+    """Odd random numbers of the coordinates from `low` to `high` of a dim, int64."""
+    numbers = np.random.PCG64(dim).random_raw(high)[low:] | 1
+    return torch.from_numpy(numbers.view(np.int64)).to(device)
+
+
+def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The digest of a part with at least one dim and one number.
+
+    Args:
+      keys: for each dim those of the part's coordinates; for the last one, those of its words.
+    """
+    piece, row = PIECE.get(x.device.type, GPU_PIECE), x[0].numel()
+    if row > piece:
+        return (torch.stack([_digest(one, keys[1:], dtype) for one in x]) * keys[0]).sum()
+    total, rows, words = keys[0].new_zeros(()), piece // row, len(keys[0]) // len(x)
+    for part, first in zip(x.split(rows), keys[0].split(rows * words), strict=True):
+        numbers = part.to(dtype).contiguous().view(WORDS[dtype.itemsize]).to(torch.int64)
+        for key in (*keys[:0:-1], first):
+            numbers = numbers.mul_(key).sum(-1)
+        total += numbers
+    return total

@@ -1,0 +1,464 @@
+"""The proof of a sync: what is wrong is found and named, and what is right is not called wrong."""
+
+import itertools
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from funrl import trees
+from funrl.cost.costs import Tracer
+from funrl.cost.hardware import HARDWARE
+from funrl.mesh import rules
+from funrl.mesh.launch import launch, view
+from funrl.mesh.mesh import AXES, parse
+from funrl.mesh.plan import plan
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import STORED, Layout, fully_sharded
+from funrl.models import Config, decoder_model, place
+from funrl.rollout import certificate
+from funrl.rollout.certificate import SyncError, certify, compare_weights, digest, probe_gap, probe_prompts
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native import NativeEngine, native_engine
+
+SMALL = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 64}
+CONFIG = Config(**SMALL)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WRONG = "layers/1/mlp/up"
+ONE = (1, 1, 1, 1)
+
+
+def weights(config=CONFIG, dtype=torch.float32, seed=0):
+    return decoder_model(config).init(torch.Generator().manual_seed(seed), dtype)
+
+
+def whole(shape):
+    return Layout(tuple(shape), ((),) * len(shape), ONE)
+
+
+def synced(params, dtype=torch.float32, change=None, model=None):
+    """An engine that has been given weights of its own memory, changed by a function of dicts."""
+    engine = native_engine(model or decoder_model(CONFIG), dtype=dtype)
+    named = {name: x.clone() for name, x in engine.weights.named(trees.cast(params, dtype))}
+    engine.load((change(named) if change else named).items(), 3)
+    return engine
+
+
+def check(engine, params, version=3, **how):
+    placed = place(decoder_model(CONFIG), dtype=engine.weights.dtype)
+    return certify(placed, params, engine, version, **how)
+
+
+# --- the digest
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 4, 5), (7,), (), (2, 6)])
+def test_a_digest_is_the_sum_of_bits_times_keys(shape, dtype, monkeypatch):
+    x = torch.randn(shape).to(dtype)
+    words = x.reshape(x.shape or (1,)).contiguous().view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+    keys = [certificate._keys(dim, 0, length, x.device).tolist() for dim, length in enumerate(words.shape)]
+    assert all(key % 2 for its in keys for key in its)
+    expected = 0
+    for at in itertools.product(*map(range, words.shape)):
+        term = int(words[at])
+        for dim, i in enumerate(at):
+            term *= keys[dim][i]
+        expected += term
+    for piece in (1, 2, 7, 19, 1 << 17):
+        monkeypatch.setitem(certificate.PIECE, "cpu", piece)
+        assert (int(digest(x, whole(shape), 0, dtype)) - expected) % 2**64 == 0
+
+
+SPECS = {  # of a weight [6, 8, 5]
+    "whole": ((), (), ()),
+    "columns": ((), ("tensor",), ()),
+    "both": (("data",), ("tensor",), ()),
+    "nested": ((), ("tensor", "data"), ()),
+    "uneven": ((), (), ("data", "tensor")),
+}
+
+
+@pytest.mark.parametrize("sizes", ["dp2,tp2", "dp2", "tp4", "dp2,ep2,tp2"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_parts_of_a_weight_add_up_to_it(sizes, spec):
+    x, mesh = torch.randn(6, 8, 5, dtype=torch.float64), parse(sizes)
+    layout = Layout((6, 8, 5), SPECS[spec], tuple(mesh[axis] for axis in AXES))
+    parts = [x[tuple(slice(*interval) for interval in layout.box(rank))] for rank in range(layout.world)]
+    held = Counter(
+        place
+        for rank in range(layout.world)
+        for place in itertools.product(*itertools.starmap(range, layout.box(rank)))
+    )
+    assert set(held.values()) == {certificate.copies(layout)}
+    for dtype in DTYPES:
+        total = sum(int(digest(part, layout, rank, dtype)) for rank, part in enumerate(parts))
+        assert (total - certificate.copies(layout) * int(digest(x, whole(x.shape), 0, dtype))) % 2**64 == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_counts(dtype):
+    x = torch.randn(5, 6, dtype=torch.float64).to(dtype)
+    right = digest(x, whole(x.shape), 0, dtype)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for at, bit in itertools.product(range(30), range(8 * dtype.itemsize)):
+        wrong = x.clone()
+        flat, one = wrong.view(integer).view(-1), 1 << bit
+        flat[at] ^= one if bit < 8 * dtype.itemsize - 1 else -one  # the sign bit
+        assert digest(wrong, whole(x.shape), 0, dtype) != right, (at, bit)
+
+
+def test_exchanges_and_changes_of_sign_count():
+    x = torch.randn(64, 64)
+    right, every = digest(x, whole(x.shape), 0, x.dtype), torch.arange(64)
+    changed = {
+        "negated": -x,
+        "even columns negated": x * (1 - 2 * (every % 2)),
+        "transposed": x.T.contiguous(),
+        "rows reversed": x.flip(0),
+        "two rows exchanged": x[every.index_fill(0, torch.tensor([3, 9]), 0) + 9 * (every == 3) + 3 * (every == 9)],
+        "columns turned": x.roll(1, 1),
+        "halves of the columns exchanged": x.roll(32, 1),
+        "half of it gone": x * (every < 32),
+        "rounded": x.bfloat16().float(),
+    }
+    for name, wrong in changed.items():
+        assert not torch.equal(wrong, x) and digest(wrong, whole(x.shape), 0, x.dtype) != right, name
+
+
+def test_a_digest_takes_little_memory_whatever_the_weight():
+    x = torch.randn(2048, 4096)
+    tracer = Tracer(HARDWARE["cpu"], real=True)
+    digest(x, whole(x.shape), 0, torch.bfloat16)  # its keys stay
+    with tracer, tracer.phase("digest"):
+        digest(x, whole(x.shape), 0, torch.bfloat16)
+    piece = 8 * certificate.PIECE["cpu"]
+    assert piece <= tracer.phases["digest"].total - x.nbytes <= 1.5 * piece
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_computes_the_same_digest():
+    x = torch.randn(300, 70, 90)
+    for dtype in DTYPES:
+        assert int(digest(x.cuda(), whole(x.shape), 0, dtype)) == int(digest(x, whole(x.shape), 0, dtype))
+
+
+# --- what is wrong is found
+
+
+def one_element(named):
+    flat = named[WRONG].view(torch.int32).view(-1)
+    flat[77] ^= 1
+    return named
+
+
+def two_layers(named):
+    return named | {WRONG: named["layers/2/mlp/up"], "layers/2/mlp/up": named[WRONG]}
+
+
+def two_norms(named):  # random ones: all norms begin as ones
+    return named | {"layers/0/norm1": named["layers/2/norm1"] + 1}
+
+
+def another_step(named):
+    return {name: x + 1e-6 * x.abs().mean() for name, x in named.items()}
+
+
+def half_precision(named):
+    return {name: x.bfloat16().float() for name, x in named.items()}
+
+
+def zeroed(named):
+    return named | {WRONG: torch.zeros_like(named[WRONG])}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (one_element, rf"{WRONG} differs on rank 0; 1 of \d+ weights"),
+        (two_layers, rf"{WRONG} differs on rank 0; 2 of \d+ weights"),
+        (zeroed, rf"{WRONG} differs on rank 0; 1 of \d+ weights"),
+        (half_precision, r"embed differs on rank 0; \d\d of \d+ weights"),
+        (another_step, r"embed differs on rank 0; \d\d of \d+ weights"),
+    ],
+)
+def test_wrong_numbers_are_found_and_named(change, said):
+    params = weights()
+    assert check(synced(params), params) == {"sync/verified": 1.0}
+    with pytest.raises(SyncError, match=f"after the sync of version 3 the engine does not hold .* {said}"):
+        check(synced(params, change=change), params)
+
+
+class Showing(NativeEngine):
+    """The native engine, showing its weights through a function of (name, tensor) pairs."""
+
+    def held_weights(self):
+        return self.show(super().held_weights())
+
+
+def shows(engine, show):
+    engine.__class__, engine.show = Showing, show
+    return engine
+
+
+def without(named):
+    return ((name, x) for name, x in named if name != WRONG)
+
+
+def twice(named):
+    return (pair for pair in named for _ in range(1 + (pair[0] == WRONG)))
+
+
+def with_another(named):
+    return itertools.chain(named, [("bias", torch.zeros(3))])
+
+
+def in_half(named):
+    return ((name, x.half()) for name, x in named)
+
+
+def cut(named):
+    return ((name, x[:-1] if name == WRONG else x) for name, x in named)
+
+
+def hidden(named):
+    return ((name, None if name == WRONG else x) for name, x in named)
+
+
+def all_hidden(named):
+    return ((name, None) for name, _ in named)
+
+
+@pytest.mark.parametrize(
+    "show, said",
+    [
+        (without, f"{WRONG} is missing on rank 0$"),
+        (twice, f"{WRONG} is unknown or given twice on rank 0$"),
+        (with_another, "bias is unknown or given twice on rank 0$"),
+        (in_half, r"embed is torch.float16 .* instead of torch.float32 .*, and \d+ faults more"),
+        (cut, WRONG + r" is torch.float32 \[47, 32\] instead of torch.float32 \[48, 32\]"),
+    ],
+)
+def test_weights_that_are_not_there_or_of_another_kind_are_found(show, said):
+    params = weights()
+    with pytest.raises(SyncError, match=said):
+        check(shows(synced(params), show), params)
+
+
+def test_an_engine_of_another_version_is_found():
+    params = weights()
+    with pytest.raises(SyncError, match=r"of version 4 .* the version is 3 on rank 0"):
+        check(synced(params), params, version=4)
+
+
+def test_memory_that_is_the_trainers_is_read_once(monkeypatch):
+    params, read = weights(), []
+    engine = native_engine(decoder_model(CONFIG))
+    engine.load(engine.weights.named(params), 3)
+    monkeypatch.setattr(certificate, "digest", lambda x, *args: read.append(x) or digest(x, *args))
+    assert check(engine, params) == {"sync/verified": 1.0} and len(read) == len(trees.leaves(params))
+    read.clear()
+    assert check(synced(params), params) == {"sync/verified": 1.0} and len(read) == 2 * len(trees.leaves(params))
+
+
+def test_weights_that_cannot_be_read_are_left_to_the_probe():
+    params = weights()
+    blind = shows(synced(params), hidden)
+    assert check(blind, params) == {"sync/verified": 0.0}
+    told = check(blind, params, probes=True)
+    assert told.pop("sync/probe_gap") < 1e-5 and told == {"sync/verified": 0.5}
+    said = r"from the trainer's; rounding in torch.float32 explains 0\.001\. Not all of its weights were compared"
+    with pytest.raises(SyncError, match=said):
+        check(shows(synced(params, change=zeroed), hidden), params, probes=True)
+    with pytest.raises(SyncError, match="layers/2/mlp/up differs"):  # one that can be read
+        check(shows(synced(params, change=two_layers), hidden), params)
+    assert check(shows(synced(params), all_hidden), params) == {"sync/verified": 0.0}
+    assert check(synced(params), params, digests=False, probes=True)["sync/verified"] == 0.5
+
+
+def test_transformers_weights_are_compared_under_their_names():
+    params, model = weights(), decoder_model(CONFIG)
+    engine = hf_engine(model)
+    engine.load(engine.weights.named(params), 3)
+    told = check(engine, params, probes=True)
+    assert told["sync/verified"] == 1 and told["sync/probe_gap"] < 1e-5
+    engine.model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1e-6
+    with pytest.raises(SyncError, match=f"{WRONG} differs"):
+        check(engine, params)
+
+
+# --- the probe
+
+
+class Stale(NativeEngine):
+    """An engine that shows new weights and computes with those of its first load, as with a cache of that time."""
+
+    first = None
+
+    def load(self, named_weights, version=0):
+        super().load(named_weights, version)
+        self.first = self.first or self._loaded
+
+    def generate(self, *args, **kwargs):
+        new, self._loaded = self._loaded, self.first
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self._loaded = new
+
+
+def stale(engine):
+    engine.__class__ = Stale
+    return engine
+
+
+def test_an_engine_that_computes_with_earlier_weights_is_found_by_the_probe_alone():
+    engine = stale(native_engine(decoder_model(CONFIG)))
+    engine.load(engine.weights.named(weights()), 1)
+    assert check(engine, weights(), version=1, probes=True)["sync/verified"] == 1
+    params = another_step(dict(engine.weights.named(weights(seed=1))))
+    params = trees.from_named(weights(), params.items())
+    engine.load(engine.weights.named(params), 2)
+    assert check(engine, params, version=2) == {"sync/verified": 1.0}
+    with pytest.raises(SyncError, match="Its weights are the trainer's, so what it has made of them is wrong or stale"):
+        check(engine, params, version=2, probes=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probe_allows_what_rounding_does_and_no_exchange_of_layers(dtype):
+    params = weights()
+    for name in ("embed", "unembed"):
+        params[name] = params[name] * 5  # distributions that are neither flat nor certain
+    placed, bound = place(decoder_model(CONFIG), dtype=dtype), certificate.PROBE_BOUNDS[dtype]
+    assert probe_gap(placed, params, synced(params, dtype)) < bound / 10
+    wide = place(decoder_model(CONFIG), dtype=torch.float64)  # another way to round
+    assert probe_gap(wide, trees.cast(trees.cast(params, dtype), torch.float64), synced(params, dtype)) < bound / 3
+
+    def layers(named):
+        other = {"0": "2", "2": "0"}
+        return {re.sub(r"(?<=layers/)[02]", lambda m: other[m[0]], name): x for name, x in named.items()}
+
+    assert probe_gap(placed, params, synced(params, dtype, layers)) > 2 * bound
+
+
+def test_the_text_of_the_probe_is_fixed_and_fits():
+    ids, new = probe_prompts(300, 2048)
+    assert probe_prompts(300, 2048) == (ids, new) and new == 8
+    assert [len(row) for row in ids] == [32, 32] and ids[0] != ids[1] and max(map(max, ids)) < 300
+    for positions in (2, 3, 8, 9, 33, 40, 41):
+        ids, new = probe_prompts(5, positions)
+        assert len(ids[0]) + new <= positions and len(ids[0]) >= 1 and new >= 1
+
+
+# --- on ranks
+
+
+def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, master=torch.float32):
+    """The model, this rank's weights, and an engine on a view of the mesh that has been given them by a reshard."""
+    placed = place(decoder_model(config), mesh, stored, dtype=dtype)
+    params = rules.shard(weights(config, master), placed.stored, mesh)
+    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype)
+    to_engine = plan(placed.stored, engine.weights.layouts, dtype)
+    engine.load(engine.weights.named(reshard(params, to_engine, mesh)), 3)
+    return placed, params, engine
+
+
+BF16 = {"dtype": torch.bfloat16}
+FINE = {  # training mesh: engines that are right
+    "dp2,tp2": [
+        ("tp2,dp2", {}), ("dp4", {}), ("tp4", {}), ("dp4", BF16), ("dp2,tp2", BF16),
+        ("tp4", {"config": Config(**SMALL, tied=True)}), ("tp4", {"config": Config(**SMALL | {"kv_heads": 1})}),
+        ("dp2,tp2", {"config": Config(**SMALL | {"kv_heads": 1}), "stored": fully_sharded(STORED)}),
+        ("dp4", {"config": Config(**SMALL, family="qwen2", attention_bias=True, tied=True), **BF16}),
+    ],
+    "dp4": [
+        ("tp4", {}), ("dp4", {}), ("tp4", {"stored": fully_sharded(STORED)}),
+        ("dp2,tp2", {"stored": fully_sharded(STORED)}), ("dp4", {"stored": fully_sharded(STORED), **BF16}),
+        ("tp4", {"dtype": torch.float64, "master": torch.float64}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", FINE)
+def test_what_is_right_is_not_called_wrong(mesh):
+    def program(mesh, cases):
+        told = []
+        for sizes, how in cases:
+            placed, params, engine = resharded(mesh, sizes, **how)
+            told.append(certify(placed, params, engine, 3, probes=True))
+        return told
+
+    told = launch(lambda m: program(m, FINE[mesh]), parse(mesh), "cpu")
+    assert [one["sync/verified"] for one in told] == [1] * len(FINE[mesh])
+    for one, (_, how) in zip(told, FINE[mesh], strict=True):
+        assert one["sync/probe_gap"] < (0.05 if how.get("dtype") == torch.bfloat16 else 1e-5)
+
+
+def skipped_shard(mesh, placed, params, engine):
+    """Rank 3 keeps what it had of one weight, such as that of an earlier step."""
+    if mesh.rank == 3:
+        dict(engine.held_weights())[WRONG].mul_(0.999)
+
+
+def shard_of_another(mesh, placed, params, engine):
+    """The two tensor ranks of the engine have each other's part of one weight."""
+    halves = weights()["layers"][1]["mlp"]["up"].chunk(2)
+    dict(engine.held_weights())[WRONG].copy_(halves[1 - int(engine.weights.mesh.index("tensor"))])
+
+
+def missing_on_a_rank(mesh, placed, params, engine):
+    if mesh.rank == 2:
+        shows(engine, without)
+
+
+def drifted_trainer(mesh, placed, params, engine):
+    """A weight that all ranks of the trainer hold is not the same on one of them, and its engine has the same."""
+    if mesh.rank == 2:
+        params["norm"] += 1e-6
+        dict(engine.held_weights())["norm"] += 1e-6
+
+
+def stale_replica(mesh, placed, params, engine):
+    """The engine's last replica computes with other weights than it shows."""
+    if mesh.rank == 3:
+        old = stale(engine)
+        right = trees.clone(old._loaded.params)
+        old.load(old.weights.named(trees.map(lambda x: x * 1.1, right)), 2)
+        old.load(old.weights.named(right), 3)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "mesh, sizes, damage, said",
+    [
+        ("dp2,tp2", "dp2,tp2", skipped_shard, f"{WRONG} differs on rank 3; 1 of "),
+        ("dp2,tp2", "dp4", skipped_shard, f"{WRONG} differs between ranks 0 and 3, which ought to hold the same part"),
+        ("dp2,tp2", "tp4", skipped_shard, f"{WRONG} differs; 1 of "),
+        ("dp4", "dp2,tp2", shard_of_another, f"{WRONG} differs; 1 of "),
+        ("dp2,tp2", "dp4", missing_on_a_rank, f"{WRONG} is missing on rank 2$"),
+        ("dp2,tp2", "dp2,tp2", drifted_trainer, "norm differs before the sync: the trainer's ranks 0 and 2 have"),
+        ("dp2,tp2", "dp4", stale_replica, "of a fixed text are up to"),
+    ],
+)
+def test_a_wrong_rank_is_found_by_all(mesh, sizes, damage, said):
+    def program(mesh):
+        placed, params, engine = resharded(mesh, sizes)
+        mine = trees.clone(dict(engine.held_weights()))  # memory of its own, which may be damaged
+        engine.load(mine.items(), 3)
+        compare_weights(params, placed.stored, engine, 3, mesh)
+        damage(mesh, placed, params, engine)
+        try:
+            certify(placed, params, engine, 3, probes=True)
+        except SyncError as error:
+            problem = str(error)
+        else:
+            problem = ""
+        told = [None] * mesh.world
+        torch.distributed.all_gather_object(told, problem)
+        return told
+
+    told = launch(program, parse(mesh), "cpu")
+    assert len(set(told)) == 1 and re.search(said, told[0]), told

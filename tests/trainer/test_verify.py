@@ -1,0 +1,105 @@
+"""The proof of every sync in a run: its metrics and its time, what it stops, and the flags that ask for it."""
+
+import functools
+
+import pytest
+from small_runs import GRPO, Quiet, small_job
+
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.rollout.native import NativeEngine
+from funrl.trainer import loop
+
+WRONG = "layers/1/mlp/up"
+
+
+class Timed(Quiet):
+    """An observer that keeps the metrics of the proof and the phases that took time."""
+
+    def __init__(self):
+        super().__init__()
+        self.told, self.phases = [], []
+
+    def step(self, step, metrics, seconds):
+        super().step(step, metrics, seconds)
+        self.told.append({name: x for name, x in metrics.items() if name.startswith("sync/")})
+        self.phases.append(set(seconds))
+
+
+def run(mesh=None, **settings):
+    """The observer and the outcome of a run of four steps."""
+    job = small_job(GRPO, **{"steps": 4, "minibatches": 1, "eval_every": 4} | settings)
+    observer = Timed()
+    outcome = loop.train_loop(job, mesh or single(), observer)
+    return observer, outcome
+
+
+def test_every_step_is_verified_and_some_are_probed():
+    observer, outcome = run(probe_sync_every=3)
+    assert outcome.error is None
+    assert [told["sync/verified"] for told in observer.told] == [1.0] * 4
+    gaps = [told.get("sync/probe_gap") for told in observer.told]
+    assert [gap is not None for gap in gaps] == [True, False, True, False]  # that of the first sync is told in step 1
+    assert all(gap is None or gap < 1e-9 for gap in gaps)
+    assert all("verify" in phases for phases in observer.phases)
+
+
+@pytest.mark.parametrize(
+    "flags, verified, probed",
+    [
+        ({"probe_sync_every": 0}, [1.0] * 4, []),
+        ({"verify_sync": False, "probe_sync_every": 2}, [0.5, 0.5, None, 0.5], [0, 1, 3]),
+        ({"verify_sync": False, "probe_sync_every": 0}, [None] * 4, []),
+    ],
+)
+def test_the_flags_say_what_is_compared(flags, verified, probed):
+    observer, _ = run(**flags)
+    assert [told.get("sync/verified") for told in observer.told] == verified
+    assert [i for i, told in enumerate(observer.told) if "sync/probe_gap" in told] == probed
+    assert [i for i, phases in enumerate(observer.phases) if "verify" in phases] == [
+        i for i, one in enumerate(verified) if one is not None
+    ]
+
+
+def spoiled(load, version, self, named_weights, new):
+    """Load weights of which one has another number in one place, from some version on."""
+    named = {name: x.clone() for name, x in named_weights}
+    if new >= version:
+        named[WRONG].view(-1)[5] += 1e-12
+    load(self, named.items(), new)
+
+
+@pytest.mark.parametrize("version, steps", [(1, 0), (3, 1)])
+def test_a_wrong_number_in_the_engine_stops_the_run_and_the_model_is_saved(version, steps, monkeypatch):
+    load = functools.partial(spoiled, NativeEngine.load, version)
+    monkeypatch.setattr(NativeEngine, "load", lambda self, named_weights, new=0: load(self, named_weights, new))
+    observer, outcome = run()
+    assert outcome.error.startswith(
+        f"after the sync of version {version} the engine does not hold the trainer's weights"
+    )
+    assert f"{WRONG} differs" in outcome.error and observer.error == outcome.error
+    assert [step for step, _ in observer.steps] == list(range(1, steps + 1)) and observer.params is not None
+    assert run(verify_sync=False)[1].error is None, "a probe does not see it"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "mesh, how",
+    [
+        ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
+        ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
+        ("dp4", {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
+    ],
+)
+def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):
+    job = small_job(GRPO, mesh=mesh, steps=3, probe_sync_every=1, **how)
+
+    def program(mesh):
+        observer = Timed()
+        return loop.train_loop(job, mesh, observer).error, observer.told
+
+    error, told = launch(program, job.sizes, "cpu")
+    assert error is None and [one["sync/verified"] for one in told] == [1.0] * 3
+    assert max(one["sync/probe_gap"] for one in told) < {"bfloat16": 0.05, "float32": 1e-5}.get(
+        job.settings.dtype, 1e-9
+    )
