@@ -22,6 +22,7 @@ from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
 
+NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
 BATCH = 512  # requests that are completed together at most where replicas share them
 
 
@@ -135,15 +136,22 @@ class HFEngine:
             return_dict_in_generate=True,
             **({} if sampling.greedy else how),
         )
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(hash(tuple(request.seed for request in requests)))
-            out = self.model.generate(inputs=tokens_BT, attention_mask=mask_BT)
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(hash(tuple(request.seed for request in requests)))
+                out = self.model.generate(inputs=tokens_BT, attention_mask=mask_BT)
+        except RuntimeError as error:
+            if "probability tensor" in str(error):
+                raise FloatingPointError(NOT_FINITE) from error
+            raise
         tokens_RT = out.sequences[:, width:]
 
         def chosen(logits: tuple[Tensor, ...]) -> Tensor:
             return torch.stack(logits, 1).log_softmax(-1).gather(2, tokens_RT.unsqueeze(2)).squeeze(2).cpu()
 
         raw_RT = chosen(out.logits)
+        if not raw_RT.isfinite().all():
+            raise FloatingPointError(NOT_FINITE)
         sampling_RT = raw_RT if sampling.greedy else chosen(out.scores)
         done = []
         for row, request in enumerate(requests):

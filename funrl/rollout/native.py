@@ -77,8 +77,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._look()
-        self._scheduler.restart()
+        self._drop_cache()  # where weights were damaged there may be NaN in it, which no mask hides
         self._backend.drop()
         self.version = None
         mesh, dtype = self.weights.mesh, self.weights.dtype
@@ -163,11 +162,8 @@ class NativeEngine:
 
     def pause(self) -> None:
         """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""
-        self._look()
-        self._scheduler.restart()
-        self._backend.resize(0)
-        self._pages, self._limit, self.paused = 0, None, True
-        self._scheduler.resize(0)
+        self._drop_cache()
+        self._limit, self.paused = None, True
 
     def resume(self) -> None:
         """Let `step` work again."""
@@ -205,12 +201,18 @@ class NativeEngine:
         pages = min(max(wanted, 2 * self._pages), self._most_pages())
         if pages <= self._pages:
             return
-        self._look()
-        self._scheduler.restart()
+        self._drop_cache()
         self._pages = pages
-        self._backend.resize(0)
         self._backend.resize(pages)
         self._scheduler.resize(pages)
+
+    def _drop_cache(self) -> None:
+        """Put all requests back and give the memory of keys and values back."""
+        self._look()
+        self._scheduler.restart()
+        self._pages = 0
+        self._backend.resize(0)
+        self._scheduler.resize(0)
 
 
 def native_engine(

@@ -53,6 +53,7 @@ class Scheduler:
         self._running: list[Flight] = []  # in the order of their admission
         self._known = np.zeros(0, dtype=np.int64)  # of each seat: tokens whose keys and values are computed
         self._owned = np.zeros(0, dtype=np.int64)  # of each seat: pages
+        self._most = np.zeros(0, dtype=np.int64)  # of each seat: pages that it can come to own
         self._table = np.zeros((0, 1), dtype=np.int32)
 
     @property
@@ -182,8 +183,9 @@ class Scheduler:
         found = self.pool.find(text[:-1])
         self.pool.share(found)
         lacking = -(-len(text) // self._page) - len(found)
-        # Those that run will need pages before long.
-        if self.pool.available < lacking + (len(self._running) if self._running else 0):
+        seats = self._seats()
+        growing = int((self._owned[seats] < self._most[seats]).sum())  # which will need a page before long
+        if self.pool.available < lacking + growing:
             self.pool.give_back(found)
             return None
         self._waiting.popleft()
@@ -217,9 +219,10 @@ class Scheduler:
         seats = len(self._flights.lengths)
         if seats > len(self._known):
             more = seats - len(self._known)
-            self._known, self._owned = (np.pad(x, (0, more)) for x in (self._known, self._owned))
+            self._known, self._owned, self._most = (np.pad(x, (0, more)) for x in (self._known, self._owned, self._most))
             self._table = np.pad(self._table, ((0, more), (0, 0)))
         self._known[flight.seat], self._owned[flight.seat], flight.pages = known, 0, []
+        self._most[flight.seat] = -(-flight.limit // self._page)
         self._table[flight.seat] = 0
         self._give(flight, pages)
         self._running.append(flight)

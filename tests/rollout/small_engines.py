@@ -1,0 +1,120 @@
+"""Engines of small models with random weights, and what their completions are compared with."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from plain_sampling import plain_logp
+
+from funrl import trees
+from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.mesh import rules
+from funrl.mesh.mesh import SINGLE
+from funrl.models import Config, Inputs, decoder_model
+from funrl.rollout.engine import generate
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native import native_engine
+from funrl.rollout.requests import requests_of
+
+SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
+CONFIGS = {
+    "llama": Config(**SMALL),
+    "llama tied": Config(**SMALL | {"kv_heads": 4}, tied=True),
+    "qwen2": Config(**SMALL, family="qwen2", attention_bias=True),
+    "qwen3": Config(**SMALL | {"head": 16}, family="qwen3", qk_norm=True),
+    "qwen3 window": Config(**SMALL, family="qwen3", qk_norm=True, windows=(None, 6)),
+}
+PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12, 13], [4, 4], [30, 20, 10], [39] * 6, [2, 3, 5, 7, 11, 13, 17]]
+NO_PACKING = library_problem()  # the reason why there is no compiled decoding step here
+
+
+def weights(config, dtype=torch.float32, seed=0):
+    """Random weights whose distributions are neither flat nor certain; the same numbers in float32 and float64."""
+    params = decoder_model(config).init(torch.Generator().manual_seed(seed))
+    for name in {"embed", "unembed"} & set(params):
+        params[name] = params[name] * 25
+    return trees.map(lambda x: x.to(dtype), params)
+
+
+def decode(ids):
+    """Token ids as text, a character each."""
+    return "".join(chr(ord("0") + i) for i in ids)
+
+
+class Kind(NamedTuple):
+    """A way to make an engine.
+
+    Attributes:
+      make: (model, mesh, dtype) -> the engine.
+      dtype: of its weights.
+      close: bound on the error of its log-probabilities.
+      same: bound on their difference where only what else is in flight differs.
+      whole: it completes whole requests only.
+      mesh: that it runs on, "" for one process.
+    """
+
+    make: Callable[..., Any]
+    dtype: torch.dtype = torch.float32
+    close: float = 2e-5
+    same: float = 1e-5
+    whole: bool = False
+    mesh: str = ""
+
+    def engine(self, config, mesh=SINGLE, seed=0, version=7):
+        return load(self.make(decoder_model(config), mesh, self.dtype), weights(config, self.dtype, seed), version)
+
+
+def _native(packed):
+    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, decode=decode, packed=packed)
+
+
+KINDS = {
+    "packed float32": Kind(_native(True), same=0),
+    "torch float32": Kind(_native(False)),
+    "torch float64": Kind(_native(False), torch.float64, 1e-10, 1e-12),
+    "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),
+    "hf": Kind(hf_engine, close=3e-5, whole=True),
+}
+
+
+def load(engine, params, version=7):
+    """The engine with whole weights, of which it takes its shards."""
+    own = rules.shard(params, engine.weights.layouts, engine.weights.mesh)
+    engine.load(engine.weights.named(own), version)
+    return engine
+
+
+def engine_of(config, dtype=torch.float32, seed=0, **how):
+    """A native engine with weights."""
+    return load(native_engine(decoder_model(config), dtype=dtype, decode=decode, **how), weights(config, dtype, seed))
+
+
+def complete(engine, prompts, sampling, seed=0, first_prompt=0):
+    return generate(engine, requests_of(prompts, sampling, seed, first_prompt))
+
+
+def rows(done):
+    """Tokens of completions as lists."""
+    return [one.tokens.tolist() for one in done]
+
+
+def assert_same(ones, others, close=0.0):
+    """Equal completions, log-probabilities up to a bound."""
+    assert [(one.number, one.finish) for one in ones] == [(one.number, one.finish) for one in others]
+    assert rows(ones) == rows(others)
+    for one, other in zip(ones, others, strict=True):
+        for a, b in ((one.sampling_logp, other.sampling_logp), (one.raw_logp, other.raw_logp)):
+            assert a.dtype == b.dtype and (len(a) == 0 or (a - b).abs().max() <= close)
+
+
+def plain_logps(config, prompt, tokens, sampling, seed=0):
+    """Log-probabilities [T] in float64 of a completion: of the distribution that is drawn from, and the model's own."""
+    model, params, ids = decoder_model(config), weights(config, torch.float64, seed), torch.tensor([[*prompt, *tokens]])
+    logits_TV = model.apply(params, Inputs(ids)).hidden[0, len(prompt) - 1 : -1] @ model.unembed(params).T
+    raw_TV = logits_TV.log_softmax(-1)
+    seen_TV = torch.zeros(raw_TV.shape, dtype=torch.bool)
+    for t, row in enumerate(seen_TV):
+        row[[*prompt, *tokens[:t]]] = True
+    drawn_TV = plain_logp(logits_TV, sampling, seen_TV)
+    token_T1 = torch.tensor(tokens)[:, None]
+    return (raw_TV if sampling.greedy else drawn_TV).gather(1, token_T1)[:, 0], raw_TV.gather(1, token_T1)[:, 0]

@@ -1,0 +1,340 @@
+"""What every engine promises; those that cannot do a thing refuse it."""
+
+import dataclasses
+
+import pytest
+import torch
+from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, complete, load, plain_logps, rows, weights
+
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import SINGLE, parse
+from funrl.models import decoder_model
+from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import awake, generate
+from funrl.rollout.requests import Request, requests_of
+
+CONFIG = CONFIGS["qwen3 window"]
+STOPS = Sampling(max_new_tokens=20, stop=(3, 17, 28), samples=3)
+FREE = Sampling(max_new_tokens=12)
+HOWS = [
+    Sampling(max_new_tokens=9),
+    Sampling(max_new_tokens=8, temperature=0.6),
+    Sampling(max_new_tokens=7, temperature=1.4, top_k=9, top_p=0.8),
+    Sampling(max_new_tokens=10, min_p=0.05, top_p=0.9),
+    Sampling(max_new_tokens=11, greedy=True, temperature=0.3, top_k=2),
+]
+PENALTIES = [
+    Sampling(max_new_tokens=8, repetition_penalty=1.6, temperature=0.8, min_p=0.02),
+    Sampling(max_new_tokens=8, repetition_penalty=1.3, greedy=True),
+]
+
+
+def finish_all(engine):
+    """Completions of all that is in flight, by number."""
+    done = []
+    while engine.in_flight():
+        done += engine.step()
+    return sorted(done, key=lambda one: one.number)
+
+
+def begin(engine, requests, steps):
+    """Submit and step a few times; what was finished by then. No steps for an engine that completes all in one."""
+    engine.submit(requests)
+    return [one for _ in range(steps) for one in engine.step()]
+
+
+def shapes_and_reasons(kind, mesh):
+    engine, told = kind.engine(CONFIG, mesh), []
+    requests = requests_of(PROMPTS, STOPS, 5)
+    done = generate(engine, requests, told.append)
+    assert [one.number for one in done] == [request.number for request in requests] == list(range(21))
+    assert len(told) == 21 and {id(one) for one in told} == {id(one) for one in done}
+    for one in done:
+        count = len(one.tokens)
+        assert 1 <= count <= 20 and one.tokens.dtype == one.versions.dtype == torch.int64
+        assert one.tokens.shape == one.sampling_logp.shape == one.raw_logp.shape == one.versions.shape == (count,)
+        assert one.sampling_logp.dtype == one.raw_logp.dtype == kind.dtype
+        assert all(x.device.type == "cpu" for x in (one.tokens, one.sampling_logp, one.raw_logp, one.versions))
+        assert one.versions.tolist() == [7] * count and (one.raw_logp < 0).all()
+        assert not set(STOPS.stop) & set(one.tokens[:-1].tolist())
+        ended = int(one.tokens[-1]) in STOPS.stop
+        assert one.finish == ("stop" if ended else "length") and one.finished == ended and (ended or count == 20)
+        assert one.written == one.tokens[: count - ended].tolist()
+    assert {one.finish for one in done} == {"stop", "length"}
+    assert len({tuple(row) for row in rows(done)}) > len(PROMPTS)  # samples of a prompt differ
+    cost = engine.cost()
+    assert cost.decoded == sum(len(one.tokens) for one in done) and cost.used_pages == 0 < cost.passes
+    assert cost.used_pages <= cost.peak_pages <= cost.pages and all(number >= 0 for number in cost)
+    assert engine.in_flight() == 0 and engine.step() == [] and engine.room() > 0
+
+
+def a_seed_fixes_a_completion(kind, mesh):
+    engine = kind.engine(CONFIG, mesh)
+    first, again, other = (complete(engine, PROMPTS, FREE, seed) for seed in (0, 0, 1))
+    assert_same(first, again)
+    assert sum(a != b for a, b in zip(rows(first), rows(other), strict=True)) > 4
+    if not kind.whole:  # and it is the request's own, whatever its number, place and neighbours
+        renumbered = [request._replace(number=90 - request.number) for request in requests_of(PROMPTS, FREE, 0)]
+        assert rows(generate(engine, renumbered[2:4])) == rows(first[2:4])
+
+
+def log_probs_are_what_they_are_called(kind, mesh):
+    """All ways to sample in flight at once."""
+    engine, prompts = kind.engine(CONFIG, mesh), PROMPTS
+    requests = [
+        Request(9 * n + i, prompt, how, 31 * n + i) for n, how in enumerate(HOWS) for i, prompt in enumerate(prompts)
+    ]
+    alike = [p * (6 // len(p)) for p in PROMPTS[:2] + PROMPTS[4:6]]  # of one length, which the hf engine needs
+    requests += [Request(100 + 9 * n + i, p, how, n) for n, how in enumerate(PENALTIES) for i, p in enumerate(alike)]
+    for request, done in zip(requests, generate(engine, requests), strict=True):
+        how, tokens = request.sampling, done.tokens.tolist()
+        assert done.finish == "length" and len(tokens) == how.max_new_tokens
+        drawn_T, raw_T = plain_logps(CONFIG, request.prompt, tokens, how)
+        assert (done.raw_logp - raw_T).abs().max() < kind.close
+        assert (done.sampling_logp - drawn_T).abs().max() < kind.close * (1 + 1 / how.temperature)
+        if how.greedy:
+            assert torch.equal(done.sampling_logp, done.raw_logp)
+
+
+def weights_are_visible_at_once(kind, mesh):
+    engine, greedy = kind.engine(CONFIG, mesh, seed=0), dataclasses.replace(FREE, greedy=True)
+    old = complete(engine, PROMPTS, greedy)
+    load(engine, weights(CONFIG, kind.dtype, seed=1), 8)
+    assert engine.version == 8
+    new = complete(engine, PROMPTS, greedy)
+    fresh = complete(kind.engine(CONFIG, mesh, seed=1, version=8), PROMPTS, greedy)
+    assert_same(new, fresh)
+    assert all(one.versions.tolist() == [8] * 12 for one in new)
+    assert all(a != b for a, b in zip(rows(old), rows(new), strict=True))
+
+
+def wrong_weights_are_none(kind, mesh):
+    engine = kind.make(decoder_model(CONFIG), mesh, kind.dtype)
+    assert engine.version is None
+    requests = requests_of(PROMPTS, FREE, 0)
+    with pytest.raises(RuntimeError, match="call load first"):
+        generate(engine, requests)
+    assert engine.in_flight() == 0
+    load(engine, weights(CONFIG, kind.dtype))
+    with pytest.raises(KeyError):
+        engine.load([], 9)
+    assert engine.version is None
+    engine.submit(requests)
+    with pytest.raises(RuntimeError, match="call load first"):
+        engine.step()
+    load(engine, weights(CONFIG, kind.dtype))
+    assert_same(finish_all(engine), complete(kind.engine(CONFIG, mesh), PROMPTS, FREE), kind.same)
+
+
+def weights_that_are_not_finite_are_an_error_and_leave_nothing(kind, mesh):
+    for how in (FREE, dataclasses.replace(FREE, greedy=True)):
+        engine, broken = kind.engine(CONFIG, mesh), weights(CONFIG, kind.dtype)
+        expected = complete(engine, PROMPTS, how)
+        load(engine, broken | {"embed": broken["embed"] * torch.nan})
+        with pytest.raises(FloatingPointError, match="logits are not finite"):
+            complete(engine, PROMPTS, how)
+        assert engine.in_flight() == 0 and engine.step() == []
+        load(engine, weights(CONFIG, kind.dtype))
+        assert_same(complete(engine, PROMPTS, how), expected)
+
+
+def nothing_is_no_work(kind, mesh):
+    engine = kind.make(decoder_model(CONFIG), mesh, kind.dtype)
+    assert engine.step() == [] and generate(engine, []) == []  # although it has no weights yet
+    load(engine, weights(CONFIG, kind.dtype))
+    assert generate(engine, []) == [] and requests_of([], FREE, 0) == []
+    engine.submit([])
+    engine.check([])
+    assert engine.step() == [] and engine.cancel([]) == [] and engine.in_flight() == 0
+    assert engine.cost().passes == 0
+
+
+WRONG = [
+    ([1], {}, {"prompt": []}, "prompt 5 is empty"),
+    ([1] * 100, {"max_new_tokens": 40}, {}, "100 tokens.*max_new_tokens=40.*128 positions"),
+    ([1, 40], {}, {}, "prompt 5 has token 40; the vocabulary has 40"),
+    ([1, -1], {}, {}, "prompt 5 has token -1"),
+    ([1], {"stop": (77,)}, {}, "stop has token 77"),
+    ([1], {}, {"most": 0}, "most=0 tokens, it must be at least 1"),
+    ([1], {}, {"number": 3}, "request 3 is in flight already"),
+]
+
+
+def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
+    engine = kind.engine(CONFIG, mesh)
+    good = requests_of(PROMPTS[:4], FREE, 0)
+    for prompt, how, change, message in WRONG:
+        bad = Request(5, prompt, dataclasses.replace(FREE, **how), 0)._replace(**change)
+        for refuses in (engine.check, engine.submit):
+            with pytest.raises(ValueError, match=message):
+                refuses([*good, bad])
+        assert engine.in_flight() == 0
+    engine.submit(good)
+    with pytest.raises(ValueError, match="request 2 is in flight already"):
+        engine.submit(good[2:3])
+    assert engine.in_flight() == 4
+    done = finish_all(engine)
+    assert_same(done, generate(engine, good))  # the numbers are free again
+    for count in ("samples", "max_new_tokens"):
+        with pytest.raises(ValueError, match=f"{count} is 0"):
+            dataclasses.replace(FREE, **{count: 0})
+
+
+def cancelled_requests_end_at_once(kind, mesh):
+    how = dataclasses.replace(FREE, greedy=kind.whole)  # samples of the hf engine depend on all requests
+    engine, requests = kind.engine(CONFIG, mesh), requests_of(PROMPTS, how, 0)
+    whole, steps = generate(engine, requests), 0 if kind.whole else 5
+    assert begin(engine, requests, steps) == []
+    gone = engine.cancel([4, 1, 99])
+    assert sorted(one.number for one in gone) == [1, 4] and engine.in_flight() == 5
+    for one in gone:
+        count, complete_one = len(one.tokens), whole[one.number]
+        assert one.finish == "cancelled" and not one.finished and (count > 0) == (steps > 0)
+        assert len(one.sampling_logp) == len(one.raw_logp) == len(one.versions) == count < 12
+        assert one.written == complete_one.tokens[:count].tolist()
+    assert engine.cancel([4, 1, 99]) == []
+    assert_same(finish_all(engine), [one for one in whole if one.number not in (1, 4)], kind.same)
+    assert engine.cost().used_pages == 0
+
+
+def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
+    engine = kind.engine(CONFIG, mesh)
+    whole = complete(engine, PROMPTS, STOPS)
+
+    def finished(one):
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        generate(engine, requests_of(PROMPTS, STOPS, 0), finished)
+    assert engine.in_flight() == 0 and engine.step() == [] and engine.cost().used_pages == 0
+    assert_same(complete(engine, PROMPTS, STOPS), whole)
+
+
+def a_pause_changes_nothing(kind, mesh):
+    engine, requests = kind.engine(CONFIG, mesh), requests_of(PROMPTS, FREE, 0)
+    whole = generate(engine, requests)
+    begin(engine, requests if kind.whole else requests[:3], 0 if kind.whole else 4)
+    engine.pause()
+    assert engine.paused and engine.step() == [] and engine.cost().cache_bytes == 0
+    engine.submit([] if kind.whole else requests[3:])
+    assert engine.in_flight() == 7 and engine.step() == []
+    engine.resume()
+    assert not engine.paused
+    assert_same(finish_all(engine), whole, kind.same)
+    with pytest.raises(ValueError, match="empty"), awake(engine):
+        generate(engine, [requests[0]._replace(prompt=[])])
+    assert engine.paused
+    with awake(engine):
+        assert_same(generate(engine, requests), whole, kind.same)
+
+
+def new_weights_in_the_middle(kind, mesh, pauses):
+    """Each token is of the version that it says, and so are its log-probabilities."""
+    engine, requests = kind.engine(CONFIG, mesh, seed=0), requests_of(PROMPTS, FREE, 0)
+    begin(engine, requests[:5], 0 if kind.whole else 4)
+    if pauses:
+        engine.pause()
+    load(engine, weights(CONFIG, kind.dtype, seed=1), 8)
+    engine.submit(requests[5:])
+    engine.resume()
+    for request, one in zip(requests, finish_all(engine), strict=True):
+        old = int((one.versions == 7).sum())
+        assert one.versions.tolist() == [7] * old + [8] * (12 - old)
+        assert (0 < old < 12) == (request.number < 5 and not kind.whole), old
+        before, behind = (plain_logps(CONFIG, request.prompt, one.tokens.tolist(), FREE, seed)[1] for seed in (0, 1))
+        expected = torch.cat([before[:old], behind[old:]])
+        assert (one.raw_logp - expected).abs().max() < kind.close
+        assert (one.sampling_logp - expected).abs().max() < kind.close
+
+
+def a_load_in_the_middle_is_seen(kind, mesh):
+    new_weights_in_the_middle(kind, mesh, pauses=False)
+
+
+def a_pause_and_a_load_in_the_middle(kind, mesh):
+    new_weights_in_the_middle(kind, mesh, pauses=True)
+
+
+def parts_are_the_whole(kind, mesh):
+    """At most five tokens at a time, by two engines in turns."""
+    engines = [kind.engine(CONFIG, mesh, version=version) for version in (7, 9)]
+    requests = [request._replace(most=5) for request in requests_of(PROMPTS, STOPS, 2)]
+    if kind.whole:
+        begun = generate(engines[0], [requests[0]._replace(most=None)])[0]
+        for part in (requests[0], requests[0]._replace(most=None, begun=begun)):
+            with pytest.raises(ValueError, match="whole requests only"):
+                engines[0].submit([part])
+        return
+    whole = generate(engines[0], [request._replace(most=None) for request in requests])
+    ended = {}
+    for turn in range(4):
+        for one in generate(engines[turn % 2], requests):
+            ended[one.number] = one
+        assert all(len(one.tokens) == 5 * turn + 5 or one.finish != "paused" for one in ended.values())
+        requests = [
+            request._replace(begun=ended[request.number])
+            for request in requests
+            if ended[request.number].finish == "paused"
+        ]
+    assert not requests
+    done = [ended[one.number] for one in whole]
+    assert_same(done, whole, kind.same)
+    for one in done:
+        assert one.versions.tolist() == ([7] * 5 + [9] * 5 + [7] * 5 + [9] * 5)[: len(one.tokens)]
+    full = next(one for one in whole if one.finish == "length")
+    again = requests_of(PROMPTS, STOPS, 2)[full.number]._replace(begun=full)
+    with pytest.raises(ValueError, match="has 20 tokens already, max_new_tokens=20"):
+        engines[0].submit([again])
+
+
+def a_stop_string_ends_a_completion(kind, mesh):
+    engine, free = kind.engine(CONFIG, mesh), dataclasses.replace(FREE, max_new_tokens=20, samples=3)
+    whole = complete(engine, PROMPTS, free)
+    texts = [kind_text(one) for one in whole]
+    strings = (texts[2][5:7], texts[6][3], "not of these tokens")
+    how = dataclasses.replace(free, stop_strings=strings)
+    if kind.whole:
+        with pytest.raises(ValueError, match="stop_strings is"):
+            complete(engine, PROMPTS, how)
+        return
+    for one, text, free_one in zip(complete(engine, PROMPTS, how), texts, whole, strict=True):
+        ends = [text.find(string) + len(string) for string in strings if string in text]
+        count = min(ends, default=20)
+        assert one.finish == ("string" if ends else "length") and one.finished == bool(ends)
+        assert one.tokens.tolist() == free_one.tokens[:count].tolist() == one.written
+    assert {"string", "length"} == {one.finish for one in complete(engine, PROMPTS, how)}
+
+
+def kind_text(one):
+    return "".join(chr(ord("0") + token) for token in one.tokens.tolist())
+
+
+CONTRACT = [
+    shapes_and_reasons,
+    a_seed_fixes_a_completion,
+    log_probs_are_what_they_are_called,
+    weights_are_visible_at_once,
+    wrong_weights_are_none,
+    weights_that_are_not_finite_are_an_error_and_leave_nothing,
+    nothing_is_no_work,
+    bad_requests_are_refused_and_nothing_is_taken,
+    cancelled_requests_end_at_once,
+    an_error_in_the_caller_leaves_nothing_in_flight,
+    a_pause_changes_nothing,
+    a_load_in_the_middle_is_seen,
+    a_pause_and_a_load_in_the_middle,
+    parts_are_the_whole,
+    a_stop_string_ends_a_completion,
+]
+
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gloo] * bool(k.mesh)) for n, k in KINDS.items()])
+def test_every_engine_keeps_its_promises(name, promise):
+    kind = KINDS[name]
+    if name.startswith("packed") and NO_PACKING:
+        pytest.skip(NO_PACKING)
+    if kind.mesh:
+        launch(lambda mesh: promise(kind, mesh), parse(kind.mesh), "cpu")
+    else:
+        promise(kind, SINGLE)
