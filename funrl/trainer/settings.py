@@ -202,6 +202,14 @@ class Settings:
         8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, at most so many batches",
         at_least(1), kinds=RL,
     )  # fmt: skip
+    verify_sync: bool = flag(
+        True, "rollout", "compare all bits of the engine's weights with the trainer's after every sync", kinds=RL
+    )  # fmt: skip
+    probe_sync_every: int = flag(
+        50, "rollout", "steps between syncs after which the engine's log-probabilities of a fixed text are compared "
+        "with the trainer's; so they are after the first; 0: never",
+        at_least(0), kinds=RL,
+    )  # fmt: skip
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
