@@ -50,7 +50,7 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
     if algorithm.advantage is not None:
         check_order(algorithm.advantage)
         rows = _advantage_on(algorithm.advantage, before)
-        check_across("the advantage chain", functools.partial(_signal_on, algorithm.advantage), before)
+        _check_across("the advantage chain", functools.partial(_signal_on, algorithm.advantage), before)
     step = {name: x for name, x in as_dict(example(names)).items() if FIELDS[name].writer == "step"}
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in step.items()}
     for role, loss in algorithm.losses.items():
@@ -92,7 +92,7 @@ def check_order(advantage: Advantage) -> None:
     on_example("the advantage chain", run, batch)
 
 
-def check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
+def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
     """Check that a rank that has the tokens of some rows gets of a piece what one that has those of all gets.
 
     Args:
@@ -113,10 +113,9 @@ def check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
         whole = run(with_across(rows, Across(heard(ALONE.sums), ALONE.own, heard(ALONE.kth_largest))))
         answers = iter(asked)
         some = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[:SOME], rows)
+        others = Across(lambda x: next(answers), lambda x: x[:SOME], lambda x, k: next(answers))
         try:
-            others = Across(lambda x: next(answers), lambda x: x[:SOME], lambda x, k: next(answers))
-            part = run(with_across(some, others))
-            why = "other numbers" if not _same_rows(whole, part) else ""
+            why = "" if _same_rows(whole, run(with_across(some, others))) else "other numbers"
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -137,7 +136,7 @@ def _same_rows(whole: Any, part: Any) -> bool:
 
 
 def _signal_on(advantage: Advantage, batch: Batch) -> Any:
-    """What a chain makes."""
+    """Signal, state and metrics of a chain."""
     signal, state = run_piece(advantage, first_signal(batch), advantage.init(), batch)
     return tuple(signal._replace(metrics={})), state, {name: tuple(metric) for name, metric in signal.metrics.items()}
 
@@ -186,7 +185,7 @@ def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
         raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed")
-    check_across(f"the filter {name}", algorithm.filter, Batch(**known))
+    _check_across(f"the filter {name}", algorithm.filter, Batch(**known))
 
 
 def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch) -> None:

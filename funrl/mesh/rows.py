@@ -39,8 +39,8 @@ def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, a
     words = [_words(x).reshape(len(own), x.shape[1:].numel()) for x in columns.values()]
     mine = torch.cat(words, 1).to(mesh.device) if words else torch.zeros(len(own), 0, dtype=torch.int64)
     # The bits of each row, 0 on all ranks but its owner: their sum as integers is exact for any dtype.
-    here = own.to(mine.device, non_blocking=True)
-    whole = psum(mine.new_zeros(len(owner), mine.shape[1]).index_copy(0, here, mine), mesh, axes)
+    there = own.to(mine.device, non_blocking=True)
+    whole = psum(mine.new_zeros(len(owner), mine.shape[1]).index_copy(0, there, mine), mesh, axes)
     parts = whole.split([word.shape[1] for word in words], 1)
     return {
         name: _from_words(part.to(x.device), x.dtype).reshape(len(owner), *x.shape[1:])

@@ -135,6 +135,7 @@ def _kept_count(value_RC: Tensor, k: int, sampling: Sampling) -> Tensor:
     kept_RC = (torch.arange(value_RC.shape[1], device=value_RC.device) < (k or value_RC.shape[1])).expand_as(value_RC)
     if sampling.top_p < 1:
         mass_RC = mass_of(value_RC) * kept_RC
+        # The list has not all tokens where there is no top-k; together they are 1, but for rounding.
         total_R1 = mass_RC.sum(1, keepdim=True) if k else torch.full_like(mass_RC[:, :1], ONE)
         kept_RC = kept_RC & (mass_RC.cumsum(1) - mass_RC < _share(sampling.top_p, total_R1))
     if sampling.min_p > 0:

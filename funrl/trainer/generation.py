@@ -59,7 +59,7 @@ class Rollout(NamedTuple):
       owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
       mesh: the generate mesh.
       dtype: of log-probabilities.
-      reward_s: seconds that the slowest rank waited for rewards when all its completions were written.
+      reward_s: seconds that this rank waited for rewards, of its own rows or others', when all rows were complete.
     """
 
     completions: Sequence[Completion]
@@ -104,35 +104,28 @@ def rollout(
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
     samples = sampling.samples
-
-    def completed(done: Completion) -> Completed:
-        example = examples[done.number // samples]
-        before = example.tokens[-1]
-        return Completed(example.text, _text_after(opening(before), before, done.written, decode), example.fields)
-
-    @functools.cache
-    def opening(token: int) -> str:
-        return decode([token])
-
     # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
     asks = mesh.index("tensor") == 0 and bool(pool.rewards)
-    pending = PendingRewards(pool, completed) if asks else None
+    pending = _pending(pool, examples, samples, decode) if asks else None
+    finished = None if pending is None else pending.add
     requests = requests_of([example.tokens for example in examples], sampling, seed)
     groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
-    finished = pending.add if pending else None
+    start = time.perf_counter()
     if queue == "tickets":
         done = generate_shared(engine, groups, shared_counter(mesh), mesh, finished)
     else:
         mine = own_range(len(groups), mesh, mesh.row_axes)
         done = generate(engine, requests[mine.start * samples : mine.stop * samples], finished)
-    start, problem = time.perf_counter(), None
-    rewards = [[0.0] * len(weights)] * len(done)
+    generated = rewarded = time.perf_counter()
+    problem, rewards = None, [[0.0] * len(weights)] * len(done)
     if pending is not None:
         try:
             rewards = pending.collect()
         except RewardError as error:
             problem = str(error)
-    reward_s = _raise_everywhere(problem, time.perf_counter() - start if asks else 0.0, mesh)
+        rewarded = time.perf_counter()
+    last_generated, last_rewarded = _raise_everywhere(problem, (generated - start, rewarded - start), mesh)
+    reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
     own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(done), len(weights))
     own = collectives.psum(own, mesh, "tensor")
     owner_R = torch.zeros(len(requests), dtype=torch.int64, device=mesh.device)
@@ -149,6 +142,20 @@ def rollout(
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     dtype = torch.promote_types(engine.weights.dtype, torch.float32)
     return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, dtype, reward_s)
+
+
+def _pending(
+    pool: Pool, examples: Sequence[Example], samples: int, decode: Callable[[list[int]], str]
+) -> PendingRewards:
+    """Rewards of the rows of these prompts, none of which is complete yet."""
+    opening = functools.cache(lambda token: decode([token]))
+
+    def completed(done: Completion) -> Completed:
+        example = examples[done.number // samples]
+        before = example.tokens[-1]
+        return Completed(example.text, _text_after(opening(before), before, done.written, decode), example.fields)
+
+    return PendingRewards(pool, completed)
 
 
 def completion_texts(
@@ -232,11 +239,12 @@ def first_texts(
     return [found[i] for i in range(len(numbers))]
 
 
-def _raise_everywhere(problem: str | None, seconds: float, mesh: Mesh) -> float:
-    """If any rank has a problem, every rank raises it: none is left waiting in a collective. Else the most seconds."""
+def _raise_everywhere(problem: str | None, numbers: Sequence[float], mesh: Mesh) -> list[float]:
+    """If any rank has a problem, every rank raises it: none is left waiting in a collective. Else the largest of each
+    number."""
     everyone = tuple(mesh.sizes)
-    ours = torch.tensor([float(problem is not None), seconds], dtype=torch.float64, device=mesh.device)
-    failed, longest = collectives.pmax(ours, mesh, everyone).tolist()
+    ours = torch.tensor([float(problem is not None), *numbers], dtype=torch.float64, device=mesh.device)
+    failed, *largest = collectives.pmax(ours, mesh, everyone).tolist()
     if not failed:
-        return longest
+        return largest
     raise RewardError(next(p for p in collectives.gather_objects(problem, mesh) if p is not None))

@@ -221,3 +221,10 @@ def test_memory_does_not_depend_on_the_size_of_the_file(tmp_path):
             out.write(json.dumps({"prompt": "abc", "completion": "x" * 96 + " " + "y" * 99, "id": number}) + "\n")
     grown = float(subprocess.run([sys.executable, "-c", MEMORY, file], check=True, capture_output=True).stdout)
     assert grown < 60  # MiB; 200 are allowed
+
+
+def test_a_rank_without_texts_agrees_with_the_others_about_dtypes():
+    some, none = text_batch([TextExample((Text([1, 2], [False, True]),))], 0), text_batch([], 0)
+    assert {name: getattr(none, name).dtype for name in none.names()} == {
+        name: getattr(some, name).dtype for name in some.names()
+    }

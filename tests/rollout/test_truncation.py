@@ -1,6 +1,7 @@
 """Which tokens top-k, top-p and min-p leave: against a sort of the vocabulary, and against transformers."""
 
 import itertools
+from typing import cast
 
 import pytest
 import torch
@@ -48,13 +49,13 @@ def test_the_tokens_kept_are_those_of_a_sort(vocab):
 def test_without_ties_it_is_what_transformers_keeps(dtype):
     logits = rows_of(1000, dtype)[:5]
     for how in (Sampling(top_k=40), Sampling(top_p=0.8), Sampling(min_p=0.1), Sampling(top_k=40, top_p=0.8, min_p=0.1)):
-        scores = logits
+        scores, unread = logits, cast("torch.LongTensor", torch.empty(0).long())
         for given, warper in (
             (how.top_k > 0, lambda how=how: TopKLogitsWarper(how.top_k)),
             (how.top_p < 1, lambda how=how: TopPLogitsWarper(how.top_p)),
             (how.min_p > 0, lambda how=how: MinPLogitsWarper(how.min_p)),
         ):
-            scores = warper()(torch.empty(0, dtype=torch.int64), scores) if given else scores
+            scores = warper()(unread, scores) if given else scores
         assert torch.equal(kept_mass(logits.softmax(-1), how) > 0, scores > -torch.inf)
 
 

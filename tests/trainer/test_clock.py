@@ -18,5 +18,13 @@ def test_a_clock_adds_recurring_phases_and_is_emptied_even_where_a_phase_fails()
     assert clock.take() == {}
 
 
+def test_seconds_move_between_phases_and_their_sum_stays():
+    clock = clocks.Clock()
+    clock.seconds = {"a": 3.0, "b": 1.0}
+    clock.move(0.5, "a", "b")
+    clock.move(0.25, "a", "c")
+    assert clock.take() == {"a": 2.25, "b": 1.5, "c": 0.25}
+
+
 def test_peak_memory_is_that_of_a_process_that_holds_torch():
     assert 0.05 < clocks.peak_memory_gb(single()) < 1000

@@ -1,19 +1,23 @@
-"""Real runs of ppo, grpo, dpo and others at the edges: uneven rows, one row, none to learn from; on all meshes."""
+"""Real runs at the edges, the same on every mesh: uneven rows, fewer rows than ranks, one row, none to learn from."""
 
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, SIZES, assert_same, begin, small_job, steps_of, uneven
+from small_runs import GRPO, PPO, SIZES, assert_same, begin, scored_batch, small_job, steps_of, uneven
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl.algos import corrected, filtered, mask_truncated, not_truncated, recipe
+from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.models import decoder_model, hf, with_value_head
 from funrl.tasks import arithmetic
+from funrl.trainer.loop import learn_batch
 
 pytestmark = pytest.mark.gloo
 MESHES = ("dp2", "tp2", "dp4,tp2")
@@ -45,6 +49,10 @@ def rows(prompts, samples, minibatches=1, **more):
     return {"batch_prompts": prompts, "samples_per_prompt": samples, "minibatches": minibatches, **more}
 
 
+def texts(count, **more):
+    return {"batch_prompts": count, "reward": None, **more}
+
+
 def equal(prompt, completion, **fields):
     return 0.5
 
@@ -73,11 +81,9 @@ EDGES = {
         rows(2, 2, 2, max_refills=2, reward=equal),
         lambda batch, metrics: len(batch.length) == metrics["filter_groups/dropped_prompts"] == 4,
     ),
-    "dpo, uneven pairs": Edge(recipe("dpo"), {"batch_prompts": 5, "token_budget": 24, "reward": None}, unequal_lengths, uneven),
-    "dpo, one pair": Edge(recipe("dpo"), {"batch_prompts": 1, "reward": None}, lambda batch, _: len(batch.length) == 1),
-    "reward_model, one pair": Edge(
-        recipe("reward_model"), {"batch_prompts": 1, "reward": None}, lambda batch, _: batch.segments.max() == 2
-    ),
+    "dpo, uneven pairs": Edge(recipe("dpo"), texts(5, token_budget=24), unequal_lengths, uneven),
+    "dpo, one pair": Edge(recipe("dpo"), texts(1), lambda batch, _: len(batch.length) == 1),
+    "reward_model, one pair": Edge(recipe("reward_model"), texts(1), lambda batch, _: batch.segments.max() == 2),
 }  # fmt: skip
 
 
@@ -129,3 +135,34 @@ def test_a_run_at_an_edge_is_the_same_on_every_mesh(name, mesh, runs):
     one, many = runs("dp1")[name], runs(mesh)[name]
     assert_same(many, one, 1e-9)
     assert many["held out"] == pytest.approx(one["held out"], rel=1e-9)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts of the collectives that this rank calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("_c10d_functional", "c10d"):
+            self.found[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(job, mesh):
+    run, state = begin(job, mesh)
+    with Collectives() as seen:
+        batch, state, _ = scored_batch(run, state)
+        learn_batch(run, state, batch)
+    return gather_objects(seen.found, mesh)
+
+
+def test_a_step_calls_no_more_collectives_on_more_ranks():
+    """From prompts to updated weights; tests/cost has the trainer's part on more ranks than are here."""
+    found = []
+    for mesh in ("dp2", "dp4"):
+        job = small_job(PPO, mesh=mesh, fsdp=True, batch_prompts=8, minibatches=2, epochs=2)
+        found += launch(functools.partial(collectives_of_a_step, job), job.sizes, "cpu")
+    assert len(found) == 6 and sum(found[0].values()) > 50
+    assert all(one == found[0] for one in found)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from small_runs import Quiet, digits_reward, gap, scored_batch, small_job
 
+from funrl.mesh import collectives
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import single
+from funrl.mesh.mesh import parse, single
 from funrl.rewards.load import RewardError
-from funrl.rewards.pool import Completed, open_pool
+from funrl.rewards.pool import Completed, Pool, open_pool
 from funrl.rollout.completions import Completions, Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer import job_source, loop
@@ -105,6 +106,32 @@ def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own():
     assert 0.05 < times["reward"] < 1.6 and took - times["generate"] < 1.6
     assert times["generate"] > 0 and times["eval"] > 0.05  # whose rewards are in it
     assert 8 <= len(set(rows.batch.score.tolist())) <= 16
+
+
+@pytest.mark.gloo
+def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
+    """Rank 1 is slow to reward; rank 0 waits for it only where it is not slow to generate itself."""
+
+    class Slow:
+        def generate(self, prompts, sampling, seed, first_prompt=0, on_done=None):
+            time.sleep(seconds)
+            on_done([0], [[5]])
+            zero = torch.zeros(1, 1)
+            return Completions(torch.tensor([[5]]), torch.tensor([1]), zero, zero, torch.tensor([False]))
+
+    def program(mesh):
+        nonlocal seconds
+        found = []
+        for of_rank in ((0.0, 0.0), (1.5, 0.0)):
+            seconds = of_rank[mesh.rank]
+            pool = Pool([lambda prompt, completion: time.sleep(1.5 * mesh.rank) or 1.0])
+            collectives.psum(torch.ones(1), mesh, "data")  # so that they begin together
+            found.append(rollout(Slow(), examples, Sampling(max_new_tokens=1), 0, pool, str, mesh).reward_s)
+        return found
+
+    seconds, examples = 0.0, [Example([1], "p", {})] * 2
+    waiting, busy = launch(program, parse("dp2"), "cpu")
+    assert waiting > 1.0 and 0 <= busy < 1.0
 
 
 @pytest.mark.parametrize(

