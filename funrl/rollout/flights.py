@@ -238,11 +238,12 @@ class Flights:
         begin = len(flight.request.prompt)
         starts = [at for at, _ in flight.versions] + [len(flight.text) - begin]
         versions = np.repeat([version for _, version in flight.versions], np.diff(starts))
-        sampling_logp, raw_logp = torch.from_numpy(flight.logps)
-        done = Completion(
-            flight.request.number, torch.from_numpy(flight.text[begin:]), sampling_logp, raw_logp,
-            torch.from_numpy(versions.astype(np.int64)), finish,
-        )  # fmt: skip
+        with torch.inference_mode(False):  # autograd takes no tensors that are made in it
+            sampling_logp, raw_logp = torch.from_numpy(flight.logps)
+            done = Completion(
+                flight.request.number, torch.from_numpy(flight.text[begin:]), sampling_logp, raw_logp,
+                torch.from_numpy(versions.astype(np.int64)), finish,
+            )  # fmt: skip
         del self.numbers[flight.request.number]
         self._gone.append(flight)
         return done
