@@ -22,7 +22,9 @@ from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.micro import MULTIPLE
 
-DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
+# Layers that are traced; deeper models are on the line through the two. With fewer than three no layer stands between
+# one whose weights are on their way and one whose gradients are.
+DEPTHS = (3, 4)
 TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 

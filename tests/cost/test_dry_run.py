@@ -84,6 +84,17 @@ def test_deep_models_are_on_the_line():
     assert_alike({name: shallow[name] for name in exact}, exact)
 
 
+def test_deep_sharded_models_are_on_the_line():
+    job = small("ppo", sizes={"layers": 9}, mesh="dp4", fsdp=True, remat="full", batch_prompts=16, token_budget=32)
+    shallow = dry_run.estimate(job, 8, CPU).phases
+    with pretended(job.sizes) as mesh:
+        parts = build(job, mesh, lambda _: None)
+        exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 8), CPU).phases
+    for name in ("update_critic", "update_policy"):
+        for kind in ("optimizer", "gradients", "activations", "staging"):  # the engine has weights of its own
+            assert shallow[name].peak[kind] == pytest.approx(exact[name].peak[kind], rel=0.02), (name, kind)
+
+
 def test_a_teacher_has_a_line_of_its_own(tmp_path):
     teacher = write_config(tmp_path, vocab_size=300, num_hidden_layers=6)
     job = small("distillation", sizes={"layers": 5}, teacher=teacher)
