@@ -162,9 +162,9 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     return job._replace(model=made[id(job.model)], models={name: made[id(x)] for name, x in job.models.items()})
 
 
-def rows_of_a_pass(job: Job, width: int) -> int:
-    """Rows of one forward pass."""
-    return packed_sizes(job.settings.token_budget, width, MULTIPLE)[-1] // width
+def rows_of_a_pass(token_budget: int, width: int) -> int:
+    """Rows of `width` tokens in one forward pass."""
+    return packed_sizes(token_budget, width, MULTIPLE)[-1] // width
 
 
 def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:

@@ -59,6 +59,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "compile": "trainer/test_loop_compile.py::"
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
     "token_budget": "cost/test_dry_run.py::test_many_micro_batches_and_mini_batches_are_on_the_line",
+    "score_token_budget": "trainer/test_score.py::test_what_learns_nothing_is_packed_by_a_budget_of_its_own",
     "model": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "task": "trainer/test_settings.py::test_choices_are_those_of_the_modules_that_act_on_them",  # it has one choice
     "prompts": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
