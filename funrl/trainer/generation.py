@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.batch import Batch
+from funrl.batch import TOKEN_INT, Batch
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -147,14 +147,14 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad:
     length_R, here = prompt_R + done.lengths, torch.from_numpy(own).to(device)
     prompt_r, length_r = prompt_R[here], length_R[here]
     width = math.ceil(int(length_r.max()) / 8) * 8 if len(own) else 8
-    tokens = torch.full((len(own), width), pad, dtype=torch.int64, device=device)
+    tokens = torch.full((len(own), width), pad, dtype=TOKEN_INT, device=device)
     for row, number in enumerate(own.tolist()):
         prompt = examples[number // samples].tokens
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
     at_rT = torch.arange(width, device=device)
     mask = (at_rT >= prompt_r[:, None]) & (at_rT < length_r[:, None])
     written = torch.arange(completions.tokens.shape[1], device=device) < completions.lengths[:, None]
-    tokens[mask] = completions.tokens[written]
+    tokens[mask] = completions.tokens[written].to(TOKEN_INT)
     # The sampling distribution is the tempered model as long as nothing is truncated away; see settings' check.
     truncated = sampling.top_k > 0 or sampling.top_p < 1
     engine_logp = completions.model_logp if truncated else completions.logp
