@@ -18,8 +18,9 @@ ALGORITHM = Flag(
     "algorithm", None, str, False, "recipe: its name, module:function or FILE.py:function",
     group="job",
 )  # fmt: skip
-_INTRODUCTION = """Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with
-words in parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""
+_INTRODUCTION = """\
+Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with words in
+parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""
 KIND_TEXTS = {"rl": "reinforcement learning", "supervised": "learning from given texts"}
 
 
