@@ -30,7 +30,7 @@ from funrl.models import Config, Inputs, ModelError, decoder_model, hf, place, w
 from funrl.rollout import native
 from funrl.rollout.backends import PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import generate
+from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
@@ -146,7 +146,7 @@ def answers(dtype, packed, requests, pages=0, reverse=False, trickle=False, max_
     size = engine_of(config, dtype, packed=packed)._backend.page_bytes
     engine = engine_of(config, dtype, packed=packed, cache_bytes=pages * size, max_rows=max_rows)
     if reverse:
-        done = generate(engine, requests[::-1])
+        done = complete(engine, requests[::-1])
     elif trickle:
         done, waiting = [], list(requests)
         while waiting or engine.in_flight():
@@ -154,7 +154,7 @@ def answers(dtype, packed, requests, pages=0, reverse=False, trickle=False, max_
             waiting = waiting[2:]
             done += engine.step()
     else:
-        done = generate(engine, requests)
+        done = complete(engine, requests)
     return sorted(done, key=lambda one: one.number), engine
 
 
@@ -273,4 +273,4 @@ def test_tensor_parallel_ranks_draw_what_one_device_draws(name):
         engine = native_engine(decoder_model(config), mesh, torch.float64, max_rows=5, decode=decode)
         return generate(load(engine, weights(config, torch.float64)), requests)
 
-    assert_same(launch(program, parse("tp2"), "cpu"), generate(engine_of(config, torch.float64), requests), 1e-10)
+    assert_same(launch(program, parse("tp2"), "cpu"), complete(engine_of(config, torch.float64), requests), 1e-10)
