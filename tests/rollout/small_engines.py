@@ -89,7 +89,7 @@ def engine_of(config, dtype=torch.float32, seed=0, **how):
     return load(native_engine(decoder_model(config), dtype=dtype, decode=decode, **how), weights(config, dtype, seed))
 
 
-def complete(engine, prompts, sampling, seed=0, first_prompt=0):
+def completed(engine, prompts, sampling, seed=0, first_prompt=0):
     return complete(engine, requests_of(prompts, sampling, seed, first_prompt))
 
 

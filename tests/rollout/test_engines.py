@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, complete, load, plain_logps, rows, weights
+from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, completed, load, plain_logps, rows, weights
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
@@ -70,7 +70,7 @@ def shapes_and_reasons(kind, mesh):
 
 def a_seed_fixes_a_completion(kind, mesh):
     engine = kind.engine(CONFIG, mesh)
-    first, again, other = (complete(engine, PROMPTS, FREE, seed) for seed in (0, 0, 1))
+    first, again, other = (completed(engine, PROMPTS, FREE, seed) for seed in (0, 0, 1))
     assert_same(first, again)
     assert sum(a != b for a, b in zip(rows(first), rows(other), strict=True)) > 4
     if not kind.whole:  # and it is the request's own, whatever its number, place and neighbours
@@ -98,11 +98,11 @@ def log_probs_are_what_they_are_called(kind, mesh):
 
 def weights_are_visible_at_once(kind, mesh):
     engine, greedy = kind.engine(CONFIG, mesh, seed=0), dataclasses.replace(FREE, greedy=True)
-    old = complete(engine, PROMPTS, greedy)
+    old = completed(engine, PROMPTS, greedy)
     load(engine, weights(CONFIG, kind.dtype, seed=1), 8)
     assert engine.version == 8
-    new = complete(engine, PROMPTS, greedy)
-    fresh = complete(kind.engine(CONFIG, mesh, seed=1, version=8), PROMPTS, greedy)
+    new = completed(engine, PROMPTS, greedy)
+    fresh = completed(kind.engine(CONFIG, mesh, seed=1, version=8), PROMPTS, greedy)
     assert_same(new, fresh)
     assert all(one.versions.tolist() == [8] * 12 for one in new)
     assert all(a != b for a, b in zip(rows(old), rows(new), strict=True))
@@ -123,19 +123,19 @@ def wrong_weights_are_none(kind, mesh):
     with pytest.raises(RuntimeError, match="call load first"):
         engine.step()
     load(engine, weights(CONFIG, kind.dtype))
-    assert_same(finish_all(engine), complete(kind.engine(CONFIG, mesh), PROMPTS, FREE), kind.same)
+    assert_same(finish_all(engine), completed(kind.engine(CONFIG, mesh), PROMPTS, FREE), kind.same)
 
 
 def weights_that_are_not_finite_are_an_error_and_leave_nothing(kind, mesh):
     for how in (FREE, dataclasses.replace(FREE, greedy=True)):
         engine, broken = kind.engine(CONFIG, mesh), weights(CONFIG, kind.dtype)
-        expected = complete(engine, PROMPTS, how)
+        expected = completed(engine, PROMPTS, how)
         load(engine, broken | {"embed": broken["embed"] * torch.nan})
         with pytest.raises(FloatingPointError, match="logits are not finite"):
-            complete(engine, PROMPTS, how)
+            completed(engine, PROMPTS, how)
         assert engine.in_flight() == 0 and engine.step() == []
         load(engine, weights(CONFIG, kind.dtype))
-        assert_same(complete(engine, PROMPTS, how), expected)
+        assert_same(completed(engine, PROMPTS, how), expected)
 
 
 def nothing_is_no_work(kind, mesh):
@@ -199,7 +199,7 @@ def cancelled_requests_end_at_once(kind, mesh):
 
 def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
     engine = kind.engine(CONFIG, mesh)
-    whole = complete(engine, PROMPTS, STOPS)
+    whole = completed(engine, PROMPTS, STOPS)
 
     def finished(one):
         raise OSError("the disk is full")
@@ -207,7 +207,7 @@ def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
     with pytest.raises(OSError, match="the disk is full"):
         complete(engine, requests_of(PROMPTS, STOPS, 0), finished)
     assert engine.in_flight() == 0 and engine.step() == [] and engine.cost().used_pages == 0
-    assert_same(complete(engine, PROMPTS, STOPS), whole)
+    assert_same(completed(engine, PROMPTS, STOPS), whole)
 
 
 def a_pause_changes_nothing(kind, mesh):
@@ -289,20 +289,20 @@ def parts_are_the_whole(kind, mesh):
 
 def a_stop_string_ends_a_completion(kind, mesh):
     engine, free = kind.engine(CONFIG, mesh), dataclasses.replace(FREE, max_new_tokens=20, samples=3)
-    whole = complete(engine, PROMPTS, free)
+    whole = completed(engine, PROMPTS, free)
     texts = [kind_text(one) for one in whole]
     strings = (texts[2][5:7], texts[6][3], "not of these tokens")
     how = dataclasses.replace(free, stop_strings=strings)
     if kind.whole:
         with pytest.raises(ValueError, match="stop_strings is"):
-            complete(engine, PROMPTS, how)
+            completed(engine, PROMPTS, how)
         return
-    for one, text, free_one in zip(complete(engine, PROMPTS, how), texts, whole, strict=True):
+    for one, text, free_one in zip(completed(engine, PROMPTS, how), texts, whole, strict=True):
         ends = [text.find(string) + len(string) for string in strings if string in text]
         count = min(ends, default=20)
         assert one.finish == ("string" if ends else "length") and one.finished == bool(ends)
         assert one.tokens.tolist() == free_one.tokens[:count].tolist() == one.written
-    assert {"string", "length"} == {one.finish for one in complete(engine, PROMPTS, how)}
+    assert {"string", "length"} == {one.finish for one in completed(engine, PROMPTS, how)}
 
 
 def kind_text(one):
