@@ -91,10 +91,9 @@ def train_loop(
             trainer, state = place(trainer, state, "update")
             state, learned = learn_batch(trainer, state, rows)
             state = sync(trainer.parts, state, trainer.clock)
-            metrics |= checked | scored | learned | verify(trainer, state)
-            checked = {}
+            metrics |= scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
-                metrics |= first
+                metrics = checked | metrics | first
             if step % settings.eval_every == 0 or step == settings.steps:
                 last = trainer.source.evaluate(state.roles, step)
                 metrics |= last
