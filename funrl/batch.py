@@ -37,6 +37,7 @@ WRITERS = {
     "step": "the training step, from the policy as it is trained",
     "trainer": "the trainer",
 }
+TOKEN_INT = torch.int32  # of whole numbers per token: ids, places in a sequence, numbers of sequences
 BLOCK = 256  # tokens, of the blocks in which a row is summed
 CACHED = 1 << 17  # numbers that are copied to float64 at once: they stay in a core's cache
 
@@ -48,7 +49,8 @@ class Field(NamedTuple):
       kind: "row" ([B] or [B, K]), "token" ([B, T]), "token_k" ([B, T, K]) or "packing" (of one packed row).
       writer: one of WRITERS.
       text: what it is and its unit; for a field of the chain also the pieces that make it.
-      dtype: "float", "int" or "bool".
+      dtype: "float", "int" or "bool". Whole numbers are int64, those per token `TOKEN_INT`: a rank holds these
+        from phase to phase.
     """
 
     kind: str
@@ -269,6 +271,12 @@ def select(batch: Batch, rows: Any) -> Batch:
     return map_fields(lambda name, x: x[rows], batch)
 
 
+def narrowed(batch: Batch) -> Batch:
+    """The batch with its whole numbers per token in `TOKEN_INT`."""
+    wide = frozenset(token_fields())
+    return map_fields(lambda name, x: x.to(TOKEN_INT) if name in wide and x.dtype == torch.int64 else x, batch)
+
+
 def with_across(batch: Batch, across: Across) -> Batch:
     """The batch of a rank that holds some of the rows: its row fields have all rows, its token fields the own ones."""
     batch = map_fields(lambda name, x: x, batch)
@@ -356,7 +364,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
     fixed = {
         "mask": mask, "sampled": mask, "selected": mask & (torch.arange(T) % 2 == 0), "imitated": mask,
         "tokens": torch.arange(B * T).reshape(B, T), "positions": torch.arange(T).expand(B, T),
-        "segments": 1 + (torch.arange(T) >= T // 2).long().expand(B, T), "length": torch.full((B,), T),
+        "segments": 1 + (torch.arange(T) >= T // 2).int().expand(B, T), "length": torch.full((B,), T),
         "group": torch.tensor([0, 0, 1, 1]), "score": torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64),
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
@@ -373,9 +381,8 @@ def example(names: Iterable[str] | None = None) -> Batch:
         on = mask[..., None] if len(shape) == 3 else mask
         return torch.where(on, x, x.new_zeros(())) if len(shape) > 1 else x
 
-    return Batch(
-        **{name: value(name) for name in (fields_of_kind("row", "token", "token_k") if names is None else names)}
-    )
+    names = fields_of_kind("row", "token", "token_k") if names is None else names
+    return narrowed(Batch(**{name: value(name) for name in names}))
 
 
 # ---- errors

@@ -12,6 +12,7 @@ from funrl import trees
 from funrl.batch import (
     FIELD_KINDS,
     FIELDS,
+    TOKEN_INT,
     WRITERS,
     Batch,
     MissingField,
@@ -52,7 +53,8 @@ def test_the_example_is_what_the_schema_says():
     assert batch.group.tolist() == [0, 0, 1, 1] and set(batch.score.tolist()) == {0.0, 1.0}
     for name, x in as_dict(batch).items():
         field = FIELDS[name]
-        kind = torch.bool if field.dtype == "bool" else torch.int64 if field.dtype == "int" else torch.float64
+        whole = TOKEN_INT if field.kind.startswith("token") else torch.int64
+        kind = torch.bool if field.dtype == "bool" else whole if field.dtype == "int" else torch.float64
         assert x.dtype == kind, name
         assert tuple(x.shape[: min(x.dim(), 2)]) == ((B, T) if field.kind.startswith("token") else x.shape), name
         assert (x.dim() == 3) == (field.kind == "token_k"), name

@@ -56,10 +56,10 @@ def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = No
     kept_BT = where_masked(x_BT, mask_BT)
     if segments_BT is None:
         return kept_BT.sum(1, keepdim=True)
-    return kept_BT.new_zeros(kept_BT.shape[0], kept_BT.shape[1] + 1).scatter_add(1, segments_BT, kept_BT)
+    return kept_BT.new_zeros(kept_BT.shape[0], kept_BT.shape[1] + 1).scatter_add(1, segments_BT.long(), kept_BT)
 
 
 def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
     """Give every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
-    x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT)
+    x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT.long())
     return where_masked(x_BT, mask_BT)

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
+from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.packed import (
     BITS,
     LANES,
@@ -26,12 +29,17 @@ from funrl.compiled_kernels.packed import (
     unpack_panels,
     zeroed,
 )
-from funrl.compiled_kernels.rotary import frequencies, rotary
+from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 
 PAGE = 16  # tokens of a page
 ROPE_STEP = 1024  # positions by which the table of rotations grows at least
-_PROBLEMS = (None, "a token is not in the vocabulary", "a sequence has no table", "a position has no page in the cache",
-             "a drawn token is not in the call")  # fmt: skip
+_PROBLEMS = (
+    None,
+    "a token is not in the vocabulary",
+    "a token's sequence is not a row of the tables",
+    "a position, or one before it, has no page of the cache in its sequence's table",
+    "a token whose logits are wanted is not in the call",
+)
 _NO_ROTATION = len(_PROBLEMS)  # a position is behind the table of rotations
 
 
@@ -114,6 +122,7 @@ class PackedDecoder:
         self._positions, self._rope = 0, torch.empty(0)
         self.load(params)
 
+    @torch.no_grad()
     def load(self, params: Any) -> None:
         """Copy other weights of the same sizes into the memory of the present ones."""
         self._used, self._vectors = 0, []  # numbers of `_panels` that are filled; tensors that the kernel points to
@@ -302,6 +311,51 @@ class PackedDecoder:
         half = config.head // 2
         self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
         self._model.rope, self._model.positions = self._rope.data_ptr(), self._positions
+
+
+def decode_reference(
+    config: Any,
+    params: Any,
+    cache: PagedKeyValues,
+    tokens_N: Tensor,
+    positions_N: Tensor,
+    sequence_N: Tensor,
+    tables_SP: Tensor,
+    draw_M: Tensor,
+) -> Tensor:
+    """`PackedDecoder.forward` in torch, in the dtype of the weights and with plain pages.
+
+    Args:
+      cache: keys and values [layers, pages, PAGE, K, N], written in place.
+
+    Returns: [M, V] in float32 or wider.
+    """
+    x_ND = params["embed"][tokens_N]
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    rope = rotary(positions_N, frequencies(config.head, config.rope_theta, config.rope_scaling, wide), x_ND.dtype)
+    page_N, slot_N = tables_SP[sequence_N, positions_N // PAGE].long(), positions_N % PAGE
+    for index, layer in enumerate(params["layers"]):
+        attn, mlp = layer["attn"], layer["mlp"]
+        h_ND = rms_norm(x_ND, layer["attn_norm"], config.norm_eps)
+        heads = []
+        for name in "qkv":
+            bias = attn[f"{name}_bias"].flatten() if config.attention_bias else None
+            x_NHN = F.linear(h_ND, attn[name].flatten(0, 1), bias).unflatten(1, attn[name].shape[:2])
+            if config.qk_norm and name != "v":
+                x_NHN = rms_norm(x_NHN, attn[f"{name}_norm"], config.norm_eps)
+            heads.append(x_NHN if name == "v" else rotate(x_NHN, rope))
+        q_NHN, cache.keys[index, page_N, slot_N], cache.values[index, page_N, slot_N] = heads
+        mixed = []
+        for q_HN, sequence, position in zip(q_NHN, sequence_N.tolist(), positions_N.tolist(), strict=True):
+            seen = slice(max(0, position + 1 - (config.window(index) or position + 1)), position + 1)
+            k_1SKN, v_1SKN = (x[index, tables_SP[sequence].long()].flatten(0, 1)[None, seen] for x in cache)
+            mixed.append(attention_reference(q_HN[None, None], k_1SKN, v_1SKN).flatten())
+        out_ND = F.linear(torch.stack(mixed), attn["o"].flatten(1))
+        x_ND = x_ND + (out_ND + attn["o_bias"] if config.output_bias else out_ND)
+        h_ND = rms_norm(x_ND, layer["mlp_norm"], config.norm_eps)
+        x_ND = x_ND + F.linear(F.silu(F.linear(h_ND, mlp["gate"])) * F.linear(h_ND, mlp["up"]), mlp["down"])
+    h_MD = rms_norm(x_ND[draw_M], params["norm"], config.norm_eps)
+    return F.linear(h_MD.to(wide), (params["unembed"] if "unembed" in params else params["embed"]).to(wide))
 
 
 def _all_panel_numbers(config: Any) -> int:

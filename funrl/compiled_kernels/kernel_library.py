@@ -17,8 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread"]
-FLAGS += ["-Wno-psabi"]
+FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi"
 NEEDED = ("avx2", "fma")  # of the processor
 _FOLDER = Path(__file__).parent
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
@@ -51,11 +50,8 @@ def library_problem() -> str | None:
 
 
 @functools.cache
-def library(flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """The compiled kernels; a call lets other Python threads run.
-
-    Args:
-      flags: of the compiler, behind `FLAGS`.
 
     Raises:
       KernelError: there is no compiler, it fails, or the processor is not one that the kernels know.
@@ -64,7 +60,7 @@ def library(flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     if problem is not None:
         raise KernelError(problem)
     try:
-        loaded = ctypes.CDLL(str(_compiled(flags)))
+        loaded = ctypes.CDLL(str(_compiled()))
     except OSError as error:
         text = f"the C++ kernels cannot be kept or loaded: {error}; XDG_CACHE_HOME may name another folder"
         raise KernelError(text) from error
@@ -78,8 +74,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funrl"
 
 
-def _compiled(flags: tuple[str, ...]) -> Path:
-    command = [*_compiler(), *FLAGS, *flags]
+def _compiled() -> Path:
+    command = [*_compiler(), *FLAGS.split()]
     sources = sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.hpp")])
     version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     parts = [" ".join(command), version, _processor(), *(file.read_text() for file in sources)]

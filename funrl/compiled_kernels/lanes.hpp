@@ -19,11 +19,15 @@ using Native = __m512;
 constexpr int PARTS = 1, TILE_ROWS = 6, TILE_LANES = 4;  // a tile of sums fills the registers: 24 of 32
 inline Native native_fma(Native a, Native b, Native c) { return _mm512_fmadd_ps(a, b, c); }
 inline Native native_splat(float x) { return _mm512_set1_ps(x); }
+using NativeDouble = __m512d;
+inline NativeDouble native_widen(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
 #else
 using Native = __m256;
 constexpr int PARTS = 2, TILE_ROWS = 3, TILE_LANES = 2;  // 12 of 16
 inline Native native_fma(Native a, Native b, Native c) { return _mm256_fmadd_ps(a, b, c); }
 inline Native native_splat(float x) { return _mm256_set1_ps(x); }
+using NativeDouble = __m256d;
+inline NativeDouble native_widen(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
 #endif
 typedef int32_t NativeInt __attribute__((vector_size(sizeof(Native))));
 typedef float NativeFloat __attribute__((vector_size(sizeof(Native))));
@@ -102,6 +106,26 @@ INLINE float largest_of(Lanes x) {
   for (int i = 1; i < LANES; i++) top = lane[i] > top ? lane[i] : top;
   return top;
 }
+
+// A sum of vectors in float64.
+class WideSum {
+ public:
+  void add(Lanes x) {
+    float lane[LANES];
+    store(lane, x);
+    for (int i = 0; i < LANES; i += DOUBLES) sum[i / DOUBLES] += native_widen(lane + i);
+  }
+  double total() const {
+    double all = 0;
+    for (const NativeDouble& part : sum)
+      for (int i = 0; i < DOUBLES; i++) all += part[i];
+    return all;
+  }
+
+ private:
+  static constexpr int DOUBLES = sizeof(NativeDouble) / sizeof(double);
+  NativeDouble sum[LANES / DOUBLES] = {};
+};
 
 // e^x for x <= 0 within 2 ulp; 0 below -87, where e^x nears the smallest normal number. NaN stays NaN.
 // Cephes' polynomial (Moshier, 1992) after x = n log 2 + r, |r| <= log(2) / 2.

@@ -16,33 +16,46 @@ struct Drawn {
 };
 
 struct SampleScratch {
-  std::vector<float> logits, weights;  // up to whole blocks
+  std::vector<float> weights;  // up to whole blocks
   std::vector<double> blocks;
 };
 
-// Sum of e^((x - top) / temperature); the terms go to `weights`, their sums to `blocks`.
-inline double exponential_sums(const float* x, int64_t count, float top, float temperature, float* weights,
-                               double* blocks) {
+// A row of logits in blocks: the last one is a copy, with -inf behind it.
+class LogitBlocks {
+ public:
+  const int64_t blocks;
+  LogitBlocks(const float* logits, int64_t V) : blocks((V + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK), logits(logits) {
+    const int64_t first = (blocks - 1) * SAMPLE_BLOCK;
+    for (int64_t i = 0; i < SAMPLE_BLOCK; i++) last[i] = first + i < V ? logits[first + i] : -INFINITY;
+  }
+  const float* operator[](int64_t block) const { return block + 1 < blocks ? logits + block * SAMPLE_BLOCK : last; }
+
+ private:
+  const float* logits;
+  float last[SAMPLE_BLOCK];
+};
+
+// Sum of e^((x - top) / temperature); the terms go to `weights`, their sums to `sums`.
+inline double exponential_sums(const LogitBlocks& x, float top, float temperature, float* weights, double* sums) {
   double total = 0;
-  for (int64_t first = 0; first < count; first += SAMPLE_BLOCK) {
-    double lane[LANES] = {};
-    for (int64_t i = first; i < first + SAMPLE_BLOCK; i += LANES) {
-      const Lanes shifted = load(x + i) - splat(top);
-      store(weights + i, exponential(temperature == 1 ? shifted : shifted / splat(temperature)));
-      for (int j = 0; j < LANES; j++) lane[j] += weights[i + j];
+  for (int64_t block = 0; block < x.blocks; block++, weights += SAMPLE_BLOCK) {
+    WideSum sum;
+    for (int64_t i = 0; i < SAMPLE_BLOCK; i += LANES) {
+      const Lanes shifted = load(x[block] + i) - splat(top);
+      const Lanes e = exponential(temperature == 1 ? shifted : shifted / splat(temperature));
+      store(weights + i, e);
+      sum.add(e);
     }
-    double sum = 0;
-    for (double one : lane) sum += one;
-    total += blocks[first / SAMPLE_BLOCK] = sum;
+    total += sums[block] = sum.total();
   }
   return total;
 }
 
 // Never a token of weight 0: where rounding leaves nothing above the target, the last one that has any.
-inline int64_t invert(const float* weights, const double* blocks, int64_t count, double target) {
+inline int64_t invert(const float* weights, const double* sums, int64_t blocks, double target) {
   double below = 0;
   int64_t block = 0;
-  for (; block + 1 < count / SAMPLE_BLOCK && below + blocks[block] <= target; block++) below += blocks[block];
+  for (; block + 1 < blocks && below + sums[block] <= target; block++) below += sums[block];
   int64_t i = block * SAMPLE_BLOCK;
   const int64_t end = i + SAMPLE_BLOCK;
   for (; i < end; i++) {
@@ -55,27 +68,26 @@ inline int64_t invert(const float* weights, const double* blocks, int64_t count,
 
 // Args: logits [V]; noise in (0, 1), or null for the most probable token, whose log-probabilities are both raw.
 inline Drawn draw(const float* logits, int64_t V, const double* noise, double temperature, SampleScratch& scratch) {
-  const int64_t count = (V + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK * SAMPLE_BLOCK;
-  scratch.logits.resize(count), scratch.weights.resize(count), scratch.blocks.resize(count / SAMPLE_BLOCK);
-  float *x = scratch.logits.data(), *weights = scratch.weights.data();
-  double* blocks = scratch.blocks.data();
-  memcpy(x, logits, V * sizeof(float));
-  for (int64_t i = V; i < count; i++) x[i] = -INFINITY;
+  const LogitBlocks x(logits, V);
+  scratch.weights.resize(x.blocks * SAMPLE_BLOCK), scratch.blocks.resize(x.blocks);
+  float* weights = scratch.weights.data();
+  double* sums = scratch.blocks.data();
 
   Lanes top_lanes = splat(-INFINITY);
-  for (int64_t i = 0; i < count; i += LANES) top_lanes = larger(load(x + i), top_lanes);
+  for (int64_t block = 0; block < x.blocks; block++)
+    for (int64_t i = 0; i < SAMPLE_BLOCK; i += LANES) top_lanes = larger(load(x[block] + i), top_lanes);
   const float top = largest_of(top_lanes);
   double tempered = 0, raw = 0;
-  if (!noise || temperature != 1) raw = exponential_sums(x, count, top, 1, weights, blocks);
-  if (noise) tempered = exponential_sums(x, count, top, temperature, weights, blocks);
+  if (!noise || temperature != 1) raw = exponential_sums(x, top, 1, weights, sums);
+  if (noise) tempered = exponential_sums(x, top, temperature, weights, sums);
   if (!noise) tempered = raw, temperature = 1;
   if (noise && temperature == 1) raw = tempered;
   if (!(raw > 0 && tempered > 0)) return {V - 1, NAN, NAN};
 
   int64_t token = 0;
-  if (noise) token = invert(weights, blocks, count, *noise * tempered);
-  else while (x[token] != top) token++;
-  const double above = (double)x[token] - top;
+  if (noise) token = invert(weights, sums, x.blocks, *noise * tempered);
+  else while (logits[token] != top) token++;
+  const double above = (double)logits[token] - top;
   return {token, (float)(above / temperature - log(tempered)), (float)(above - log(raw))};
 }
 

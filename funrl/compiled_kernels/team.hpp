@@ -9,9 +9,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <mutex>
-#include <new>
-#include <thread>
 
 namespace funrl {
 
@@ -52,12 +49,11 @@ class Pool {
  public:
   // Runs work(team, thread) in up to `wanted` threads, of which the caller is number 0.
   template <class Work> static void run(int wanted, Work work) {
-    Pool* pool = wanted > 1 ? instance() : nullptr;
-    if (!pool || !pool->busy.try_lock()) {
+    Pool* pool = wanted > 1 ? current() : nullptr;
+    if (!pool || pool->busy.test_and_set(std::memory_order_acquire)) {
       Team alone(1);
       return work(alone, 0);
     }
-    std::unique_lock<std::mutex> lock(pool->busy, std::adopt_lock);
     wanted = pool->grow(wanted);
     Team team(wanted);
     auto call = [&](int thread) {
@@ -70,34 +66,45 @@ class Pool {
     pool->calls.notify_all();
     call(0);
     for (int left; (left = pool->running.load(std::memory_order_acquire));) wait_for_change(pool->running, left);
+    pool->busy.clear(std::memory_order_release);
   }
 
  private:
-  std::mutex busy;
+  std::atomic_flag busy;
   std::atomic<int> calls{0}, running{0};
   int threads = 1;  // the caller included
   void (*work)(void*, int) = nullptr;
   void* argument = nullptr;
 
   static Pool*& current() {
-    static Pool* pool = nullptr;
+    static Pool* pool = [] {
+      pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });
+      return new Pool;  // never deleted: its threads outlast static objects
+    }();
     return pool;
   }
-  static Pool* instance() {
-    static std::once_flag once;
-    std::call_once(once, [] {
-      current() = new Pool;  // never deleted: its threads outlast static objects
-      pthread_atfork(nullptr, nullptr, [] { current() = new Pool; });
-    });
-    return current();
-  }
-  // Starts threads until there are `size`; returns how many there are.
+  struct Birth {
+    Pool* pool;
+    int thread, seen;
+  };
+  // Starts threads until there are `size`, or the system has no more; returns how many of these there are.
   int grow(int size) {
-    try {
-      for (; threads < size; threads++) std::thread(&Pool::live, this, threads, calls.load()).detach();
-    } catch (const std::system_error&) {  // the system has no more
+    for (; threads < size; threads++) {
+      pthread_t started;
+      Birth* birth = new Birth{this, threads, calls.load()};
+      if (pthread_create(&started, nullptr, &Pool::begin, birth)) {
+        delete birth;
+        break;
+      }
+      pthread_detach(started);
     }
     return size < threads ? size : threads;
+  }
+  static void* begin(void* argument) {
+    const Birth birth = *(Birth*)argument;
+    delete (Birth*)argument;
+    birth.pool->live(birth.thread, birth.seen);
+    return nullptr;
   }
   // The life of a thread: it answers every call, also one that wants fewer threads.
   void live(int thread, int seen) {

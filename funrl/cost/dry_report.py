@@ -16,7 +16,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.offload import PARTS
-from funrl.trainer.settings import Settings
+from funrl.trainer.settings import Settings, scoring_budget
 from funrl.trainer.sharding import sharded_roles
 
 DEFAULT = "h100"
@@ -167,8 +167,10 @@ def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str
         changes.append({"fsdp_models": ",".join(found.roles)})
     if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})
-    if passing > 0.2 * total and settings.token_budget > found.tokens:
-        changes.append({"token_budget": max(found.tokens, settings.token_budget // 4)})
+    budgets = {"score_token_budget": scoring_budget(settings), "token_budget": settings.token_budget}
+    flag = {"score": "score_token_budget", "update": "token_budget"}.get(stage_of(worst))
+    if flag is not None and passing > 0.2 * total and budgets[flag] > found.tokens:
+        changes.append({flag: max(found.tokens, budgets[flag] // 4)})
     if peak.get("cache", 0) > 0.2 * total and settings.samples_per_prompt > 2:
         changes.append({"samples_per_prompt": settings.samples_per_prompt // 2})
     generates = "generate" in found.phases

@@ -56,7 +56,7 @@ from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
 from funrl.trainer.micro import plan_epoch, row_cost
-from funrl.trainer.settings import Settings, for_kind
+from funrl.trainer.settings import Settings, for_kind, scoring_budget
 from funrl.trainer.sources import Source
 from funrl.trainer.step_rows import Rows, rows_of, split_rows
 
@@ -218,30 +218,35 @@ def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware)
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
-    at = functools.cache(lambda local: trace_step(once, parts, full_rows(once, parts, tokens, local), hardware))
+    rows_on = functools.partial(full_rows, once, parts, tokens)
+    scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
+    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware))
     local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
-    piece, found = rows_of_a_pass(job, width), {}
+    found = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width))
+    piece = rows_of_a_pass(settings.token_budget, width)
+    some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
-        room = FREE_SHARE * (hardware.memory * USABLE - sum(at(min(local, piece)).resting.values()))
-        found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
-    found |= {n: c for n, c in at_rows(at, local, piece).items() if not n.startswith(UPDATES)}
-    some = at(min(mini, TRACED * piece))
-    for name, costs in at_rows(at, mini, piece).items():
+        room = FREE_SHARE * (hardware.memory * USABLE - sum(some.resting.values()))
+        found = {"generate": generation(job, parts.generator, whole.generator, tokens, room, hardware)} | found
+    for name, costs in at_rows(learned, mini, piece).items():
         if name.startswith(UPDATES):
-            beyond = 2 * max(0, rows - mini * ranks) * some.row_bytes  # in the batch, and in a copy
-            found[name] = plus(times(costs, settings.epochs * settings.minibatches), {"batch": beyond})
+            others = (local - mini) * some.row_bytes  # of other mini-batches
+            found[name] = plus(times(costs, settings.epochs * settings.minibatches), {"batch": others})
     if parts.generator is not None:
         found["generate"] = plus(found["generate"], some.resting)
     return found | {"rests": Costs({"other": some.resting})}
 
 
-def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False) -> Trace:
+def trace_step(
+    job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False, learns: bool = True
+) -> Trace:
     """Score rows and learn from them with the trainer's own functions.
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
       rows: of all ranks, on the ranks that train them, as `full_rows` makes them.
       real: compute what is counted, instead of pretending.
+      learns: False: score and no more.
     """
     tracer = tracer_of(job, parts, hardware, real)
     roles = {
@@ -264,10 +269,11 @@ def trace_step(job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: boo
         if "reward_model" in frozen:
             read = _as_read(job, rows)
             with trainer.clock.phase("score_reward_model"):
-                end_values(roles["reward_model"], frozen["reward_model"], read, job.settings.token_budget)
+                end_values(roles["reward_model"], frozen["reward_model"], read, scoring_budget(job.settings))
         rows, state, _ = loop.score_batch(trainer, state, rows)
         tracer.hold_tree(rows.batch, "batch")
-        loop.learn_batch(trainer, state._replace(step=_learning_step(parts) - 1), rows)
+        if learns:
+            loop.learn_batch(trainer, state._replace(step=_learning_step(parts) - 1), rows)
     return Trace(tracer.phases, resting, trees.nbytes(rows.batch) / max(1, len(rows.own)))
 
 

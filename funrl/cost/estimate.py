@@ -22,7 +22,9 @@ from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.micro import MULTIPLE
 
-DEPTHS = (2, 3)  # layers that are traced; deeper models are on the line through the two
+# Layers that are traced; deeper models are on the line through the two. With fewer than three no layer stands between
+# one whose weights are on their way and one whose gradients are.
+DEPTHS = (3, 4)
 TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 
@@ -162,9 +164,9 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     return job._replace(model=made[id(job.model)], models={name: made[id(x)] for name, x in job.models.items()})
 
 
-def rows_of_a_pass(job: Job, width: int) -> int:
-    """Rows of one forward pass."""
-    return packed_sizes(job.settings.token_budget, width, MULTIPLE)[-1] // width
+def rows_of_a_pass(token_budget: int, width: int) -> int:
+    """Rows of `width` tokens in one forward pass."""
+    return packed_sizes(token_budget, width, MULTIPLE)[-1] // width
 
 
 def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:

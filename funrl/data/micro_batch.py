@@ -15,8 +15,8 @@ class Slots(NamedTuple):
     Attributes:
       source: [N] int64, which token of the flattened rows [b * T]; 0 at padding.
       used: [1, N] bool, false at padding.
-      positions: [1, N] int64, 0 at the first token of each row and at padding.
-      segments: [1, N] int64, 1 for the first row, 2 for the next, ..., 0 at padding.
+      positions: [1, N] int32, 0 at the first token of each row and at padding.
+      segments: [1, N] int32, 1 for the first row, 2 for the next, ..., 0 at padding.
       offsets: [S + 1] int32, where segments begin and end, as `varlen_attention` takes them.
       total: tokens that are not padding; they come first.
       longest: tokens of the longest row, rounded up to a power of two or N, so that few values occur.
@@ -55,9 +55,9 @@ def slots(lengths: np.ndarray, rows: np.ndarray, width: int, size: int, max_segm
     if len(rows) > max_segments or total > size:
         raise ValueError(f"{len(rows)} rows of {total} tokens do not fit in {max_segments} segments of {size} tokens")
     ends = np.cumsum(own)
-    positions = np.zeros(size, dtype=np.int64)
+    positions = np.zeros(size, dtype=np.int32)
     positions[:total] = np.arange(total) - np.repeat(ends - own, own)
-    source, segments = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    source, segments = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int32)
     source[:total] = np.repeat(rows * width, own) + positions[:total]
     segments[:total] = np.repeat(np.arange(1, len(rows) + 1), own)
     offsets = np.full(max_segments + 1, total, dtype=np.int32)

@@ -373,9 +373,9 @@ def micro_batches(lengths: Sequence[int], token_budget: int, multiple: int = 1) 
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, multiple: int = 1) -> np.ndarray:
-    """Rows of token ids as int64 [rows, width], padded on the right; the width is a multiple of `multiple`."""
+    """Rows of token ids as int32 [rows, width], padded on the right; the width is a multiple of `multiple`."""
     width = _round_up(max(map(len, rows), default=0), multiple)
-    out = np.full((len(rows), width), pad, dtype=np.int64)
+    out = np.full((len(rows), width), pad, dtype=np.int32)
     for to, row in zip(out, rows, strict=True):
         to[: len(row)] = row
     return out

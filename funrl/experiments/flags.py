@@ -18,8 +18,9 @@ ALGORITHM = Flag(
     "algorithm", None, str, False, "recipe: its name, module:function or FILE.py:function",
     group="job",
 )  # fmt: skip
-PAGE = """Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with
-words in parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""
+_INTRODUCTION = """\
+Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with words in
+parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""
 KIND_TEXTS = {"rl": "reinforcement learning", "supervised": "learning from given texts"}
 
 
@@ -131,7 +132,7 @@ def help_text(program: str, summary: str, flags: Iterable[Flag], kind: str | Non
 
 def page() -> str:
     """docs/flags.md: the flags of `Settings` as Markdown tables."""
-    lines = ["# Flags", "", PAGE]
+    lines = ["# Flags", "", _INTRODUCTION]
     for group, title in GROUPS.items():
         lines += ["", f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]
         for flag in settings_flags().values():

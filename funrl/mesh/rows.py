@@ -132,7 +132,7 @@ def move_rows(
 
     Args:
       fields: [b, T, ...] of this rank's rows in the order of their numbers; the same names and dtypes on every rank.
-        int64 is sent as int32: ids, positions and numbers of segments are below 2^31.
+        int64 is sent as int32, which rows have anyhow: ids, places and numbers of sequences are below 2^31.
       lengths: [B] tokens of each row.
       owner, to: [B] each row's rank before and after.
       fill: by field, what stands behind a row's end; 0 where it is not named.

@@ -66,7 +66,7 @@ class Placed:
           batch: rows [B, T]. Tokens outside its mask get 0 and cost no logits.
           want: some of "logp", "entropy", "sum_pi_squared".
           temperature: logits are divided by it.
-          topk: [B, T, K] int64 ids of other tokens whose log-probabilities at each position are wanted too.
+          topk: [B, T, K] ids of other tokens whose log-probabilities at each position are wanted too.
           teacher: the divergence from it over the whole vocabulary is wanted too. Its hidden states are computed
             here, without a gradient, and what is [tokens, vocabulary] is never whole.
 
@@ -77,8 +77,8 @@ class Placed:
           ValueError: the teacher's vocabulary has another size.
         """
         hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
-        topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N]
-        after_N = batch.tokens[:, 1:].flatten()[at_N]
+        topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N].long()
+        after_N = batch.tokens[:, 1:].flatten()[at_N].long()
         scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
         if teacher is not None:
             with torch.no_grad():
@@ -204,8 +204,9 @@ def place(
 
 
 def inputs_of(batch: Batch) -> Inputs:
-    """The inputs of a forward pass over the rows of a batch."""
-    return Inputs(batch.tokens, batch.get("positions"), batch.get("segments"), batch.get("offsets"))
+    """The inputs of a forward pass over the rows of a batch: models index with int64."""
+    positions, segments = (x if x is None else x.long() for x in (batch.get("positions"), batch.get("segments")))
+    return Inputs(batch.tokens.long(), positions, segments, batch.get("offsets"))
 
 
 def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:

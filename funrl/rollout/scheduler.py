@@ -219,7 +219,9 @@ class Scheduler:
         seats = len(self._flights.lengths)
         if seats > len(self._known):
             more = seats - len(self._known)
-            self._known, self._owned, self._most = (np.pad(x, (0, more)) for x in (self._known, self._owned, self._most))
+            self._known, self._owned, self._most = (
+                np.pad(x, (0, more)) for x in (self._known, self._owned, self._most)
+            )
             self._table = np.pad(self._table, ((0, more), (0, 0)))
         self._known[flight.seat], self._owned[flight.seat], flight.pages = known, 0, []
         self._most[flight.seat] = -(-flight.limit // self._page)

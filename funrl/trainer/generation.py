@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.batch import Batch
+from funrl.batch import TOKEN_INT, Batch
 from funrl.mesh import collectives
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
@@ -198,7 +198,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad:
     prompts = [examples[number // samples].tokens for number in own.tolist()]
     longest = max((len(p) + len(one.tokens) for p, one in zip(prompts, done.completions, strict=True)), default=1)
     shape = (len(own), math.ceil(longest / 8) * 8)
-    tokens = torch.full(shape, pad, dtype=torch.int64)
+    tokens = torch.full(shape, pad, dtype=TOKEN_INT)
     mask, rollout_logp = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=done.dtype)
     # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
     # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).

@@ -29,6 +29,7 @@ from funrl.trainer.completion_scores import with_completion_scores
 from funrl.trainer.generation import Example, Rollout, rollout
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import has_workers
+from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
 
@@ -64,7 +65,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            settings.token_budget, clock,
+            scoring_budget(settings), clock,
         )  # fmt: skip
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     generation = Generation(
@@ -112,7 +113,7 @@ def rescoring(
     role, pad = parts.roles["reward_model"], load_tokenizer(job.directories["reward_model"]).pad_token_id
     return functools.partial(
         with_completion_scores, role=role, params=params, weight=job.task.weights[-1],
-        pad=job.pad if pad is None else pad, token_budget=job.settings.token_budget,
+        pad=job.pad if pad is None else pad, token_budget=scoring_budget(job.settings),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
 from funrl.trainer.score import score
+from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
@@ -134,7 +135,7 @@ def settled(trainer: Trainer, rows: Rows, step: int) -> Rows:
     cost = row_cost(trainer.parts.roles[trainer.job.lead].placed)
     chain = trainer.job.algorithm.advantage
     if chain is not None and chain.whole_groups:
-        return moved(rows, ranks_of_groups(rows, mesh, settings.token_budget, cost), mesh)
+        return moved(rows, ranks_of_groups(rows, mesh, scoring_budget(settings), cost), mesh)
     ranks = mesh.size(mesh.row_axes)
     plan = plan_epoch(rows.lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost)
     return moved(rows, plan.to, mesh)
@@ -143,7 +144,7 @@ def settled(trainer: Trainer, rows: Rows, step: int) -> Rows:
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
-    rows = score(trainer.parts.roles, weights, rows, trainer.job.settings.token_budget, trainer.clock)
+    rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
         here = on_cpu(rows)
         return rows, state, describe(here, here.batch) if trainer.job.generates else {}

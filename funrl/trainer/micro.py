@@ -21,6 +21,8 @@ from funrl.seeds import derived_seed
 from funrl.trainer.step_rows import Rows
 
 MULTIPLE = 8  # sizes of micro-batches are multiples of it
+SIZES = 16  # of micro-batches that learn, at most
+SCORE_SIZES = 64  # of those that do not: their budget is larger, and the steps between sizes are not
 PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
 
 
@@ -94,7 +96,8 @@ def own_micro_batches(
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
     mask: str = "mask",
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of all rows on the ranks that have them, each made when it is asked for.
+    """The micro-batches of all rows on the ranks that have them, for passes that learn nothing; each made when it is
+    asked for.
 
     Every data rank gets the same number of them, because a forward pass may hold collectives over data. One without
     rows is padding, and has no influence on any loss.
@@ -105,7 +108,7 @@ def own_micro_batches(
       mask: field that becomes the mask.
     """
     lengths = rows.lengths
-    sizes, most = _sizes(lengths, token_budget)
+    sizes, most = _sizes(lengths, token_budget, SCORE_SIZES)
     ranks = rows.mesh.size(rows.mesh.row_axes)
     yield from packed(rows, pack(lengths, ranks, sizes, most, cost=cost, owner=rows.owner), None, most, mask)
 
@@ -130,9 +133,9 @@ def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
     return _sizes(lengths, token_budget)[1]
 
 
-def _sizes(lengths: np.ndarray, token_budget: int) -> tuple[tuple[int, ...], int]:
-    """Sizes of micro-batches, and how many rows one has at most."""
-    sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE)
+def _sizes(lengths: np.ndarray, token_budget: int, count: int = SIZES) -> tuple[tuple[int, ...], int]:
+    """Sizes of micro-batches, `count` of them at most, and how many rows one has at most."""
+    sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE, count)
     return sizes, sizes[-1] // MULTIPLE + MULTIPLE
 
 

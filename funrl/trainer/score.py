@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch
+from funrl.batch import TOKEN_INT, Batch
 from funrl.data.micro_batch import unpack_tokens
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import own_micro_batches, row_cost
@@ -48,7 +48,9 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
     for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)):
         outs = _outputs(role, params, piece.batch)
         if not whole:
-            whole = [out.new_zeros(*rows.batch.tokens.shape, *out.shape[2:]) for out in outs]
+            shape = rows.batch.tokens.shape
+            dtypes = [out.dtype if out.is_floating_point() else TOKEN_INT for out in outs]
+            whole = [out.new_zeros(*shape, *out.shape[2:], dtype=d) for out, d in zip(outs, dtypes, strict=True)]
         for all_rows, out in zip(whole, outs, strict=True):
             unpack_tokens(out, piece.at, all_rows)
     return dict(zip(role.writes, whole, strict=True))

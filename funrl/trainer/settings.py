@@ -34,6 +34,7 @@ from funrl.trainer.declaration import (
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
+SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
@@ -202,6 +203,14 @@ class Settings:
         8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, at most so many batches",
         at_least(1), kinds=RL,
     )  # fmt: skip
+    verify_sync: bool = flag(
+        True, "rollout", "compare all bits of the engine's weights with the trainer's after every sync", kinds=RL
+    )  # fmt: skip
+    probe_sync_every: int = flag(
+        50, "rollout", "steps between syncs after which the engine's log-probabilities of a fixed text are compared "
+        "with the trainer's; so they are after the first; 0: never",
+        at_least(0), kinds=RL,
+    )  # fmt: skip
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
@@ -222,6 +231,10 @@ class Settings:
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
     token_budget: int = flag(16384, "update", "tokens of a micro-batch on one device", at_least(1))
+    score_token_budget: int | None = flag(
+        None, "update", "the same where nothing is learned: scoring, and the loss on held-out texts", at_least(1),
+        chosen="4 times --token_budget",
+    )  # fmt: skip
 
     eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
@@ -280,6 +293,15 @@ def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
         return {} if getattr(settings, name) is None else parse(getattr(settings, name), name)
     except MeshError as error:
         raise SettingsError(str(error)) from error
+
+
+def scoring_budget(settings: Settings) -> int:
+    """Tokens of a micro-batch where nothing is learned; a longer row raises it.
+
+    A forward pass without a gradient holds one layer's activations. By the dry run, in kB a token (bfloat16): 99 of a
+    70B on tp8, 111 of an 8B, 62 of a 1B; an update that saves what enters each layer (--remat=full) 1,580, 520 and 420.
+    """
+    return settings.score_token_budget or SCORE_BUDGETS * settings.token_budget
 
 
 def for_kind(settings: Settings, kind: str) -> Settings:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from funrl.batch import FIELDS, Batch, as_dict, map_fields, with_across
+from funrl.batch import FIELDS, Batch, as_dict, map_fields, narrowed, with_across
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.rows import across, hand_over, move_rows
 
@@ -20,7 +20,8 @@ class Rows(NamedTuple):
 
     Attributes:
       batch: fields of kind "row" have all rows [B], alike on every rank; the others have this rank's own rows [b, T],
-        in the order of their numbers. Ranks that differ in other axes than those of rows hold the same.
+        in the order of their numbers, whole numbers in `TOKEN_INT`. Ranks that differ in other axes than those of rows
+        hold the same.
       owner: [B] the rank that has each row, by its index over the row axes of `mesh`.
       mesh: whose ranks hold the rows.
     """
@@ -49,14 +50,14 @@ class Rows(NamedTuple):
         return np.searchsorted(self.own, numbers)
 
     def with_fields(self, **fields: Tensor | None) -> Rows:
-        return self._replace(batch=self.batch._replace(**fields))
+        return self._replace(batch=narrowed(self.batch._replace(**fields)))
 
 
 def rows_of(batch: Batch, owner: np.ndarray | None = None, mesh: Mesh | None = None) -> Rows:
     """Rows of a batch, by default all of them this rank's own; its sums go over all ranks' rows."""
     mesh = mesh or single()
     owner = np.zeros(len(batch.tokens), dtype=np.int64) if owner is None else owner
-    return Rows(with_across(batch, across(owner, mesh, mesh.row_axes)), owner, mesh)
+    return Rows(with_across(narrowed(batch), across(owner, mesh, mesh.row_axes)), owner, mesh)
 
 
 def split_rows(batch: Batch, owner: np.ndarray, mesh: Mesh) -> Rows:

@@ -176,6 +176,17 @@ def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
     ]
 
 
+def test_the_budget_of_the_phase_that_is_too_large_is_lowered():
+    job = small("grpo", sizes={"layers": 1})
+    found = made_up(
+        job, score_policy={"activations": 90e9}, update_policy={"activations": 90e9}, generate={"activations": 90e9}
+    )
+    given = settings(token_budget=4096)
+    asked = {name: dry_report.remedies(found, given, H100, name) for name in found.phases}
+    assert {"score_token_budget": 4096} in asked["score_policy"] and {"token_budget": 1024} in asked["update_policy"]
+    assert not any("token_budget" in flag for changes in asked["generate"] for flag in changes)
+
+
 def test_a_cache_that_is_too_large_asks_for_fewer_samples():
     job = small("grpo", sizes={"layers": 1})
     found = made_up(job, generate={"cache": 90e9})

@@ -18,6 +18,8 @@ from funrl.mesh.mesh import single
 from funrl.models.config import ModelError
 from funrl.trainer.build import build
 from funrl.trainer.declaration import SettingsError
+from funrl.trainer.micro import SCORE_SIZES
+from funrl.trainer.settings import scoring_budget
 
 TAUGHT = ("distillation", "gkd")
 
@@ -72,9 +74,25 @@ def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
     exact = trace(job, 8, rows).phases
     found = dry_run.estimate(job, 8, CPU).phases
     assert_alike({name: found[name] for name in exact}, exact)
+    for name in ("update_policy", "score_reference"):
+        assert found[name].peak["batch"] == pytest.approx(exact[name].peak["batch"], rel=0.05), name
     if minibatches == 1:
         line = at_rows(lambda n: trace(job, 8, n), rows, budget // 32)
-        assert_alike(line, exact)
+        assert_alike({"update_policy": line["update_policy"]}, {"update_policy": exact["update_policy"]})
+
+
+def test_scoring_and_learning_are_on_lines_of_their_own():
+    given = {"sizes": {"layers": 1}, "token_budget": 256, "batch_prompts": 64}
+    few, many = (small("ppo", score_token_budget=n, **given) for n in (128, 1024))
+    found = [dry_run.estimate(job, 8, CPU).phases for job in (few, many)]
+    for phases, job in zip(found, (few, many), strict=True):
+        exact = trace(job, 8, 128).phases
+        assert_alike({name: phases[name] for name in exact}, exact)
+    held = [phases["score_policy"].peak["activations"] for phases in found]
+    assert held[1] > 6 * held[0]
+    assert found[0]["update_policy"].peak["activations"] == pytest.approx(
+        found[1]["update_policy"].peak["activations"], rel=0.01
+    )
 
 
 def test_deep_models_are_on_the_line():
@@ -82,6 +100,17 @@ def test_deep_models_are_on_the_line():
     shallow = dry_run.estimate(job, 8, CPU).phases
     exact = trace(job, 8, 16).phases
     assert_alike({name: shallow[name] for name in exact}, exact)
+
+
+def test_deep_sharded_models_are_on_the_line():
+    job = small("ppo", sizes={"layers": 9}, mesh="dp4", fsdp=True, remat="full", batch_prompts=16, token_budget=32)
+    shallow = dry_run.estimate(job, 8, CPU).phases
+    with pretended(job.sizes) as mesh:
+        parts = build(job, mesh, lambda _: None)
+        exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 8), CPU).phases
+    for name in ("update_critic", "update_policy"):
+        for kind in ("optimizer", "gradients", "activations", "staging"):  # the engine has weights of its own
+            assert shallow[name].peak[kind] == pytest.approx(exact[name].peak[kind], rel=0.02), (name, kind)
 
 
 def test_a_teacher_has_a_line_of_its_own(tmp_path):
@@ -131,7 +160,7 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
         more = held[name].peak["weights"] - costs.peak["weights"]
         assert more == pytest.approx(4 * params(with_it, "reward_model")), name
     # It reads 33 tokens of each of 16 rows, a text of 32 and one more, and the padding of its micro-batches.
-    sizes = packed_sizes(with_it.settings.token_budget, 33, 8)
+    sizes = packed_sizes(scoring_budget(with_it.settings), 33, 8, SCORE_SIZES)
     size = int(pack(np.full(16, 33), 1, sizes, 16).size.sum())
     layer = sum(x.numel() for name, x in trees.named(grader.shapes) if x.ndim > 1 and "layers/0" in name)
     attention = 16 * 4 * (33 * 34 // 2) * grader.config.heads * grader.config.head

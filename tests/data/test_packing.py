@@ -55,7 +55,7 @@ def test_the_printed_examples():
 
 def test_rows_are_padded_on_the_right():
     rows = pad_rows([[1, 2, 3], [], [4]], 9, 4)
-    assert rows.dtype == np.int64
+    assert rows.dtype == np.int32
     assert rows.tolist() == [[1, 2, 3, 9], [9, 9, 9, 9], [4, 9, 9, 9]]
     assert pad_rows([[1, 2, 3]], 0).shape == (1, 3)
     assert pad_rows([], 0, 8).shape == (0, 0)

@@ -65,6 +65,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "eval_min_p": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
     "eval_repetition_penalty": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
     "token_budget": "cost/test_dry_run.py::test_many_micro_batches_and_mini_batches_are_on_the_line",
+    "score_token_budget": "trainer/test_score.py::test_what_learns_nothing_is_packed_by_a_budget_of_its_own",
     "model": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "task": "trainer/test_settings.py::test_choices_are_those_of_the_modules_that_act_on_them",  # it has one choice
     "prompts": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",

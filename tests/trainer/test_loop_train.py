@@ -55,7 +55,8 @@ def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
     )
     assert outcome.error is None
     for name in ("reward/mean", "actor/pg_loss", "actor/ppo_kl", "actor/grad_norm", "critic/vf_loss", "time_s/step",
-                 "time_s/reward", "response_length/mean", "rollout/logprob_gap_max", "perf/tokens_per_s", "memory/peak_gb"):  # fmt: skip
+                 "time_s/reward", "response_length/mean", "rollout/logprob_gap_max", "perf/tokens_per_s",
+                 "memory/peak_gb"):  # fmt: skip
         assert all(isinstance(line[name], float) for line in lines), name
     samples = lines_of(run_dir / "samples.jsonl")
     assert {s["step"] for s in samples} == {0, 1, 2, 3}

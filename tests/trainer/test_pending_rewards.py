@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from scripted_engine import ScriptedEngine
 from small_runs import Quiet, digits_reward, gap, scored_batch, small_job
 
 from funrl.mesh import collectives
@@ -13,7 +14,8 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Completed, Pool, open_pool
-from funrl.rollout.completions import Completions, Sampling
+from funrl.rollout.completions import Sampling
+from funrl.rollout.requests import Completion
 from funrl.tasks import arithmetic
 from funrl.trainer import job_source, loop
 from funrl.trainer.build import sync
@@ -24,8 +26,15 @@ from funrl.trainer.pending_rewards import PendingRewards
 BOTH = pytest.mark.parametrize("workers", [0, 2])
 
 
-def completed(number, ids):
-    return Completed(f"p{number}", ",".join(map(str, ids)))
+def completed(done):
+    return Completed(f"p{done.number}", ",".join(map(str, done.tokens.tolist())))
+
+
+def add(pending, rows):
+    """Add completions: (number, token ids) pairs."""
+    for number, ids in rows:
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        pending.add(Completion(number, tokens, tokens.double(), tokens.double(), tokens, "length"))
 
 
 @BOTH
@@ -34,10 +43,7 @@ def test_rows_come_in_any_order_and_number_and_rewards_in_that_of_the_rows(worke
         [lambda prompt, completion: int(prompt[1:]), lambda prompt, completion: len(completion)], workers
     ) as pool:
         pending = PendingRewards(pool, completed)
-        pending.add([3, 1], [[1, 2], []])
-        pending.add([], [])
-        pending.add([0], [[12345]])
-        pending.add([2], [[7]])
+        add(pending, [(3, [1, 2]), (1, []), (0, [12345]), (2, [7])])
         assert pending.collect() == [[0, 5], [1, 0], [2, 1], [3, 3]]
         assert PendingRewards(pool, completed).collect() == []
 
@@ -50,28 +56,11 @@ def test_the_first_row_that_fails_is_raised_and_without_workers_nothing_is_begun
 
     with open_pool([fails_from_one], workers) as pool:
         pending = PendingRewards(pool, completed)
-        pending.add([2, 0, 3, 1], [[2], [0], [3], [1]])
+        add(pending, [(2, [2]), (0, [0]), (3, [3]), (1, [1])])
         with pytest.raises(RewardError, match=r"ZeroDivisionError.*\n  prompt: 'p1'\n  completion: '1'"):
             pending.collect()
     assert {"p0", "p1"} <= {path.name for path in tmp_path.iterdir()}
     assert workers or not (tmp_path / "p2").exists()
-
-
-class Waiting:
-    """An engine whose second row is not complete before the reward of the first has begun."""
-
-    def __init__(self, begun):
-        self.begun = begun
-
-    def generate(self, prompts, sampling, seed, first_prompt=0, on_done=None):
-        on_done([0], [[5]])
-        end = time.monotonic() + 60
-        while not self.begun.exists():
-            assert time.monotonic() < end, "nothing is rewarded while the engine writes"
-            time.sleep(0.01)
-        on_done([1], [[6]])
-        tokens, zero = torch.tensor([[5], [6]]), torch.zeros(2, 1)
-        return Completions(tokens, torch.ones(2, dtype=torch.int64), zero, zero, torch.zeros(2, dtype=torch.bool))
 
 
 def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path):
@@ -79,11 +68,17 @@ def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path
         (tmp_path / completion).touch()
         return float(completion == "6")
 
-    examples = [Example([1], "p", {}), Example([1], "q", {})]
+    def write(request):
+        """The second row is not complete before the reward of the first has begun."""
+        end = time.monotonic() + 60
+        while request.number and not (tmp_path / "5").exists():
+            assert time.monotonic() < end, "nothing is rewarded while the engine writes"
+            time.sleep(0.01)
+        return [5 + request.number]
+
+    examples, decode = [Example([1], "p", {}), Example([1], "q", {})], lambda ids: str(ids[-1])
     with open_pool([reward], 1) as pool:
-        done = rollout(
-            Waiting(tmp_path / "5"), examples, Sampling(max_new_tokens=1), 0, pool, lambda ids: str(ids[-1]), single()
-        )  # fmt: skip
+        done = rollout(ScriptedEngine(write), examples, Sampling(max_new_tokens=1), 0, pool, decode, single())
     assert done.score.tolist() == [0.0, 1.0]
 
 
@@ -112,21 +107,20 @@ def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own():
 def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
     """Rank 1 is slow to reward; rank 0 waits for it only where it is not slow to generate itself."""
 
-    class Slow:
-        def generate(self, prompts, sampling, seed, first_prompt=0, on_done=None):
-            time.sleep(seconds)
-            on_done([0], [[5]])
-            zero = torch.zeros(1, 1)
-            return Completions(torch.tensor([[5]]), torch.tensor([1]), zero, zero, torch.tensor([False]))
+    def write(request):
+        time.sleep(seconds)
+        return [5]
 
     def program(mesh):
         nonlocal seconds
         found = []
         for of_rank in ((0.0, 0.0), (1.5, 0.0)):
-            seconds = of_rank[mesh.rank]
+            seconds, engine = of_rank[mesh.rank], ScriptedEngine(write)
             pool = Pool([lambda prompt, completion: time.sleep(1.5 * mesh.rank) or 1.0])
             collectives.psum(torch.ones(1), mesh, "data")  # so that they begin together
-            found.append(rollout(Slow(), examples, Sampling(max_new_tokens=1), 0, pool, str, mesh).reward_s)
+            found.append(
+                rollout(engine, examples, Sampling(max_new_tokens=1), 0, pool, str, mesh, queue="fixed").reward_s
+            )
         return found
 
     seconds, examples = 0.0, [Example([1], "p", {})] * 2
@@ -149,7 +143,7 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
 
     found = []
     for workers in (0, 2):
-        job = small_job(mesh=mesh, generate_mesh=mesh, reward=reward, reward_workers=workers)
+        job = small_job(mesh=mesh, generate_mesh=mesh, reward=reward, reward_workers=workers, queue="fixed")
         steps, params, rank, has = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
         assert has == (workers > 0)
         pids = {int(path.name.split()[1]) for path in tmp_path.glob(f"{workers} *")}

@@ -11,7 +11,7 @@ from small_runs import scored_batch as scored_of
 
 from funrl import trees
 from funrl.algos.core import Loss, Sum, token_mean_of
-from funrl.batch import Batch, map_fields, token_fields
+from funrl.batch import TOKEN_INT, Batch, map_fields, token_fields
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import Layout, shard
@@ -89,7 +89,7 @@ def test_padding_changes_nothing(compose):
     at_T = torch.arange(rows.batch.tokens.shape[1] + 24)
 
     def widen(name, x):
-        filler = 7 if x.dtype == torch.int64 else False if x.dtype == torch.bool else float("nan")
+        filler = 7 if x.dtype == TOKEN_INT else False if x.dtype == torch.bool else float("nan")
         return torch.nn.functional.pad(x, (0, 24), value=filler) if name in token_fields() else x
 
     wide = map_fields(widen, rows.batch)

@@ -24,8 +24,8 @@ def last_tokens(mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
     if segments_BT is None:
         return mask_BT & (place_BT == masked_BT.amax(1, keepdim=True))
     nowhere = torch.full((mask_BT.shape[0], mask_BT.shape[1] + 1), -1, device=mask_BT.device)
-    last = nowhere.scatter_reduce(1, segments_BT, masked_BT, "amax")
-    return mask_BT & (place_BT == last.gather(1, segments_BT))
+    last = nowhere.scatter_reduce(1, segments_BT.long(), masked_BT, "amax")
+    return mask_BT & (place_BT == last.gather(1, segments_BT.long()))
 
 
 def pairwise_reward(center: float = 0.0, margin: bool = False) -> Term:

@@ -1,0 +1,58 @@
+"""Rows as a rank holds them from phase to phase."""
+
+import dataclasses
+
+import torch
+from small_runs import SIZES, begin, scored_batch, small_job
+
+from funrl.algos.recipes.dpo import dpo
+from funrl.batch import FIELDS, TOKEN_INT, Batch, as_dict
+from funrl.mesh.mesh import single
+from funrl.models import decoder_model, place
+from funrl.tasks import arithmetic
+from funrl.trainer.micro import own_micro_batches
+from funrl.trainer.roles import Role
+from funrl.trainer.score import score
+from funrl.trainer.step_rows import rows_of
+
+
+def whole_numbers(batch):
+    """Dtypes of the whole numbers per token."""
+    fields = as_dict(batch).items()
+    kinds = {n: x.dtype for n, x in fields if FIELDS[n].kind.startswith("token") and FIELDS[n].dtype == "int"}
+    assert "tokens" in kinds
+    return kinds
+
+
+def test_ids_take_four_bytes_wherever_a_rank_holds_rows():
+    for given in ({}, {"compose": dpo, "reward": None}):
+        run, state = begin(small_job(**given), single())
+        drawn, _, _ = run.source.draw(state.source, 1)
+        rows, _, _ = scored_batch(run, state)
+        for batch in (drawn.batch, rows.batch, *(piece.batch for piece in own_micro_batches(rows, 64))):
+            assert set(whole_numbers(batch).values()) == {TOKEN_INT}, given
+
+
+def test_so_do_those_that_are_given_wide_or_added():
+    tokens = torch.arange(16).reshape(2, 8)
+    rows = rows_of(Batch(tokens=tokens, mask=tokens > 3, length=torch.tensor([8, 8]), positions=tokens))
+    more = rows.with_fields(teacher_topk=tokens[..., None], segments=tokens)
+    assert set(whole_numbers(more.batch).values()) == {TOKEN_INT} and len(whole_numbers(more.batch)) == 4
+    assert more.batch.length.dtype == torch.int64  # of the row table
+    assert torch.equal(more.batch.teacher_topk[..., 0].long(), tokens)
+
+
+def test_a_model_is_given_int64_and_its_most_likely_tokens_are_held_in_four_bytes():
+    given = []
+    plain = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES))
+
+    def watched(params, inputs, *rest, **more):
+        given.append(inputs)
+        return plain.apply(params, inputs, *rest, **more)
+
+    role = Role(place(dataclasses.replace(plain, apply=watched)), {"teacher_logp": "logp", "teacher_topk": "topk"}, topk=3)
+    tokens = torch.arange(16).reshape(2, 8) % plain.config.vocab
+    batch = Batch(tokens=tokens, mask=tokens > 3, length=torch.tensor([8, 8]), positions=tokens % 8, segments=tokens * 0 + 1)
+    rows = score({"teacher": role}, {"teacher": plain.init(torch.Generator().manual_seed(0))}, rows_of(batch))
+    assert rows.batch.teacher_topk.dtype == TOKEN_INT and rows.batch.teacher_topk.max() < plain.config.vocab
+    assert {x.dtype for one in given for x in (one.tokens, one.positions, one.segments)} == {torch.int64}
