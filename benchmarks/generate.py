@@ -29,7 +29,7 @@ from absl import app, flags
 from funrl import trees
 from funrl.models import Config, Model, decoder_model, hf
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import Engine, generate
+from funrl.rollout.engine import Engine, complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import Request, request_seed
@@ -139,7 +139,7 @@ def engine_turn(engine: Engine, params: trees.Tree) -> Turn:
             for i, (p, n) in enumerate(zip(prompts, new, strict=True))
         ]
         begin = time.process_time()
-        done = generate(engine, requests)
+        done = complete(engine, requests)
         seconds = time.process_time() - begin
         assert [len(one.tokens) for one in done] == list(new)
         return seconds

@@ -16,7 +16,7 @@ from funrl.algos.core import reads
 from funrl.cost.costs import Costs, Tracer, after, plus, times
 from funrl.cost.estimate import make_weights
 from funrl.cost.hardware import Hardware
-from funrl.rollout.backends import TorchBackend, Work
+from funrl.rollout.backends import PassWork, TorchBackend
 from funrl.rollout.completions import Sampling
 from funrl.rollout.native import page_tokens, pass_tokens
 from funrl.trainer.build import Generator
@@ -90,10 +90,10 @@ def _wave(
     at_once = min(prompt_tokens, most)
     prompts = min(max(1, most // prompt_tokens), own_prompts(job, generator), count)
 
-    def work(rows: int, tokens: int, end: int) -> Work:
+    def work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
         zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
-        return Work(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws)
+        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws)
 
     def draw(found: Tensor) -> None:
         noise_R = torch.zeros(len(found), dtype=torch.float64)

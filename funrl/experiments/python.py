@@ -24,7 +24,7 @@ from funrl.models import Model, hf
 from funrl.rewards.load import Reward
 from funrl.rewards.pool import Pool
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import generate as complete
+from funrl.rollout.engine import complete
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.track.observe import OnStep, RunObserver

@@ -28,7 +28,7 @@ LOGITS = 1 << 26  # numbers in the logits of one draw
 Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
 
 
-class Work(NamedTuple):
+class PassWork(NamedTuple):
     """New tokens of some sequences.
 
     Attributes:
@@ -79,8 +79,8 @@ class Backend(Protocol):
         """Copy keys and values of pages."""
         ...
 
-    def forward(self, work: Work) -> Tensor:
-        """What `draw` needs of each draw of the work, [M, ...]."""
+    def forward(self, work: PassWork) -> Tensor:
+        """Input of `draw` for each draw of the work, [M, ...]."""
         ...
 
     def draw(
@@ -130,7 +130,7 @@ class TorchBackend:
         for x in trees.leaves(self._cache):
             x[list(targets)] = x[list(sources)]
 
-    def forward(self, work: Work) -> Tensor:
+    def forward(self, work: PassWork) -> Tensor:
         """Hidden states [M, D]."""
         device = work.tokens_N.device
         paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
@@ -191,7 +191,7 @@ class PackedBackend:
         assert self._decoder is not None and self._cache is not None
         self._decoder.copy_pages(self._cache, sources, targets)
 
-    def forward(self, work: Work) -> Tensor:
+    def forward(self, work: PassWork) -> Tensor:
         """Logits [M, V]."""
         assert self._decoder is not None and self._cache is not None
         counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)

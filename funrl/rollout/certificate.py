@@ -40,7 +40,7 @@ from funrl.mesh.plan import Box
 from funrl.mesh.rules import Layout
 from funrl.models.placed import Placed
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import Engine, generate
+from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
 
 # Numbers that are digested at once, in 8 bytes each. On a CPU they stay in a core's cache; a GPU has a kernel's worth.
@@ -207,7 +207,7 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
     requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
     paused = engine.paused
     engine.resume()
-    done = generate(engine, requests)
+    done = complete(engine, requests)
     if paused:
         engine.pause()
     tokens_BS, logp_BS = (torch.stack(x) for x in zip(*((one.tokens, one.raw_logp) for one in done), strict=True))

@@ -149,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def cost(self) -> EngineCost:
-        """What it holds, and what it has done."""
+        """Memory of its cache, and counts of its work."""
         ...
 
 
@@ -163,7 +163,7 @@ def awake(engine: Engine) -> Iterator[None]:
         engine.pause()
 
 
-def generate(
+def complete(
     engine: Engine, requests: Sequence[Request], finished: Callable[[Completion], None] | None = None
 ) -> list[Completion]:
     """Complete requests, in their order.

@@ -22,7 +22,7 @@ NOISE_STEPS = 64  # numbers of each stream that are made at a time
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Flight:
+class LiveRequest:
     """A request in flight.
 
     Attributes:
@@ -42,12 +42,12 @@ class Flight:
     versions: list[tuple[int, int]]
     seat: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
-    siblings: list[Flight] = dataclasses.field(default_factory=list)
+    siblings: list[LiveRequest] = dataclasses.field(default_factory=list)
     computed: bool = False
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing has been written behind its prompt."""
+        """True if nothing has been written behind its prompt."""
         return len(self.text) == len(self.request.prompt)
 
     @property
@@ -61,7 +61,7 @@ class Flight:
 
 
 class _Drawn(NamedTuple):
-    """What one pass drew.
+    """Draws of one pass.
 
     Attributes:
       seats: of the draws.
@@ -85,13 +85,13 @@ class Flights:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None):
-        self.numbers: dict[int, Flight] = {}
+        self.numbers: dict[int, LiveRequest] = {}
         self.decode, self.decoded, self._device = decode, 0, device
         self.lengths = np.zeros(0, dtype=np.int64)
-        self._seated: list[Flight | None] = []
+        self._seated: list[LiveRequest | None] = []
         self._free: list[int] = []
         self._ended: list[Completion] = []
-        self._gone: list[Flight] = []
+        self._gone: list[LiveRequest] = []
         self._pending: list[_Drawn] = []
         self._kinds: dict[Sampling, int] = {}
         self._prompts, self._limits, self._kind = (self.lengths.copy() for _ in range(3))
@@ -110,23 +110,23 @@ class Flights:
         """Requests that are not finished, or not told yet."""
         return len(self.numbers) + len(self._ended)
 
-    def begin(self, request: Request, version: int | None) -> Flight:
+    def begin(self, request: Request, version: int | None) -> LiveRequest:
         """A request that waits for a seat."""
         begun, prompt = request.begun, np.asarray(request.prompt, dtype=np.int64)
         if not self.numbers:
             self._kinds.clear()  # of requests that are gone
         if begun is None:
-            flight = Flight(request, prompt, np.zeros((2, 0), self._logps.dtype), [(0, version or 0)])
+            flight = LiveRequest(request, prompt, np.zeros((2, 0), self._logps.dtype), [(0, version or 0)])
         else:
             text = np.concatenate([prompt, begun.tokens.numpy()])
             logps = torch.stack([begun.sampling_logp, begun.raw_logp]).numpy().astype(self._logps.dtype)
             changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
             versions = [(at, int(begun.versions[at])) for at in changes]
-            flight = Flight(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
+            flight = LiveRequest(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
         self.numbers[request.number] = flight
         return flight
 
-    def all(self) -> list[Flight]:
+    def all(self) -> list[LiveRequest]:
         """All that are not finished."""
         return list(self.numbers.values())
 
@@ -136,7 +136,7 @@ class Flights:
             drawn = len(flight.text) - len(flight.request.prompt)
             flight.versions = [pair for pair in flight.versions if pair[0] < drawn] + [(drawn, version)]
 
-    def seat(self, flight: Flight) -> None:
+    def seat(self, flight: LiveRequest) -> None:
         """Give a flight a row of the arrays."""
         if not self._free:
             self._more_seats()
@@ -152,7 +152,7 @@ class Flights:
         self._kind[seat] = self._kinds.setdefault(_drawing(request.sampling), len(self._kinds))
         self._stops[seat], self._strings[seat] = frozenset(request.sampling.stop), request.sampling.stop_strings
 
-    def unseat(self, flight: Flight) -> None:
+    def unseat(self, flight: LiveRequest) -> None:
         """Take a flight's row away and keep what it has. All that was drawn has been looked at."""
         seat, length = flight.seat, self.lengths[flight.seat]
         flight.text = self._tokens[seat, :length].copy()
@@ -160,7 +160,7 @@ class Flights:
         self._seated[seat], flight.seat = None, -1
         self._free.append(seat)
 
-    def new_tokens(self, flight: Flight, begin: int, count: int) -> np.ndarray:
+    def new_tokens(self, flight: LiveRequest, begin: int, count: int) -> np.ndarray:
         """Some tokens of a flight with a seat, which have been looked at."""
         return self._tokens[flight.seat, begin : begin + count]
 
@@ -168,7 +168,7 @@ class Flights:
         """The token that each seat drew last, on the device."""
         return self._last[torch.from_numpy(seats).to(self._device)]
 
-    def text_of(self, flight: Flight, count: int) -> list[int]:
+    def text_of(self, flight: LiveRequest, count: int) -> list[int]:
         """The first tokens of a flight with a seat."""
         return self._tokens[flight.seat, :count].tolist()
 
@@ -223,7 +223,7 @@ class Flights:
             self.decoded += int(alive.sum())
             self._end_some(seats[alive], at[alive], token_R[alive])
 
-    def gone(self) -> list[Flight]:
+    def gone(self) -> list[LiveRequest]:
         """Flights that ended since the last call and still hold pages or places."""
         gone, self._gone = self._gone, []
         return gone
@@ -233,7 +233,7 @@ class Flights:
         ended, self._ended = self._ended, []
         return ended
 
-    def finish(self, flight: Flight, finish: Finish) -> Completion:
+    def finish(self, flight: LiveRequest, finish: Finish) -> Completion:
         """End a flight, whose draws have been looked at."""
         if flight.seat >= 0:
             self.unseat(flight)

@@ -23,7 +23,7 @@ from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
-BATCH = 512  # requests that are completed together at most where replicas share them
+MOST_ROWS = 512  # requests that are completed together at most where replicas share them
 
 
 class HFEngine:
@@ -94,7 +94,7 @@ class HFEngine:
 
     def room(self) -> int:
         """Number of further requests that go into the next batch."""
-        return max(0, BATCH - len(self._waiting))
+        return max(0, MOST_ROWS - len(self._waiting))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""
@@ -113,7 +113,7 @@ class HFEngine:
         self.paused = False
 
     def cost(self) -> EngineCost:
-        """What it has done; transformers makes a cache of its own for each batch."""
+        """Counts of its work; transformers makes a cache of its own for each batch."""
         return EngineCost(0, 0, 0, 0, 0, len(self._waiting), self._passes, 0, 0, self._decoded, 0)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.collectives import pmax
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -170,7 +171,7 @@ class NativeEngine:
         self.paused = False
 
     def cost(self) -> EngineCost:
-        """What it holds, and what it has done."""
+        """Memory of its cache, and counts of its work."""
         s, backend = self._scheduler, self._backend
         return EngineCost(
             cache_bytes=self._pages * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
@@ -252,7 +253,10 @@ def native_engine(
     if problem is None:
         backend = PackedBackend(model, dtype)
     else:
-        note(f"generation runs in torch: {problem}")
+        # Only a compiler or processor that is lacking is worth a word to everyone: the rest is as it is meant to be.
+        (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+            f"generation runs in torch: {problem}"
+        )
         backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type))
     return NativeEngine(model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode)
 

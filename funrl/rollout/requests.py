@@ -60,7 +60,7 @@ class Completion(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether the model ended it, and not a limit."""
+        """True if the model ended it, and not a limit."""
         return self.finish in ("stop", "string")
 
     @property

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
-from funrl.rollout.backends import Work
-from funrl.rollout.flights import Flight, Flights
+from funrl.rollout.backends import PassWork
+from funrl.rollout.flights import Flights, LiveRequest
 from funrl.rollout.pages import PagePool
 
 
-class Plan(NamedTuple):
+class PassPlan(NamedTuple):
     """One pass.
 
     Attributes:
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
       copies: (from, to) pages to copy behind the pass.
     """
 
-    work: Work
+    work: PassWork
     drawing: Sequence[int]
     sources: Sequence[int]
     copies: Sequence[tuple[int, int]]
@@ -49,8 +49,8 @@ class Scheduler:
         self.prefilled = self.cached = self.preempted = 0
         self._peak, self._wanted = 0, 0
         self._flights, self._page, self._pass_tokens = flights, page_tokens, pass_tokens
-        self._waiting: deque[Flight] = deque()
-        self._running: list[Flight] = []  # in the order of their admission
+        self._waiting: deque[LiveRequest] = deque()
+        self._running: list[LiveRequest] = []  # in the order of their admission
         self._known = np.zeros(0, dtype=np.int64)  # of each seat: tokens whose keys and values are computed
         self._owned = np.zeros(0, dtype=np.int64)  # of each seat: pages
         self._most = np.zeros(0, dtype=np.int64)  # of each seat: pages that it can come to own
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def short_of_pages(self) -> bool:
-        """Whether some request has to be put back before the next pass."""
+        """True if some request has to be put back before the next pass."""
         seats = self._seats()
         return int((self._owned[seats] * self._page <= self._known[seats]).sum()) > self.pool.available
 
@@ -72,7 +72,7 @@ class Scheduler:
         """Requests that wait for a place."""
         return len(self._waiting)
 
-    def take(self, flights: Sequence[Flight]) -> None:
+    def take(self, flights: Sequence[LiveRequest]) -> None:
         """Let requests wait."""
         self._waiting.extend(flights)
         each = (-(-flight.limit // self._page) for flight in self._flights.numbers.values())
@@ -92,14 +92,14 @@ class Scheduler:
             self._put_back(self._running[-1])
         self.pool.forget()
 
-    def release(self, gone: Iterable[Flight]) -> None:
+    def release(self, gone: Iterable[LiveRequest]) -> None:
         """Take back the pages and places of requests that ended."""
         for flight in gone:
             if flight.computed:
                 self.pool.remember(flight.text[:-1].tolist(), flight.pages)
             self._leave(flight)
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> PassPlan | None:
         """The next pass; None: nothing waits or runs.
 
         Raises:
@@ -133,7 +133,7 @@ class Scheduler:
                 drawing.append(flight.seat)
                 sources.append(source)
         self.prefilled += sum(count for _, count in chunks)
-        return Plan(Work(torch.cat(tokens), counts, ends, table_SP, draws), drawing, sources, copies)
+        return PassPlan(PassWork(torch.cat(tokens), counts, ends, table_SP, draws), drawing, sources, copies)
 
     def _read(self, end: int) -> int:
         return read_pages(end, self._page)
@@ -154,7 +154,7 @@ class Scheduler:
         seats = self._seats()
         return seats[self._known[seats] == self._flights.lengths[seats] - 1]
 
-    def _chunks(self, budget: int) -> list[tuple[Flight, int]]:
+    def _chunks(self, budget: int) -> list[tuple[LiveRequest, int]]:
         """The next tokens of texts that are not computed yet: those that run first, then those that wait."""
         chunks, budget = [], max(budget, 1)
         for flight in self._running:
@@ -166,14 +166,14 @@ class Scheduler:
             budget -= self._chunk(chunks, flight, min(left, budget))
         return chunks
 
-    def _chunk(self, chunks: list[tuple[Flight, int]], flight: Flight, count: int) -> int:
+    def _chunk(self, chunks: list[tuple[LiveRequest, int]], flight: LiveRequest, count: int) -> int:
         """Compute the next tokens of a text in this pass. Who is admitted to it already finds them in the pages."""
         chunks.append((flight, count))
         text = self._flights.text_of(flight, int(self._known[flight.seat]) + count)
         self.pool.remember(text, flight.pages)
         return count
 
-    def _admit(self) -> Flight | None:
+    def _admit(self) -> LiveRequest | None:
         """The request that waits longest, with a seat and pages for its text; None: it has to wait on."""
         promised = sum(len(flight.siblings) for flight in self._running)
         if not self._waiting or len(self._running) + promised >= self.max_rows:
@@ -195,10 +195,10 @@ class Scheduler:
             flight.siblings.append(self._waiting.popleft())
         return flight
 
-    def _fork(self, leader: Flight, copies: list[tuple[int, int]]) -> list[Flight]:
+    def _fork(self, leader: LiveRequest, copies: list[tuple[int, int]]) -> list[LiveRequest]:
         """The siblings of a request whose prompt is computed: they share its whole pages and copy the last one."""
         whole, rest = divmod(len(leader.text), self._page)
-        forked: list[Flight] = []
+        forked: list[LiveRequest] = []
         for flight in leader.siblings:
             if len(self._running) >= self.max_rows or self.pool.available < bool(rest):
                 break
@@ -214,7 +214,7 @@ class Scheduler:
         leader.siblings = []
         return forked
 
-    def _seat(self, flight: Flight, pages: list[int], known: int) -> None:
+    def _seat(self, flight: LiveRequest, pages: list[int], known: int) -> None:
         self._flights.seat(flight)
         seats = len(self._flights.lengths)
         if seats > len(self._known):
@@ -229,7 +229,7 @@ class Scheduler:
         self._give(flight, pages)
         self._running.append(flight)
 
-    def _give(self, flight: Flight, pages: list[int]) -> None:
+    def _give(self, flight: LiveRequest, pages: list[int]) -> None:
         begin = len(flight.pages)
         flight.pages += pages
         width = self._table.shape[1]
@@ -239,14 +239,14 @@ class Scheduler:
         self._table[flight.seat, begin : len(flight.pages)] = pages
         self._owned[flight.seat] = len(flight.pages)
 
-    def _put_back(self, flight: Flight) -> None:
+    def _put_back(self, flight: LiveRequest) -> None:
         """Let a running request wait again, before all others."""
         siblings, flight.siblings = flight.siblings, []
         self._leave(flight)
         self._flights.unseat(flight)
         self._waiting.extendleft(reversed([flight, *siblings]))
 
-    def _leave(self, flight: Flight) -> None:
+    def _leave(self, flight: LiveRequest) -> None:
         """Take a request out of all lists, and its pages back."""
         self.pool.give_back(flight.pages)
         flight.pages = []
@@ -262,6 +262,6 @@ class Scheduler:
                     other.siblings.remove(flight)
 
 
-def _siblings(one: Flight, other: Flight) -> bool:
-    """Whether two requests begin with the same prompt and nothing behind it."""
+def _siblings(one: LiveRequest, other: LiveRequest) -> bool:
+    """True if two requests begin with the same prompt and nothing behind it."""
     return other.untouched and len(one.text) == len(other.text) and bool((one.text == other.text).all())

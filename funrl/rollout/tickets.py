@@ -16,7 +16,7 @@ from funrl.rollout.engine import Engine
 from funrl.rollout.requests import Completion, Request
 
 
-def generate_shared(
+def complete_shared(
     engine: Engine,
     groups: Sequence[Sequence[Request]],
     take: Callable[[int], int],

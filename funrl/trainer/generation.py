@@ -26,9 +26,9 @@ from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Completed, Pool
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import Engine, generate
+from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import Completion, requests_of
-from funrl.rollout.tickets import generate_shared
+from funrl.rollout.tickets import complete_shared
 from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of
 
@@ -112,10 +112,10 @@ def rollout(
     groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
     start = time.perf_counter()
     if queue == "tickets":
-        done = generate_shared(engine, groups, shared_counter(mesh), mesh, finished)
+        done = complete_shared(engine, groups, shared_counter(mesh), mesh, finished)
     else:
         mine = own_range(len(groups), mesh, mesh.row_axes)
-        done = generate(engine, requests[mine.start * samples : mine.stop * samples], finished)
+        done = complete(engine, requests[mine.start * samples : mine.stop * samples], finished)
     generated = rewarded = time.perf_counter()
     problem, rewards = None, [[0.0] * len(weights)] * len(done)
     if pending is not None:

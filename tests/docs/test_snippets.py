@@ -19,7 +19,7 @@ from funrl.models import with_value_head
 from funrl.trainer.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md"]
+PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md", "docs/engines.md"]
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 SHORT = [

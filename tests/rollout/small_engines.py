@@ -11,7 +11,7 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, decoder_model
-from funrl.rollout.engine import generate
+from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
@@ -89,8 +89,8 @@ def engine_of(config, dtype=torch.float32, seed=0, **how):
     return load(native_engine(decoder_model(config), dtype=dtype, decode=decode, **how), weights(config, dtype, seed))
 
 
-def complete(engine, prompts, sampling, seed=0, first_prompt=0):
-    return generate(engine, requests_of(prompts, sampling, seed, first_prompt))
+def completed(engine, prompts, sampling, seed=0, first_prompt=0):
+    return complete(engine, requests_of(prompts, sampling, seed, first_prompt))
 
 
 def rows(done):

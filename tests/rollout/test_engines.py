@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, complete, load, plain_logps, rows, weights
+from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, completed, load, plain_logps, rows, weights
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import decoder_model
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import awake, generate
+from funrl.rollout.engine import awake, complete
 from funrl.rollout.requests import Request, requests_of
 
 CONFIG = CONFIGS["qwen3 window"]
@@ -46,7 +46,7 @@ def begin(engine, requests, steps):
 def shapes_and_reasons(kind, mesh):
     engine, told = kind.engine(CONFIG, mesh), []
     requests = requests_of(PROMPTS, STOPS, 5)
-    done = generate(engine, requests, told.append)
+    done = complete(engine, requests, told.append)
     assert [one.number for one in done] == [request.number for request in requests] == list(range(21))
     assert len(told) == 21 and {id(one) for one in told} == {id(one) for one in done}
     for one in done:
@@ -70,12 +70,12 @@ def shapes_and_reasons(kind, mesh):
 
 def a_seed_fixes_a_completion(kind, mesh):
     engine = kind.engine(CONFIG, mesh)
-    first, again, other = (complete(engine, PROMPTS, FREE, seed) for seed in (0, 0, 1))
+    first, again, other = (completed(engine, PROMPTS, FREE, seed) for seed in (0, 0, 1))
     assert_same(first, again)
     assert sum(a != b for a, b in zip(rows(first), rows(other), strict=True)) > 4
     if not kind.whole:  # and it is the request's own, whatever its number, place and neighbours
         renumbered = [request._replace(number=90 - request.number) for request in requests_of(PROMPTS, FREE, 0)]
-        assert rows(generate(engine, renumbered[2:4])) == rows(first[2:4])
+        assert rows(complete(engine, renumbered[2:4])) == rows(first[2:4])
 
 
 def log_probs_are_what_they_are_called(kind, mesh):
@@ -86,7 +86,7 @@ def log_probs_are_what_they_are_called(kind, mesh):
     ]
     alike = [p * (6 // len(p)) for p in PROMPTS[:2] + PROMPTS[4:6]]  # of one length, which the hf engine needs
     requests += [Request(100 + 9 * n + i, p, how, n) for n, how in enumerate(PENALTIES) for i, p in enumerate(alike)]
-    for request, done in zip(requests, generate(engine, requests), strict=True):
+    for request, done in zip(requests, complete(engine, requests), strict=True):
         how, tokens = request.sampling, done.tokens.tolist()
         assert done.finish == "length" and len(tokens) == how.max_new_tokens
         drawn_T, raw_T = plain_logps(CONFIG, request.prompt, tokens, how)
@@ -98,11 +98,11 @@ def log_probs_are_what_they_are_called(kind, mesh):
 
 def weights_are_visible_at_once(kind, mesh):
     engine, greedy = kind.engine(CONFIG, mesh, seed=0), dataclasses.replace(FREE, greedy=True)
-    old = complete(engine, PROMPTS, greedy)
+    old = completed(engine, PROMPTS, greedy)
     load(engine, weights(CONFIG, kind.dtype, seed=1), 8)
     assert engine.version == 8
-    new = complete(engine, PROMPTS, greedy)
-    fresh = complete(kind.engine(CONFIG, mesh, seed=1, version=8), PROMPTS, greedy)
+    new = completed(engine, PROMPTS, greedy)
+    fresh = completed(kind.engine(CONFIG, mesh, seed=1, version=8), PROMPTS, greedy)
     assert_same(new, fresh)
     assert all(one.versions.tolist() == [8] * 12 for one in new)
     assert all(a != b for a, b in zip(rows(old), rows(new), strict=True))
@@ -113,7 +113,7 @@ def wrong_weights_are_none(kind, mesh):
     assert engine.version is None
     requests = requests_of(PROMPTS, FREE, 0)
     with pytest.raises(RuntimeError, match="call load first"):
-        generate(engine, requests)
+        complete(engine, requests)
     assert engine.in_flight() == 0
     load(engine, weights(CONFIG, kind.dtype))
     with pytest.raises(KeyError):
@@ -123,26 +123,26 @@ def wrong_weights_are_none(kind, mesh):
     with pytest.raises(RuntimeError, match="call load first"):
         engine.step()
     load(engine, weights(CONFIG, kind.dtype))
-    assert_same(finish_all(engine), complete(kind.engine(CONFIG, mesh), PROMPTS, FREE), kind.same)
+    assert_same(finish_all(engine), completed(kind.engine(CONFIG, mesh), PROMPTS, FREE), kind.same)
 
 
 def weights_that_are_not_finite_are_an_error_and_leave_nothing(kind, mesh):
     for how in (FREE, dataclasses.replace(FREE, greedy=True)):
         engine, broken = kind.engine(CONFIG, mesh), weights(CONFIG, kind.dtype)
-        expected = complete(engine, PROMPTS, how)
+        expected = completed(engine, PROMPTS, how)
         load(engine, broken | {"embed": broken["embed"] * torch.nan})
         with pytest.raises(FloatingPointError, match="logits are not finite"):
-            complete(engine, PROMPTS, how)
+            completed(engine, PROMPTS, how)
         assert engine.in_flight() == 0 and engine.step() == []
         load(engine, weights(CONFIG, kind.dtype))
-        assert_same(complete(engine, PROMPTS, how), expected)
+        assert_same(completed(engine, PROMPTS, how), expected)
 
 
 def nothing_is_no_work(kind, mesh):
     engine = kind.make(decoder_model(CONFIG), mesh, kind.dtype)
-    assert engine.step() == [] and generate(engine, []) == []  # although it has no weights yet
+    assert engine.step() == [] and complete(engine, []) == []  # although it has no weights yet
     load(engine, weights(CONFIG, kind.dtype))
-    assert generate(engine, []) == [] and requests_of([], FREE, 0) == []
+    assert complete(engine, []) == [] and requests_of([], FREE, 0) == []
     engine.submit([])
     engine.check([])
     assert engine.step() == [] and engine.cancel([]) == [] and engine.in_flight() == 0
@@ -174,7 +174,7 @@ def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
         engine.submit(good[2:3])
     assert engine.in_flight() == 4
     done = finish_all(engine)
-    assert_same(done, generate(engine, good))  # the numbers are free again
+    assert_same(done, complete(engine, good))  # the numbers are free again
     for count in ("samples", "max_new_tokens"):
         with pytest.raises(ValueError, match=f"{count} is 0"):
             dataclasses.replace(FREE, **{count: 0})
@@ -183,7 +183,7 @@ def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
 def cancelled_requests_end_at_once(kind, mesh):
     how = dataclasses.replace(FREE, greedy=kind.whole)  # samples of the hf engine depend on all requests
     engine, requests = kind.engine(CONFIG, mesh), requests_of(PROMPTS, how, 0)
-    whole, steps = generate(engine, requests), 0 if kind.whole else 5
+    whole, steps = complete(engine, requests), 0 if kind.whole else 5
     assert begin(engine, requests, steps) == []
     gone = engine.cancel([4, 1, 99])
     assert sorted(one.number for one in gone) == [1, 4] and engine.in_flight() == 5
@@ -199,20 +199,20 @@ def cancelled_requests_end_at_once(kind, mesh):
 
 def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
     engine = kind.engine(CONFIG, mesh)
-    whole = complete(engine, PROMPTS, STOPS)
+    whole = completed(engine, PROMPTS, STOPS)
 
     def finished(one):
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        generate(engine, requests_of(PROMPTS, STOPS, 0), finished)
+        complete(engine, requests_of(PROMPTS, STOPS, 0), finished)
     assert engine.in_flight() == 0 and engine.step() == [] and engine.cost().used_pages == 0
-    assert_same(complete(engine, PROMPTS, STOPS), whole)
+    assert_same(completed(engine, PROMPTS, STOPS), whole)
 
 
 def a_pause_changes_nothing(kind, mesh):
     engine, requests = kind.engine(CONFIG, mesh), requests_of(PROMPTS, FREE, 0)
-    whole = generate(engine, requests)
+    whole = complete(engine, requests)
     begin(engine, requests if kind.whole else requests[:3], 0 if kind.whole else 4)
     engine.pause()
     assert engine.paused and engine.step() == [] and engine.cost().cache_bytes == 0
@@ -222,10 +222,10 @@ def a_pause_changes_nothing(kind, mesh):
     assert not engine.paused
     assert_same(finish_all(engine), whole, kind.same)
     with pytest.raises(ValueError, match="empty"), awake(engine):
-        generate(engine, [requests[0]._replace(prompt=[])])
+        complete(engine, [requests[0]._replace(prompt=[])])
     assert engine.paused
     with awake(engine):
-        assert_same(generate(engine, requests), whole, kind.same)
+        assert_same(complete(engine, requests), whole, kind.same)
 
 
 def new_weights_in_the_middle(kind, mesh, pauses):
@@ -260,15 +260,15 @@ def parts_are_the_whole(kind, mesh):
     engines = [kind.engine(CONFIG, mesh, version=version) for version in (7, 9)]
     requests = [request._replace(most=5) for request in requests_of(PROMPTS, STOPS, 2)]
     if kind.whole:
-        begun = generate(engines[0], [requests[0]._replace(most=None)])[0]
+        begun = complete(engines[0], [requests[0]._replace(most=None)])[0]
         for part in (requests[0], requests[0]._replace(most=None, begun=begun)):
             with pytest.raises(ValueError, match="whole requests only"):
                 engines[0].submit([part])
         return
-    whole = generate(engines[0], [request._replace(most=None) for request in requests])
+    whole = complete(engines[0], [request._replace(most=None) for request in requests])
     ended = {}
     for turn in range(4):
-        for one in generate(engines[turn % 2], requests):
+        for one in complete(engines[turn % 2], requests):
             ended[one.number] = one
         assert all(len(one.tokens) == 5 * turn + 5 or one.finish != "paused" for one in ended.values())
         requests = [
@@ -289,20 +289,20 @@ def parts_are_the_whole(kind, mesh):
 
 def a_stop_string_ends_a_completion(kind, mesh):
     engine, free = kind.engine(CONFIG, mesh), dataclasses.replace(FREE, max_new_tokens=20, samples=3)
-    whole = complete(engine, PROMPTS, free)
+    whole = completed(engine, PROMPTS, free)
     texts = [kind_text(one) for one in whole]
     strings = (texts[2][5:7], texts[6][3], "not of these tokens")
     how = dataclasses.replace(free, stop_strings=strings)
     if kind.whole:
         with pytest.raises(ValueError, match="stop_strings is"):
-            complete(engine, PROMPTS, how)
+            completed(engine, PROMPTS, how)
         return
-    for one, text, free_one in zip(complete(engine, PROMPTS, how), texts, whole, strict=True):
+    for one, text, free_one in zip(completed(engine, PROMPTS, how), texts, whole, strict=True):
         ends = [text.find(string) + len(string) for string in strings if string in text]
         count = min(ends, default=20)
         assert one.finish == ("string" if ends else "length") and one.finished == bool(ends)
         assert one.tokens.tolist() == free_one.tokens[:count].tolist() == one.written
-    assert {"string", "length"} == {one.finish for one in complete(engine, PROMPTS, how)}
+    assert {"string", "length"} == {one.finish for one in completed(engine, PROMPTS, how)}
 
 
 def kind_text(one):

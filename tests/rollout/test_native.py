@@ -14,7 +14,7 @@ from small_engines import (
     PROMPTS,
     SMALL,
     assert_same,
-    complete,
+    completed,
     decode,
     engine_of,
     load,
@@ -30,7 +30,7 @@ from funrl.models import Config, Inputs, ModelError, decoder_model, hf, place, w
 from funrl.rollout import native
 from funrl.rollout.backends import PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import generate
+from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
@@ -46,7 +46,7 @@ def test_greedy_continuations_are_those_of_transformers(name, packed):
     config = CONFIGS[name]
     peer = load(hf_engine(decoder_model(config)), weights(config))
     how = Sampling(greedy=True, max_new_tokens=30, stop=(3, 17))
-    ours, theirs = (complete(engine, PROMPTS, how) for engine in (engine_of(config, packed=packed), peer))
+    ours, theirs = (completed(engine, PROMPTS, how) for engine in (engine_of(config, packed=packed), peer))
     assert_same(ours, theirs, 2e-5)
 
 
@@ -62,7 +62,7 @@ def test_a_pretrained_model_tells_the_story_that_transformers_tells(packed):
     tokenizer, peer = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tokenizer("Once upon a time").input_ids, tokenizer("Tom and Lily saw a big").input_ids]
     how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.eos)
-    ours = rows(complete(load(native_engine(model, packed=packed), params), prompts, how))
+    ours = rows(completed(load(native_engine(model, packed=packed), params), prompts, how))
     for prompt, row in zip(prompts, ours, strict=True):
         theirs = peer.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0, len(prompt) :].tolist()
         assert row == theirs
@@ -81,7 +81,7 @@ ENGINES = [
 @pytest.mark.parametrize("name", ["llama", "qwen3 window"])
 def test_log_probs_are_those_of_the_trainer(name, dtype, packed, close, how):
     config, gaps = CONFIGS[name], []
-    done = complete(engine_of(config, dtype, packed=packed), PROMPTS, how)
+    done = completed(engine_of(config, dtype, packed=packed), PROMPTS, how)
     params, placed = weights(config, dtype), place(decoder_model(config), dtype=dtype)
     for prompt, one in zip(PROMPTS, done, strict=True):
         batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens]]), mask=None)
@@ -97,7 +97,7 @@ def test_log_probs_are_those_of_the_trainer(name, dtype, packed, close, how):
 def test_bfloat16_is_near(packed):
     config = CONFIGS["qwen3 window"]
     how = Sampling(greedy=True, max_new_tokens=12)
-    done = complete(engine_of(config, torch.bfloat16, packed=packed), PROMPTS, how)
+    done = completed(engine_of(config, torch.bfloat16, packed=packed), PROMPTS, how)
     placed, gaps = place(decoder_model(config)), []
     for prompt, one in zip(PROMPTS, done, strict=True):
         assert one.raw_logp.dtype == torch.float32
@@ -146,7 +146,7 @@ def answers(dtype, packed, requests, pages=0, reverse=False, trickle=False, max_
     size = engine_of(config, dtype, packed=packed)._backend.page_bytes
     engine = engine_of(config, dtype, packed=packed, cache_bytes=pages * size, max_rows=max_rows)
     if reverse:
-        done = generate(engine, requests[::-1])
+        done = complete(engine, requests[::-1])
     elif trickle:
         done, waiting = [], list(requests)
         while waiting or engine.in_flight():
@@ -154,7 +154,7 @@ def answers(dtype, packed, requests, pages=0, reverse=False, trickle=False, max_
             waiting = waiting[2:]
             done += engine.step()
     else:
-        done = generate(engine, requests)
+        done = complete(engine, requests)
     return sorted(done, key=lambda one: one.number), engine
 
 
@@ -184,7 +184,7 @@ def test_without_looking_the_host_waits_for_nothing(monkeypatch):
     engine, plain = engine_of(CONFIGS["llama"]), engine_of(CONFIGS["llama"])
     looks, look = [], engine._flights.look
     monkeypatch.setattr(engine._flights, "look", lambda: (looks.append(1), look()))
-    assert_same(complete(engine, PROMPTS, how), complete(plain, PROMPTS, how), 0.0)
+    assert_same(completed(engine, PROMPTS, how), completed(plain, PROMPTS, how), 0.0)
     assert len(looks) < 5 and engine.cost().decoded == plain.cost().decoded
 
 
@@ -195,7 +195,7 @@ def test_samples_follow_the_model():
     for dtype, packed in ((torch.float32, NO_PACKING is None), (torch.float64, False)):
         for temperature in (1.0, 1.7):
             how = Sampling(max_new_tokens=1, samples=4000, temperature=temperature)
-            done = complete(engine_of(config, dtype, packed=packed), [[1, 2]], how)
+            done = completed(engine_of(config, dtype, packed=packed), [[1, 2]], how)
             expected = (logits / temperature).softmax(-1) * 4000
             counts = torch.bincount(torch.cat([one.tokens for one in done]), minlength=config.vocab)
             common = expected > 5
@@ -204,7 +204,7 @@ def test_samples_follow_the_model():
 
 
 def test_log_probs_can_enter_a_loss():
-    (one,) = complete(engine_of(CONFIGS["llama"]), PROMPTS[:1], Sampling(max_new_tokens=4))
+    (one,) = completed(engine_of(CONFIGS["llama"]), PROMPTS[:1], Sampling(max_new_tokens=4))
     x = torch.ones(4, requires_grad=True)
     (x * one.raw_logp).sum().backward()
     assert torch.equal(x.grad, one.raw_logp)
@@ -223,7 +223,7 @@ def test_old_weights_are_gone_when_new_ones_are_asked_for(packed):
         yield from trees.named(weights(CONFIGS["llama"]))
 
     engine.load(new())
-    complete(engine, PROMPTS, Sampling(max_new_tokens=1))
+    completed(engine, PROMPTS, Sampling(max_new_tokens=1))
 
 
 @BOTH
@@ -238,7 +238,7 @@ def test_weights_are_checked(packed):
         engine.load([(n, x if n != "norm" else x[:3]) for n, x in named])
     engine.load([(n, x if n != "norm" else x * torch.nan) for n, x in named])
     with pytest.raises(FloatingPointError, match="not finite at token 0 of completion 0"):
-        complete(engine, PROMPTS, Sampling())
+        completed(engine, PROMPTS, Sampling())
 
 
 def test_a_value_head_cannot_generate():
@@ -271,6 +271,6 @@ def test_tensor_parallel_ranks_draw_what_one_device_draws(name):
 
     def program(mesh):
         engine = native_engine(decoder_model(config), mesh, torch.float64, max_rows=5, decode=decode)
-        return generate(load(engine, weights(config, torch.float64)), requests)
+        return complete(load(engine, weights(config, torch.float64)), requests)
 
-    assert_same(launch(program, parse("tp2"), "cpu"), generate(engine_of(config, torch.float64), requests), 1e-10)
+    assert_same(launch(program, parse("tp2"), "cpu"), complete(engine_of(config, torch.float64), requests), 1e-10)

@@ -26,19 +26,17 @@ from funrl.trainer.loop import draw_batch, learn_batch
 
 # Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
 EXAMPLES = [Example([5, 6], "p", {}), Example([7, 8, 4, 3, 2, 6, 5], "q", {})]
-WRITTEN = {0: [11, 12, 13], 1: [9], 2: [14, 9], 3: [15, 16, 17]}
-LOGP = [[-0.1, -0.2, -0.3], [-0.4], [-0.5, -0.6], [-0.7, -0.8, -0.9]]
+NATS = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6], [0.7, 0.8, 0.9]]
 DONE = [
-    Completion(
-        number, torch.tensor(tokens), torch.tensor(logp), torch.tensor(logp) - 1, torch.zeros(len(tokens)).long(),
-        "stop" if tokens[-1] == 9 else "length",
+    Completion(i, torch.tensor(ids), -torch.tensor(nats), -1 - torch.tensor(nats), torch.zeros(len(ids)).long(), finish)
+    for i, (ids, nats, finish) in enumerate(
+        zip([[11, 12, 13], [9], [14, 9], [15, 16, 17]], NATS, ["length", "stop", "stop", "length"], strict=True)
     )
-    for (number, tokens), logp in zip(WRITTEN.items(), LOGP, strict=True)
-]  # fmt: skip
+]
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.25, 0.0]], dtype=torch.float64)
+WEIGHTS = torch.tensor([1.0, 0.5], dtype=torch.float64)
 ROLLOUT = Rollout(
-    DONE, torch.tensor([3, 1, 2, 3]), torch.tensor([False, True, True, False]),
-    SCORES @ torch.tensor([1.0, 0.5], dtype=torch.float64), SCORES,
+    DONE, torch.tensor([3, 1, 2, 3]), torch.tensor([False, True, True, False]), SCORES @ WEIGHTS, SCORES,
     np.zeros(4, dtype=np.int64), single(),
 )  # fmt: skip
 SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
@@ -71,7 +69,7 @@ def test_the_stop_token_is_not_part_of_the_text():
     assert completion_texts(DONE, str) == ["[11, 12, 13]", "[]", "[14]", "[15, 16, 17]"]
 
 
-@pytest.mark.parametrize("queue", ["tickets", "fixed"])
+@pytest.mark.parametrize("queue", ["fixed", "tickets"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.gloo
 def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue):
@@ -79,13 +77,13 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue
     examples = [Example([10 + i] * (1 + i % 3), f"p{i}", {"n": i}) for i in range(count)]
 
     def echo(request):
-        return [*request.prompt[1:], 9 if len(request.prompt) > 1 else request.prompt[0]]
+        return [request.prompt[0]] * len(request.prompt)
 
+    engine = functools.partial(ScriptedEngine, echo, order=lambda request: -request.number)
     pool = Pool([lambda prompt, completion, n: n, lambda prompt, completion, n: len(completion)])
 
     def program(mesh):
-        engine = ScriptedEngine(echo, stop=9, order=lambda request: -request.number)
-        done = rollout(engine, examples, SAMPLING, 0, pool, lambda ids: "x" * len(ids), mesh, (1.0, 0.01), queue)
+        done = rollout(engine(), examples, SAMPLING, 0, pool, lambda ids: "x" * len(ids), mesh, (1.0, 0.01), queue)
         rows = to_rows(examples, done, SAMPLING, pad=0)
         return whole_batch(rows), first_texts(done, range(0, 2 * count, 2), str, [0] * count)
 
@@ -93,9 +91,7 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue
     assert texts == others
     for name in expected.names():
         assert whole.get(name).dtype == expected.get(name).dtype and torch.equal(whole.get(name), expected.get(name))
-    assert whole.score.tolist() == [
-        e.fields["n"] + 0.01 * n for e in examples for n in [len(e.tokens) - (len(e.tokens) > 1)] * 2
-    ]
+    assert whole.score.tolist() == [e.fields["n"] + 0.01 * n for e in examples for n in [len(e.tokens)] * 2]
 
 
 @pytest.mark.gloo
@@ -227,12 +223,7 @@ def test_refills_are_bounded_and_a_short_batch_is_reported():
     assert after.source["prompts_consumed"] == 3 * 4
     assert len(batch.tokens) == 2
     assert counts(metrics) == {"kept_share": 1 / 12, "sampled": 12, "dropped": 11, "rows": 0}
-    assert ["kept 1 of 12 prompts, the batch needs 4" in note for note in notes_of(show)] == [True]
-
-
-def notes_of(show):
-    """What was noted, but for the engine's kind."""
-    return [note for note in show.notes if not note.startswith("generation runs in torch")]
+    assert ["kept 1 of 12 prompts, the batch needs 4" in note for note in show.notes] == [True]
 
 
 def counts(metrics):
@@ -256,7 +247,7 @@ def test_what_is_sampled_and_not_used_is_counted():
     batch = rows.batch
     # kept are prompts 0, 1, 3 of the first draw; the filter numbers the second from 0 again
     assert counts(metrics) == {"kept_share": 4 / 5, "sampled": 5, "dropped": 1, "rows": 1}
-    assert len(batch.tokens) == 7 and notes_of(show) == []
+    assert len(batch.tokens) == 7 and show.notes == []
 
 
 @pytest.mark.parametrize("compose", [GRPO, PPO], ids=["grpo", "ppo"])
