@@ -113,6 +113,8 @@ class Flights:
     def begin(self, request: Request, version: int | None) -> LiveRequest:
         """A request that waits for a seat."""
         begun, prompt = request.begun, np.asarray(request.prompt, dtype=np.int64)
+        if not self.numbers:
+            self._kinds.clear()  # of requests that are gone
         if begun is None:
             flight = LiveRequest(request, prompt, np.zeros((2, 0), self._logps.dtype), [(0, version or 0)])
         else:

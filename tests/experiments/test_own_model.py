@@ -13,7 +13,9 @@ from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import Inputs, hf
 from funrl.rollout.completions import Sampling
+from funrl.rollout.engine import generate
 from funrl.rollout.native import native_engine
+from funrl.rollout.requests import requests_of
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("FUNRL_DATA", ROOT.parent / "shared" / "data")) / "stories260k"
@@ -46,8 +48,9 @@ def check_loads_in_transformers(folder):
         continued = theirs.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :].tolist()
     engine = native_engine(model, single(), torch.float32)
     engine.load(trees.named(params))
-    done = engine.generate(ids.tolist(), Sampling(max_new_tokens=24, stop=model.config.eos, greedy=True), seed=0)
-    assert done.tokens[0, : done.lengths[0]].tolist() == continued
+    how = Sampling(max_new_tokens=24, stop=model.config.eos, greedy=True)
+    (done,) = generate(engine, requests_of(ids.tolist(), how, seed=0))
+    assert done.tokens.tolist() == continued
 
 
 def test_samples_join_to_text_and_the_model_opens_in_transformers(tmp_path):

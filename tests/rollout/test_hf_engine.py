@@ -3,6 +3,7 @@
 import pytest
 import torch
 from plain_sampling import plain_logp
+from small_engines import complete, rows
 
 from funrl.mesh.mesh import Mesh, MeshError, parse
 from funrl.models import Config, Inputs, decoder_model
@@ -27,37 +28,38 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(how):
     engine.load(engine.weights.named(params), 3)
     assert engine.version == 3
     prompts = PROMPTS if sampling.repetition_penalty == 1 else [p * (6 // len(p)) for p in PROMPTS]  # of one length
-    done = engine.generate(prompts, sampling, seed=4)
-    assert 0 < done.finished.sum() < 9  # eos of the model does not end a completion: `stop` does
-    for r, (tokens, length) in enumerate(zip(done.tokens.tolist(), done.lengths.tolist(), strict=True)):
-        prompt = prompts[r // 3]
-        hidden = MODEL.apply(params, Inputs(torch.tensor([[*prompt, *tokens[:length]]]))).hidden
+    done = complete(engine, prompts, sampling, seed=4)
+    assert 0 < sum(one.finished for one in done) < 9  # eos of the model does not end a completion: `stop` does
+    for r, one in enumerate(done):
+        prompt, tokens, length = prompts[r // 3], one.tokens.tolist(), len(one.tokens)
+        hidden = MODEL.apply(params, Inputs(torch.tensor([[*prompt, *tokens]]))).hidden
         logits = hidden[0, len(prompt) - 1 : -1] @ params["unembed"].T
         seen = torch.zeros(len(logits), CONFIG.vocab, dtype=torch.bool)
         for i in range(length):
             seen[i, [*prompt, *tokens[:i]]] = True
         logp = plain_logp(logits, sampling, seen)
-        for whole, ours in ((logits.log_softmax(-1), done.model_logp), (logp, done.logp)):
-            expected = whole.gather(1, torch.tensor(tokens[:length]).unsqueeze(1)).squeeze(1)
-            torch.testing.assert_close(ours[r, :length], expected, atol=3e-5, rtol=0)
+        for whole, ours in ((logits.log_softmax(-1), one.raw_logp), (logp, one.sampling_logp)):
+            expected = whole.gather(1, one.tokens.unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
 
 
 def test_the_seed_fixes_the_samples_and_leaves_the_callers_noise_alone():
     engine, how = hf_engine(MODEL), Sampling(max_new_tokens=8)
     torch.manual_seed(0)
-    first, again, other = (engine.generate(PROMPTS, how, seed).tokens for seed in (0, 0, 1))
+    engine.load(engine.weights.named(MODEL.init(torch.Generator().manual_seed(0))))
+    first, again, other = (rows(complete(engine, PROMPTS, how, seed)) for seed in (0, 0, 1))
     after = torch.rand(1)
     torch.manual_seed(0)
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first == again != other
     assert torch.equal(after, torch.rand(1))
 
 
 def test_what_it_cannot_do_is_refused():
     engine = hf_engine(MODEL)
     with pytest.raises(ValueError, match=r"stop_strings is \('a',\): the hf engine knows no texts"):
-        engine.generate(PROMPTS, Sampling(stop_strings=("a",), max_new_tokens=2), 0)
+        complete(engine, PROMPTS, Sampling(stop_strings=("a",), max_new_tokens=2))
     with pytest.raises(ValueError, match=r"repetition_penalty is 1.1: .*prompts of one length"):
-        engine.generate(PROMPTS, Sampling(repetition_penalty=1.1, max_new_tokens=2), 0)
+        complete(engine, PROMPTS, Sampling(repetition_penalty=1.1, max_new_tokens=2))
 
 
 def test_it_holds_whole_weights():
