@@ -105,15 +105,19 @@ def rollout(
     _raise_everywhere(problem, mesh)
     own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(rows), len(weights))
     own = collectives.psum(own, mesh, "tensor")
-    ranks = mesh.size(mesh.row_axes)
-    shares = [len(examples) * (i + 1) // ranks - len(examples) * i // ranks for i in range(ranks)]
-    owner = np.repeat(np.arange(ranks), np.array(shares) * sampling.samples)
+    owner = generating_ranks(len(examples), sampling.samples, mesh.size(mesh.row_axes))
     columns = {"lengths": done.lengths, "finished": done.finished, "scores": own}
     table = gather_table(columns, owner, mesh, mesh.row_axes)
     scores_RK = table["scores"]
     factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh)
+
+
+def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
+    """[prompts * samples] the rank that writes each row, as `own_range` shares the prompts out."""
+    shares = [prompts * (i + 1) // ranks - prompts * i // ranks for i in range(ranks)]
+    return np.repeat(np.arange(ranks), np.array(shares) * samples)
 
 
 def completion_texts(

@@ -22,7 +22,7 @@ from funrl.rollout.completions import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
-from funrl.trainer.generation import Example, Rollout, rollout
+from funrl.trainer.generation import Example, Rollout, generating_ranks, rollout
 from funrl.trainer.job import Job, Task
 from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
@@ -102,8 +102,7 @@ def reward_rows(task: Task, rows: Sequence[Example], texts: Sequence[str]) -> li
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     """Given texts as rows, one an example; each rank reads its own part."""
-    ranks = mesh.size(mesh.row_axes)
-    owner = np.arange(len(examples)) * ranks // len(examples)
+    owner = generating_ranks(len(examples), 1, mesh.size(mesh.row_axes))
     own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()]
     # A rank without texts has the same fields of no rows.
     some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)

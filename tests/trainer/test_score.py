@@ -66,6 +66,8 @@ def test_the_budget_is_four_of_the_updates_where_no_flag_says():
 
 @pytest.mark.parametrize("recipe", [PPO, dpo], ids=["ppo", "dpo"])
 def test_it_changes_no_number(recipe):
-    one, *others = (run_steps(2, **texts_or_rewards(recipe), token_budget=64, score_token_budget=n) for n in (None, 8, 100))
+    one, *others = (
+        run_steps(2, **texts_or_rewards(recipe), token_budget=64, score_token_budget=n) for n in (None, 8, 100)
+    )
     for other in others:
         assert_same(other, one, 1e-12)

@@ -50,9 +50,13 @@ def test_a_model_is_given_int64_and_its_most_likely_tokens_are_held_in_four_byte
         given.append(inputs)
         return plain.apply(params, inputs, *rest, **more)
 
-    role = Role(place(dataclasses.replace(plain, apply=watched)), {"teacher_logp": "logp", "teacher_topk": "topk"}, topk=3)
+    role = Role(
+        place(dataclasses.replace(plain, apply=watched)), {"teacher_logp": "logp", "teacher_topk": "topk"}, topk=3
+    )
     tokens = torch.arange(16).reshape(2, 8) % plain.config.vocab
-    batch = Batch(tokens=tokens, mask=tokens > 3, length=torch.tensor([8, 8]), positions=tokens % 8, segments=tokens * 0 + 1)
+    batch = Batch(
+        tokens=tokens, mask=tokens > 3, length=torch.tensor([8, 8]), positions=tokens % 8, segments=tokens * 0 + 1
+    )
     rows = score({"teacher": role}, {"teacher": plain.init(torch.Generator().manual_seed(0))}, rows_of(batch))
     assert rows.batch.teacher_topk.dtype == TOKEN_INT and rows.batch.teacher_topk.max() < plain.config.vocab
     assert {x.dtype for one in given for x in (one.tokens, one.positions, one.segments)} == {torch.int64}
