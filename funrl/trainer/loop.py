@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from torch import Tensor
+
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
@@ -129,15 +132,24 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
 
 
 def settled(trainer: Trainer, rows: Rows, step: int) -> Rows:
-    """The rows on the ranks where the first pass over them is balanced; or whole groups where advantages need these."""
-    mesh, settings = trainer.parts.mesh, trainer.job.settings
-    cost = row_cost(trainer.parts.roles[trainer.job.lead].placed)
-    chain = trainer.job.algorithm.advantage
+    """The rows on the ranks that score them."""
+    to = scoring_ranks(trainer.job, trainer.parts, rows.lengths, rows.batch.get("group"), step)
+    return moved(rows, to, trainer.parts.mesh)
+
+
+def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int) -> np.ndarray:
+    """[B] the ranks where the first pass over the rows is balanced; or whole groups where advantages need these.
+
+    Args:
+      lengths: [B] tokens of each row.
+      group: [B] of each row.
+    """
+    mesh, settings, chain = parts.mesh, job.settings, job.algorithm.advantage
+    ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
     if chain is not None and chain.whole_groups:
-        return moved(rows, ranks_of_groups(rows, mesh, scoring_budget(settings), cost), mesh)
-    ranks = mesh.size(mesh.row_axes)
-    plan = plan_epoch(rows.lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost)
-    return moved(rows, plan.to, mesh)
+        assert group is not None
+        return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(settings), cost)
+    return plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost).to
 
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:

@@ -301,8 +301,8 @@ def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
 def scoring_budget(settings: Settings) -> int:
     """Tokens of a micro-batch where nothing is learned; a longer row raises it.
 
-    A forward pass without a gradient holds one layer's activations. By the dry run, in kB a token (bfloat16): 99 of a
-    70B on tp8, 111 of an 8B, 62 of a 1B; an update that saves what enters each layer (--remat=full) 1,580, 520 and 420.
+    A forward pass without a gradient holds the activations of one layer. By the dry run it takes 99 kB a token of a 70B
+    on tp8, 111 of an 8B and 62 of a 1B; an update that saves only what enters each layer 1,580, 525 and 200.
     """
     return settings.score_token_budget or SCORE_BUDGETS * settings.token_budget
 
