@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.divergence import check_divergence_beta, divergence, log_mixture
+from funrl.compiled_kernels.linear import product, sum_of_products
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -110,9 +111,9 @@ class _LinearDivergence(torch.autograd.Function):
             d_CV = _d_logits(logp_CV, teacher_CV, to_student_T[part, None], beta)
             d_CV = d_CV.mul_(grad_T[part, None] / temperature).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
-                d_hidden.append(d_CV @ unembed_VD)
+                d_hidden.append(product(d_CV, unembed_VD.T))
             if d_unembed is not None:
-                d_unembed += d_CV.T @ hidden_TD[part]
+                d_unembed += sum_of_products(d_CV, hidden_TD[part])
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.linear import product, sum_of_products
 from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
@@ -113,7 +114,7 @@ def project(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
     Engines take their logits from here too, so that theirs and the trainer's are the same numbers.
     """
     if hidden_TD.element_size() > 2:
-        return hidden_TD @ unembed_VD.T
+        return product(hidden_TD, unembed_VD)
     if hidden_TD.is_cuda:
         return torch.mm(hidden_TD, unembed_VD.T, out_dtype=torch.float32)
     return hidden_TD.float() @ unembed_VD.T.float()
@@ -175,9 +176,9 @@ class _LinearLogprob(torch.autograd.Function):
                 {n: g[part] for n, (_, g) in given.items()},
             ).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
-                d_hidden.append(d_logits @ unembed_VD)
+                d_hidden.append(product(d_logits, unembed_VD.T))
             if d_unembed is not None:
-                d_unembed += d_logits.T @ hidden_TD[part]
+                d_unembed += sum_of_products(d_logits, hidden_TD[part])
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), None, None, None, None, None
 

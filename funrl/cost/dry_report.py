@@ -10,8 +10,8 @@ from typing import Any
 from funrl.algos.core import Algorithm
 from funrl.cost.costs import MEMORY_KINDS, UPDATES, Costs
 from funrl.cost.dry_run import estimate, plain_job, tokens_of
-from funrl.cost.estimate import Estimate, stage_of
-from funrl.cost.hardware import HARDWARE, USABLE, Hardware, collective_seconds
+from funrl.cost.estimate import MOVE, RESHARD, Estimate, stage_of
+from funrl.cost.hardware import HARDWARE, USABLE, Hardware, collective_seconds, message_seconds
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -83,11 +83,14 @@ def work(found: Estimate, hardware: Hardware) -> str:
     for name, costs in found.phases.items():
         spent = (costs.flops, costs.seconds, communication(found, costs, hardware))
         whole = [a + b for a, b in zip(whole, spent, strict=True)]
-        rows.append((name, *_spent(*spent)))
+        useful = f"{100 * found.useful[name]:.1f}%" if name in found.useful else "-"
+        rows.append((name, *_spent(*spent), useful))
     of_peak, of_bandwidth = hardware.efficiency
-    note = f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth, collectives not hidden"
-    head = ("a step of a rank", "FLOPs", "kernels", "collectives", "seconds")
-    return "\n".join([*table(head, [*rows, ("all", *_spent(*whole))]), note])
+    notes = [f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth, collectives not hidden"]
+    if found.useful:
+        notes.append("useful: of the FLOPs of all ranks, where each waits for the slowest at every micro-batch")
+    head = ("a step of a rank", "FLOPs", "kernels", "collectives", "seconds", "useful")
+    return "\n".join([*table(head, [*rows, ("all", *_spent(*whole), "")]), *notes])
 
 
 def _spent(flops: float, kernels: float, collectives: float) -> tuple[str, ...]:
@@ -98,13 +101,16 @@ def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
     """Seconds of all collectives of a phase, one after the other."""
     seconds = 0.0
     for (op, group), (count, nbytes) in costs.traffic.items():
-        if group in found.axes:
-            _, axes, sizes = found.axes[group]
-            ranks = meshes.members(sizes, axes)[0]
-            near = len({rank // RANKS_PER_NODE for rank in ranks}) == 1
+        if op == RESHARD:
+            seconds += message_seconds(hardware, count, nbytes, near=False)
+            continue
+        _, axes, sizes = found.axes[group]
+        ranks = meshes.members(sizes, axes)[0]
+        near = len({rank // RANKS_PER_NODE for rank in ranks}) == 1
+        if op == MOVE:
+            seconds += message_seconds(hardware, count, nbytes, near)
+        else:
             seconds += collective_seconds(hardware, op, count, nbytes, len(ranks), near)
-        else:  # the reshard: what a rank receives
-            seconds += count * hardware.latency + nbytes / (hardware.network * hardware.efficiency[1])
     return seconds
 
 

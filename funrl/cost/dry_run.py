@@ -10,6 +10,7 @@ out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -18,11 +19,13 @@ from pathlib import Path
 import torch
 
 from funrl import trees
-from funrl.algos.core import Algorithm, reads
-from funrl.batch import Batch
+from funrl.algos.core import Algorithm
+from funrl.batch import as_dict, token_fields
 from funrl.cost.costs import UPDATES, Costs, Traffic, plus, times
 from funrl.cost.decoding import generation
 from funrl.cost.estimate import (
+    MOVES,
+    RESHARD,
     TRACED,
     Estimate,
     Trace,
@@ -36,12 +39,15 @@ from funrl.cost.estimate import (
     stage_of,
     tracer_of,
 )
+from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.hardware import USABLE, Hardware, op_seconds
-from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
+from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
+from funrl.data.supervised import TEXT_FIELDS
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
+from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model, hf
 from funrl.models.config import ModelError
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
@@ -55,10 +61,9 @@ from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
-from funrl.trainer.micro import plan_epoch, row_cost
 from funrl.trainer.settings import Settings, for_kind, scoring_budget
 from funrl.trainer.sources import Source
-from funrl.trainer.step_rows import Rows, rows_of, split_rows
+from funrl.trainer.step_rows import Rows, moved
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
@@ -136,7 +141,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     width = check_width(job, tokens)
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
-        found = of_all_layers(job, lambda shallow: _phases(shallow, parts, tokens, width, hardware))
+        plan = row_plan(job, parts, width, _learning_step(parts))
+        found = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
         axes, rests = axes_of(mesh), found.pop("rests").peak
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
@@ -145,6 +151,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             found["reshard"] = _resharding(parts.generator, rests, engine)
             if job.settings.verify_sync:
                 found["verify"] = _verifying(parts, job.master, found["reshard"].peak, hardware)
+        useful = useful_shares(job, parts, plan)
         if job.settings.offload and hardware.accelerator:
             found = _without_offloaded(job, parts, found, rests)
     return Estimate(
@@ -155,6 +162,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         phases=found,
         axes=axes,
         parameters=trees.count(job.models[job.lead].shapes),
+        useful={name: share for name, share in useful.items() if name in found},
         left_out=_left_out(job, hardware),
     )
 
@@ -192,7 +200,7 @@ def _describe(job: Job, tokens: int) -> str:
 def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     """Parts of a step that are not counted, in words."""
     settings = job.settings
-    out = ["rewards", "moving rows"] * job.generates + [
+    out = ["rewards"] * job.generates + [
         "tokenizer",
         "files",
         f"the evaluation every {settings.eval_every} steps",
@@ -207,31 +215,35 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _phases(job: Job, whole: Parts, tokens: int, width: int, hardware: Hardware) -> dict[str, Costs]:
+def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
     """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them.
 
     Args:
       job: a job of this or of a smaller depth.
       whole: what was built at full depth: by it the engine decides how many rows go together.
+      plan: of all rows.
     """
     mesh = whole.mesh
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
-    rows = settings.batch_prompts * (job.sampling.samples if job.generates else 1)
+    rows, width = len(plan.lengths), int(plan.lengths[0])
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
     rows_on = functools.partial(full_rows, once, parts, tokens)
     scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
     learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware))
-    local, mini = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks)
-    found = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width))
+    local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks), {}
     piece = rows_of_a_pass(settings.token_budget, width)
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         room = FREE_SHARE * (hardware.memory * USABLE - sum(some.resting.values()))
-        found = {"generate": generation(job, parts.generator, whole.generator, tokens, room, hardware)} | found
+        found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
+    scores = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width))
+    found |= with_moves(job, plan, scores, some.token_bytes)
+    again = MOVES[1] in found  # the step keeps the rows as they were when they were scored
+    kept = local - mini + again * local
     for name, costs in at_rows(learned, mini, piece).items():
         if name.startswith(UPDATES):
-            others = (local - mini) * some.row_bytes  # of other mini-batches
-            found[name] = plus(times(costs, settings.epochs * settings.minibatches), {"batch": others})
+            updates = times(costs, settings.epochs * settings.minibatches)
+            found[name] = plus(updates, {"batch": kept * some.row_bytes})
     if parts.generator is not None:
         found["generate"] = plus(found["generate"], some.resting)
     return found | {"rests": Costs({"other": some.resting})}
@@ -244,9 +256,9 @@ def trace_step(
 
     Args:
       parts: made by `build` on a mesh, which may be `pretended`.
-      rows: of all ranks, on the ranks that train them, as `full_rows` makes them.
+      rows: of all ranks, as `full_rows` makes them.
       real: compute what is counted, instead of pretending.
-      learns: False: score and no more.
+      learns: False: score, move the scored rows and no more.
     """
     tracer = tracer_of(job, parts, hardware, real)
     roles = {
@@ -258,81 +270,43 @@ def trace_step(
         for name, role in roles.items()
     }
     frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
-    no_source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
+    made, learning = [rows], _learning_step(parts) - 1
+    del rows  # they are gone when they have been moved
+    no_source = Source(dict, lambda state, step: (made.pop(), state, {}), lambda roles, step: {})
     trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
-    tracer.hold_tree(rows.batch, "batch")
+    alone = parts.mesh.size(parts.mesh.row_axes) == made[0].mesh.size(made[0].mesh.row_axes) == 1
+    phase_of_moves = contextlib.nullcontext if alone else tracer.phase
+    tracer.hold_tree(made[0].batch, "batch")
     with tracer:
-        state = first_state(job, trainer.parts, weights, ())
+        state = first_state(job, trainer.parts, weights, ())._replace(step=learning)
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
+        with phase_of_moves(MOVES[0]):
+            rows, state, _ = loop.draw_batch(trainer, state)
+        drawn = _token_bytes(rows)
         if "reward_model" in frozen:
-            read = _as_read(job, rows)
+            read = rows_to_read(job, rows)
             with trainer.clock.phase("score_reward_model"):
                 end_values(roles["reward_model"], frozen["reward_model"], read, scoring_budget(job.settings))
         rows, state, _ = loop.score_batch(trainer, state, rows)
         tracer.hold_tree(rows.batch, "batch")
         if learns:
-            loop.learn_batch(trainer, state._replace(step=_learning_step(parts) - 1), rows)
-    return Trace(tracer.phases, resting, trees.nbytes(rows.batch) / max(1, len(rows.own)))
+            loop.learn_batch(trainer, state, rows)
+        else:  # to the next rank: of memory it matters how many rows move, and not where
+            with phase_of_moves(MOVES[1]):
+                moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
+    row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))
+    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)))
+
+
+def _token_bytes(rows: Rows) -> int:
+    return token_bytes({name: x for name, x in as_dict(rows.batch).items() if name in token_fields()})
 
 
 def _learning_step(parts: Parts) -> int:
     """The first step in which every role learns."""
     return max(role.first_step for role in parts.roles.values())
-
-
-def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
-    """Rows of the greatest length, as they come from the source, on the ranks that train them.
-
-    Args:
-      local: how many a rank has.
-    """
-    mesh, settings = parts.mesh, job.settings
-    ranks = mesh.size(mesh.row_axes)
-    batch = full_batch(job, tokens, local * ranks)
-    cost = row_cost([role for role in parts.roles.values() if role.loss is not None][-1].placed)
-    plan = plan_epoch(
-        batch.length.numpy(), ranks, 1, settings.seed, _learning_step(parts), 0, settings.token_budget, cost
-    )
-    return split_rows(batch, plan.to, mesh)
-
-
-def _as_read(job: Job, rows: Rows) -> Rows:
-    """The rows as the reward model reads them. Ranks that are pretended cannot say how long theirs are."""
-    length = int(rows.lengths.max())
-    text = Text(rows.batch.tokens.new_ones(length).tolist(), [False] * length)
-    one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
-    here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
-    return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
-
-
-def full_batch(job: Job, tokens: int, rows: int) -> Batch:
-    """Rows of the greatest length, as they come from the source."""
-    if isinstance(job.task, Texts):
-        text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
-        found = reads(job.algorithm)
-        margin = 0.0 if "margin" in found.required | found.optional else None
-        one = text_batch(
-            [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], job.pad, job.lead == "reward_model"
-        )
-        if margin is not None:
-            one = one._replace(margin=one.margin.to(job.master))
-        return trees.map(lambda x: x.expand(rows, *x.shape[1:]).clone(), one)
-    length = tokens + job.sampling.max_new_tokens
-    shape, wide = (rows, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
-    at_T, score_B = torch.arange(shape[1]), torch.arange(rows).remainder(2).to(wide)
-    return Batch(
-        tokens=torch.arange(math.prod(shape)).remainder(job.model.config.vocab).view(shape),
-        mask=((at_T >= tokens) & (at_T < length)).expand(shape).clone(),
-        length=torch.full((rows,), length, dtype=torch.int64),
-        group=torch.arange(rows) // job.sampling.samples,
-        score=score_B,
-        scores=score_B[:, None],
-        truncated=torch.ones(rows, dtype=torch.bool),
-        rollout_logp=torch.zeros(shape, dtype=wide),
-        greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
-    )
 
 
 def _engine_bytes(generator: Generator, master: torch.dtype) -> tuple[float, float]:
@@ -366,6 +340,7 @@ def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: d
     away = offload.offloaded_parts(job.settings.offload)
     for name, costs in found.items():
         stage = "update" if stage_of(name) == "reshard" else stage_of(name)
+        stage = "generate" if name == MOVES[0] else stage
         for part in away.difference(offload.NEEDS[stage], ["reference"]):
             costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
         if "reference" in away:
@@ -379,7 +354,7 @@ def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> 
     """The engine's new copy is made when its old one is gone; a few buckets are on their way."""
     most = max(received_bytes(generator.to_engine), default=0)
     peak = kept | {"weights": kept["weights"] + engine, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
-    traffic = {("reshard", "all"): Traffic(1, float(most))} if most else {}
+    traffic = {(RESHARD, "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 

@@ -25,6 +25,8 @@ from funrl.trainer.micro import MULTIPLE
 # Layers that are traced; deeper models are on the line through the two. With fewer than three no layer stands between
 # one whose weights are on their way and one whose gradients are.
 DEPTHS = (3, 4)
+MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
+MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
 TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 
@@ -39,6 +41,8 @@ class Estimate(NamedTuple):
       phases: by name, in the order of a step.
       axes: name of each process group -> the mesh axes it is over, such as "tp8", and the axes' sizes.
       parameters: of the model that learns.
+      useful: by phase that packs rows, the share of useful FLOPs in those that all ranks have time for: micro-batch i
+        begins when all ranks have done i - 1.
       left_out: what the numbers do not have in them, in words.
     """
 
@@ -49,6 +53,7 @@ class Estimate(NamedTuple):
     phases: dict[str, Costs]
     axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
     parameters: int
+    useful: dict[str, float]
     left_out: tuple[str, ...]
 
 
@@ -59,11 +64,13 @@ class Trace(NamedTuple):
       phases: costs of each.
       resting: bytes of models and optimizers, by kind.
       row_bytes: of a row of the scored batch.
+      token_bytes: that a move sends of a token, before the rows are scored and after it.
     """
 
     phases: dict[str, Costs]
     resting: dict[str, float]
     row_bytes: float
+    token_bytes: tuple[int, int]
 
 
 def stage_of(phase: str) -> str:
@@ -72,7 +79,7 @@ def stage_of(phase: str) -> str:
         return phase
     if phase == "verify":
         return "reshard"
-    return "update" if phase.startswith(UPDATES) else "score"
+    return "update" if phase.startswith(UPDATES) or phase == MOVES[1] else "score"
 
 
 @contextlib.contextmanager

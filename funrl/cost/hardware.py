@@ -54,6 +54,17 @@ def op_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: torch.dty
     return max(flops / (rate * of_peak), nbytes / (hardware.bandwidth * of_bandwidth), hardware.launch)
 
 
+def message_seconds(hardware: Hardware, count: float, nbytes: float, near: bool) -> float:
+    """Of messages from device to device, one after the other.
+
+    Args:
+      nbytes: of all of them together.
+      near: all ranks are in one node.
+    """
+    speed = (hardware.link if near else hardware.network) * hardware.efficiency[1]
+    return count * hardware.latency + nbytes / speed
+
+
 def collective_seconds(hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, near: bool) -> float:
     """Of `count` collectives over `ranks` devices, in rings: an all-reduce passes everything twice, the others once.
 

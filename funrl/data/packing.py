@@ -70,18 +70,25 @@ class Packing(NamedTuple):
 
 
 def packed_sizes(token_budget: int, longest: int, multiple: int = 1, parts: int = 16) -> tuple[int, ...]:
-    """Sizes that micro-batches may have: the token budget and its fractions k / parts, ascending.
+    """Sizes that micro-batches may have, ascending: the token budget and its fractions k / parts down to a half, and
+    the same of its half, its quarter and so on down to 1 / 128.
 
     Args:
       token_budget: tokens of the largest micro-batch.
       longest: tokens of the longest example; the budget is raised to it.
       multiple: sizes are multiples of it, such as sp * tp.
-      parts: how many sizes there are at most.
+      parts: of the budget; there are half as many sizes between a number and its half.
 
-    Example: packed_sizes(64, 10, 8, 4) is (16, 32, 48, 64), and packed_sizes(64, 90, 8, 4) is (24, 48, 72, 96).
+    Example: packed_sizes(64, 10, 8, 4) is (8, 16, 24, 32, 48, 64), and packed_sizes(64, 90, 8, 4) ends with 72, 96.
     """
-    step = _round_up(-(-max(token_budget, longest, 1) // parts), multiple)
-    return tuple(range(step, max(token_budget, longest, 1) + step, step))
+    most = max(token_budget, longest, 1)
+    step = _round_up(-(-most // parts), multiple)
+    sizes = [_round_up(most, step)]
+    while sizes[-1] > max(step, most // 128):
+        if sizes[-1] <= step * parts // 2:
+            step = _round_up(-(-step // 2), multiple)
+        sizes.append(sizes[-1] - step)
+    return tuple(reversed(sizes))
 
 
 def pack(
@@ -175,6 +182,11 @@ class _Rule(NamedTuple):
     def largest(self) -> int:
         return int(self.sizes[-1])
 
+    @property
+    def overhead(self) -> int:
+        """Work that a micro-batch costs beside its tokens': of kernels that are launched and weights that are read."""
+        return UNIT * self.largest // 64
+
 
 def _units(lengths: np.ndarray, example: Sequence[int] | np.ndarray | None, cost: RowCost) -> _Units:
     work = cost.work(lengths)
@@ -203,8 +215,9 @@ def _best(units: _Units, rule: _Rule) -> np.ndarray:
     for bins in _plans(units, rule):
         work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule)
         time = int(np.sort(work)[::-1][:: rule.ranks].sum())
-        if least is None or time < least:
-            best, least = bins, time
+        cost = time + -(-len(work) // rule.ranks) * rule.overhead
+        if least is None or cost < least:
+            best, least = bins, cost
         if time * rule.ranks <= _ENOUGH * int(units.work.sum()):
             break
     return best

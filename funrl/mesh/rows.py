@@ -165,20 +165,68 @@ def hand_over(
     """
     me, world, everyone = target.rank, target.world, tuple(target.sizes)
     has, wants = row_indices(source), row_indices(target)
-    holders = [np.flatnonzero(has == index) for index in range(source.size(source.row_axes))]
 
     def sender(index: int, peer: int) -> int:
-        return peer if has[peer] == index else int(holders[index][peer % len(holders[index])])
+        return int(_senders(has, index, np.array([peer]))[0])
 
     mine, coming = np.flatnonzero(owner == has[me]), np.flatnonzero(to == wants[me])
     none = mine[:0]
     sends = [mine[to[mine] == wants[peer]] if sender(int(has[me]), peer) == me else none for peer in range(world)]
-    from_peer = [sender(index, me) for index in range(len(holders))]
-    by_index = [coming[owner[coming] == index] for index in range(len(holders))]
+    from_peer = [sender(index, me) for index in range(source.size(source.row_axes))]
+    by_index = [coming[owner[coming] == index] for index in range(len(from_peer))]
     receives = [none] * world
     for index, peer in enumerate(from_peer):
         receives[peer] = np.concatenate([receives[peer], by_index[index]])
     return _exchanged(fields, lengths, (mine, sends), (coming, receives), me, target, everyone, fill or {}, multiple)
+
+
+def _senders(has: np.ndarray, index: int, peers: np.ndarray) -> np.ndarray:
+    """The rank that hands rows of an index over to each of some peers: itself where it has them.
+
+    Args:
+      has: [world] the index whose rows each rank has.
+    """
+    holders = np.flatnonzero(has == index)
+    return np.where(has[peers] == index, peers, holders[peers % len(holders)])
+
+
+class MoveTraffic(NamedTuple):
+    """Tokens that a move sends, by rank.
+
+    Attributes:
+      sent, received: [ranks] tokens to and from other ranks.
+      messages: [ranks] how many ranks each one sends to.
+    """
+
+    sent: np.ndarray
+    received: np.ndarray
+    messages: np.ndarray
+
+
+def move_traffic(lengths: np.ndarray, owner: np.ndarray, source: Mesh, to: np.ndarray, target: Mesh) -> MoveTraffic:
+    """Traffic of `move_rows`, or of `hand_over` where the meshes differ; by index over the row axes, or by rank.
+
+    Args: as there.
+    """
+    if source.sizes == target.sizes:
+        has = wants = np.arange(target.size(target.row_axes))
+    else:
+        has, wants = row_indices(source), row_indices(target)
+    ways, of_row = np.unique(np.stack([owner, to]), axis=1, return_inverse=True)
+    tokens = np.bincount(of_row.ravel(), lengths, minlength=ways.shape[1]).astype(np.int64)
+    sent, received, messages = np.zeros((3, len(has)), dtype=np.int64)
+    for (index, wanted), count in zip(ways.T[tokens > 0], tokens[tokens > 0], strict=True):
+        peers = np.flatnonzero((wants == wanted) & (has != index))
+        senders = _senders(has, index, peers)
+        received[peers] += count
+        np.add.at(sent, senders, count)
+        np.add.at(messages, senders, 1)
+    return MoveTraffic(sent, received, messages)
+
+
+def token_bytes(fields: Mapping[str, Tensor]) -> int:
+    """Bytes that a move sends of one token."""
+    return sum(_record(x).bytes for x in fields.values())
 
 
 def row_indices(mesh: Mesh) -> np.ndarray:
@@ -232,7 +280,8 @@ def _exchanged(
         rows = x.new_full((len(coming) * width, *x.shape[2:]), fill.get(name, 0))
         rows[target] = column.view(-1).view(record.dtype).reshape(-1, *x.shape[2:]).to(x.dtype)
         out[name] = rows.unflatten(0, (len(coming), width))
-    return Moved(out, (sum(send) - send[me]) * begin, (sum(receive) - receive[me]) * begin)
+    line = token_bytes(fields)
+    return Moved(out, (sum(send) - send[me]) * line, (sum(receive) - receive[me]) * line)
 
 
 class _Record(NamedTuple):

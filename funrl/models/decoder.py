@@ -18,6 +18,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.linear import linear
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.paged_attention import Paging, paged_attention
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
@@ -208,8 +209,8 @@ def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor,
     x_BTD = x_BTD + _attend(config, mesh, params["attn"], h_BTD, context)
     h_BTD = pbroadcast(rms_norm(x_BTD, params["mlp_norm"], config.norm_eps), mesh, "tensor")
     mlp = params["mlp"]
-    inner_BTF = F.silu(F.linear(h_BTD, mlp["gate"])) * F.linear(h_BTD, mlp["up"])
-    return x_BTD + psum(F.linear(inner_BTF, mlp["down"]), mesh, "tensor")
+    inner_BTF = F.silu(linear(h_BTD, mlp["gate"])) * linear(h_BTD, mlp["up"])
+    return x_BTD + psum(linear(inner_BTF, mlp["down"]), mesh, "tensor")
 
 
 def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[int | None, Context]:
@@ -249,13 +250,13 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
-    out_BTD = psum(F.linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
+    out_BTD = psum(linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
 
 
 def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Hidden states to heads [B, T, H, N], by a weight [H, N, D] and a bias [H, N]."""
-    out = F.linear(h_BTD, weight.flatten(0, 1), None if bias is None else bias.flatten())
+    out = linear(h_BTD, weight.flatten(0, 1), None if bias is None else bias.flatten())
     return out.unflatten(-1, weight.shape[:2])
 
 

@@ -15,6 +15,7 @@ _SAVED = (
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
+    "mkldnn::_linear_pointwise",
     "aten::_scaled_dot_product",
     "flash_attn::",
     "funrl::varlen_attention",

@@ -1,4 +1,4 @@
-"""What is computed next: decoding, chunks of prompts, who gets pages and who waits.
+"""The next pass: decoding, chunks of prompts, who gets pages and who waits.
 
 It depends on the requests and on what was drawn, not on time, so that all ranks of a replica decide alike.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,10 +36,7 @@ def with_completion_scores(
     Raises:
       RewardError: a number is not finite; on every rank alike.
     """
-    mesh = role.placed.mesh
-    sizes = packed_sizes(token_budget, int(rows.lengths.max()), 8)
-    to = pack(rows.lengths, mesh.size(mesh.row_axes), sizes, len(rows.lengths), cost=row_cost(role.placed)).rank
-    rows = moved(rows, to, mesh)
+    rows = moved(rows, reading_ranks(rows.lengths, role, token_budget), role.placed.mesh)
     score_B = completion_scores(role, params, rows, pad, token_budget)
     bad = (~score_B.isfinite()).nonzero().flatten().tolist()
     if bad:
@@ -52,6 +50,16 @@ def with_completion_scores(
     total = weight * score_B if before is None else before + weight * score_B
     all_columns = score_B[:, None] if columns is None else torch.cat([columns, score_B[:, None]], 1)
     return rows.with_fields(score=total, scores=all_columns)
+
+
+def reading_ranks(lengths: np.ndarray, role: Role, token_budget: int) -> np.ndarray:
+    """[B] the ranks where a pass of a reward model over the rows is balanced.
+
+    Args:
+      lengths: [B] tokens of each row.
+    """
+    mesh, sizes = role.placed.mesh, packed_sizes(token_budget, int(lengths.max()), 8)
+    return pack(lengths, mesh.size(mesh.row_axes), sizes, len(lengths), cost=row_cost(role.placed)).rank
 
 
 @torch.no_grad()

@@ -158,6 +158,12 @@ def _pending(
     return PendingRewards(pool, completed)
 
 
+def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
+    """[prompts * samples] the rank that writes each row, as `own_range` shares the prompts out."""
+    shares = [prompts * (i + 1) // ranks - prompts * i // ranks for i in range(ranks)]
+    return np.repeat(np.arange(ranks), np.array(shares) * samples)
+
+
 def completion_texts(
     done: Sequence[Completion], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
 ) -> list[str]:

@@ -26,7 +26,7 @@ from funrl.rollout.engine import awake
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
-from funrl.trainer.generation import Example, Rollout, rollout
+from funrl.trainer.generation import Example, Rollout, generating_ranks, rollout
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import has_workers
 from funrl.trainer.settings import scoring_budget
@@ -131,8 +131,7 @@ def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     """Given texts as rows, one an example; each rank reads its own part."""
-    ranks = mesh.size(mesh.row_axes)
-    owner = np.arange(len(examples)) * ranks // len(examples)
+    owner = generating_ranks(len(examples), 1, mesh.size(mesh.row_axes))
     own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()]
     # A rank without texts has the same fields of no rows.
     some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)

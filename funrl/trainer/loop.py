@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+from torch import Tensor
+
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.load import RewardError
@@ -91,10 +94,9 @@ def train_loop(
             trainer, state = place(trainer, state, "update")
             state, learned = learn_batch(trainer, state, rows)
             state = sync(trainer.parts, state, trainer.clock)
-            metrics |= checked | scored | learned | verify(trainer, state)
-            checked = {}
+            metrics |= scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
-                metrics |= first
+                metrics = checked | metrics | first
             if step % settings.eval_every == 0 or step == settings.steps:
                 last = trainer.source.evaluate(state.roles, step)
                 metrics |= last
@@ -130,15 +132,24 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
 
 
 def settled(trainer: Trainer, rows: Rows, step: int) -> Rows:
-    """The rows on the ranks where the first pass over them is balanced; or whole groups where advantages need these."""
-    mesh, settings = trainer.parts.mesh, trainer.job.settings
-    cost = row_cost(trainer.parts.roles[trainer.job.lead].placed)
-    chain = trainer.job.algorithm.advantage
+    """The rows on the ranks that score them."""
+    to = scoring_ranks(trainer.job, trainer.parts, rows.lengths, rows.batch.get("group"), step)
+    return moved(rows, to, trainer.parts.mesh)
+
+
+def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int) -> np.ndarray:
+    """[B] the ranks where the first pass over the rows is balanced; or whole groups where advantages need these.
+
+    Args:
+      lengths: [B] tokens of each row.
+      group: [B] of each row.
+    """
+    mesh, settings, chain = parts.mesh, job.settings, job.algorithm.advantage
+    ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
     if chain is not None and chain.whole_groups:
-        return moved(rows, ranks_of_groups(rows, mesh, scoring_budget(settings), cost), mesh)
-    ranks = mesh.size(mesh.row_axes)
-    plan = plan_epoch(rows.lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost)
-    return moved(rows, plan.to, mesh)
+        assert group is not None
+        return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(settings), cost)
+    return plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost).to
 
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:

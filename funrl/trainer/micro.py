@@ -15,7 +15,6 @@ from funrl.batch import Batch, as_dict, token_fields
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
 from funrl.data.packing import Packing, RowCost, pack, packed_sizes
-from funrl.mesh.mesh import Mesh
 from funrl.models import Placed
 from funrl.seeds import derived_seed
 from funrl.trainer.step_rows import Rows
@@ -82,12 +81,17 @@ def plan_epoch(
     return Epoch(parts, packings, to)
 
 
-def ranks_of_groups(rows: Rows, mesh: Mesh, token_budget: int, cost: RowCost) -> np.ndarray:
+def ranks_of_groups(lengths: np.ndarray, group: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> np.ndarray:
     """[B] a rank for each row such that those of one group are together, and the ranks have about equal work."""
-    lengths, group = rows.lengths, rows.batch.group.cpu().numpy()
     totals = np.bincount(np.unique(group, return_inverse=True)[1], lengths)
     sizes, _ = _sizes(totals, token_budget)
-    return pack(lengths, mesh.size(mesh.row_axes), sizes, len(lengths), example=group, cost=cost).rank
+    return pack(lengths, ranks, sizes, len(lengths), example=group, cost=cost).rank
+
+
+def pack_in_place(lengths: np.ndarray, owner: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> Packing:
+    """Micro-batches of rows that stay on their ranks, for passes that learn nothing."""
+    sizes, most = _sizes(lengths, token_budget, SCORE_SIZES)
+    return pack(lengths, ranks, sizes, most, cost=cost, owner=owner)
 
 
 def own_micro_batches(
@@ -107,10 +111,9 @@ def own_micro_batches(
       cost: how the work of a row grows with its length.
       mask: field that becomes the mask.
     """
-    lengths = rows.lengths
-    sizes, most = _sizes(lengths, token_budget, SCORE_SIZES)
     ranks = rows.mesh.size(rows.mesh.row_axes)
-    yield from packed(rows, pack(lengths, ranks, sizes, most, cost=cost, owner=rows.owner), None, most, mask)
+    packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost)
+    yield from packed(rows, packing, None, _sizes(rows.lengths, token_budget, SCORE_SIZES)[1], mask)
 
 
 def packed(

@@ -193,11 +193,11 @@ class Settings:
         1.0, "rollout", "sample among the most likely tokens of this total probability", above(0), at_most(1), kinds=RL
     )
     min_p: float = flag(
-        0.0, "rollout", "sample among tokens that have this part of the largest probability", at_least(0), at_most(1),
+        0.0, "rollout", "tokens with this part of the top probability", at_least(0), at_most(1),
         kinds=RL,
     )  # fmt: skip
     repetition_penalty: float = flag(
-        1.0, "rollout", "above 1 tokens that are in the prompt or completion become less likely", above(0), kinds=RL
+        1.0, "rollout", "above 1 makes tokens that were there less likely", above(0), kinds=RL
     )
     max_refills: int = flag(
         8, "rollout", "prompts are sampled until the algorithm's filter keeps a batch of them, at most so many batches",
@@ -239,22 +239,25 @@ class Settings:
     eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
     eval_temperature: float | None = flag(
-        None, "output", "of evaluation; 0 is greedy", at_least(0), kinds=RL, chosen="generation_config.json's, else 0"
+        None,
+        "output",
+        "of evaluation; 0 is greedy; the model's is in generation_config.json",
+        at_least(0),
+        kinds=RL,
+        chosen="the model's, else 0",
     )
-    eval_top_k: int | None = flag(
-        None, "output", "--top_k of evaluation", at_least(0), kinds=RL, chosen="generation_config.json's, else 0"
-    )
+    eval_top_k: int | None = flag(None, "output", "as --top_k", at_least(0), kinds=RL, chosen="the model's, else 0")
     eval_top_p: float | None = flag(
-        None, "output", "--top_p of evaluation", above(0), at_most(1), kinds=RL,
-        chosen="generation_config.json's, else 1",
+        None, "output", "as --top_p", above(0), at_most(1), kinds=RL,
+        chosen="the model's, else 1",
     )  # fmt: skip
     eval_min_p: float | None = flag(
-        None, "output", "--min_p of evaluation", at_least(0), at_most(1), kinds=RL,
-        chosen="generation_config.json's, else 0",
+        None, "output", "as --min_p", at_least(0), at_most(1), kinds=RL,
+        chosen="the model's, else 0",
     )  # fmt: skip
     eval_repetition_penalty: float | None = flag(
-        None, "output", "--repetition_penalty of evaluation", above(0), kinds=RL,
-        chosen="generation_config.json's, else 1",
+        None, "output", "as --repetition_penalty", above(0), kinds=RL,
+        chosen="the model's, else 1",
     )  # fmt: skip
     sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
 
@@ -298,8 +301,8 @@ def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
 def scoring_budget(settings: Settings) -> int:
     """Tokens of a micro-batch where nothing is learned; a longer row raises it.
 
-    A forward pass without a gradient holds one layer's activations. By the dry run, in kB a token (bfloat16): 99 of a
-    70B on tp8, 111 of an 8B, 62 of a 1B; an update that saves what enters each layer (--remat=full) 1,580, 520 and 420.
+    A forward pass without a gradient holds the activations of one layer. By the dry run it takes 99 kB a token of a 70B
+    on tp8, 111 of an 8B and 62 of a 1B; an update that saves only what enters each layer 1,580, 525 and 200.
     """
     return settings.score_token_budget or SCORE_BUDGETS * settings.token_budget
 

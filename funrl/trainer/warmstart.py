@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -102,9 +103,9 @@ def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
     assert job.task.demonstrations is not None
     end = [job.tokenizer.eos_token_id]
     pairs = job.task.demonstrations(derived_seed(job.settings.seed, step), BATCH)
-    encode = lambda text: job.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    prompts = [encode(p) for p, _ in pairs]
-    rows = [p + encode(c) + end for p, (_, c) in zip(prompts, pairs, strict=True)]
+    encode = functools.partial(job.tokenizer, add_special_tokens=False)
+    prompts, completions = (encode(list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
+    rows = [p + c + end for p, c in zip(prompts, completions, strict=True)]
     tokens = torch.as_tensor(pad_rows(rows, job.pad, 8), device=device)
     length = torch.tensor([len(r) for r in rows], device=device)
     begin = torch.tensor([len(p) for p in prompts], device=device)

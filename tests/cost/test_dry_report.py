@@ -123,7 +123,7 @@ def test_what_is_left_out_is_said(capsys):
     assert main("dapo", ["dapo", *flags]) == 0
     said = capsys.readouterr().out
     for words in (
-        "rewards, moving rows, tokenizer, files",
+        "rewards, tokenizer, files",
         "evaluation every 7 steps",
         "7 more batches",
         "the time of its copies",
@@ -134,7 +134,7 @@ def test_what_is_left_out_is_said(capsys):
 def made_up(job, **phases):
     """An estimate with these bytes by kind in each phase."""
     found = {name: Costs({"other": held}) for name, held in phases.items()}
-    return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, ())
+    return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, {}, ())
 
 
 def test_what_does_not_fit_is_said_with_the_flag_that_helps():

@@ -6,18 +6,19 @@ from dry_jobs import CPU, H100, plain, small, write_config
 
 from funrl import trees
 from funrl.cost import dry_run
+from funrl.cost.full_rows import full_batch
 from funrl.mesh.mesh import single
 from funrl.trainer.build import build
 from funrl.trainer.declaration import SettingsError
 
 
 def test_rows_are_those_of_the_trainer():
-    batch = dry_run.full_batch(small("reward_model", {"margin": True}), 30, 4)
+    batch = full_batch(small("reward_model", {"margin": True}), 30, 4)
     assert batch.tokens.shape == (4, 64) and batch.length.tolist() == [62] * 4  # two texts of 30 tokens and one to read
     assert batch.mask.sum(1).tolist() == [2] * 4 and batch.margin is not None
-    batch = dry_run.full_batch(small("dpo"), 30, 4)
+    batch = full_batch(small("dpo"), 30, 4)
     assert batch.mask.sum(1).tolist() == [58] * 4 and batch.segments.max() == 2
-    batch = dry_run.full_batch(small("sft"), 30, 4)
+    batch = full_batch(small("sft"), 30, 4)
     assert batch.tokens.shape == (4, 32) and batch.mask.sum(1).tolist() == [29] * 4
 
 

@@ -79,10 +79,27 @@ def test_the_work_of_a_row_is_counted_pair_by_pair():
 def test_the_printed_examples():
     plan = pack([5, 1, 4, 2], 2, (6,), 8)
     assert plan.rank.tolist() == [0, 0, 1, 1] and plan.start.tolist() == [0, 5, 0, 4]
-    assert packed_sizes(64, 10, 8, 4) == (16, 32, 48, 64)
-    assert packed_sizes(64, 90, 8, 4) == (24, 48, 72, 96)
+    assert packed_sizes(64, 10, 8, 4) == (8, 16, 24, 32, 48, 64)
+    assert packed_sizes(64, 90, 8, 4) == (8, 16, 24, 32, 48, 72, 96)
     # 6 tokens each of 2 ranks at once: 6 units of work, and no padding.
     assert lockstep_work(plan, [5, 1, 4, 2], RowCost()) == 6 * UNIT
+
+
+@pytest.mark.parametrize("budget,longest,multiple", [(16384, 90, 8), (33280, 100, 1), (7, 9, 4), (1, 1, 1), (100, 3, 3)])
+def test_few_sizes_and_little_padding(budget, longest, multiple):
+    sizes = np.array(packed_sizes(budget, longest, multiple))
+    most = max(budget, longest)
+    assert len(sizes) <= 60 and (np.diff(sizes) > 0).all() and (sizes % multiple == 0).all()
+    assert sizes[-1] >= most > sizes[:-1].max(initial=0)
+    assert sizes[0] <= max(multiple, most / 100)
+    # A micro-batch is an eighth larger than its tokens at most, but for the multiple, and where it is the smallest.
+    assert (np.diff(sizes) <= np.maximum(sizes[:-1] / 8 + multiple, multiple)).all()
+
+
+def test_few_tokens_are_one_micro_batch():
+    lengths = np.random.default_rng(0).integers(6, 15, 128)
+    plan = pack(lengths, 1, packed_sizes(16384, 14, 8), 2056)
+    assert plan.size.shape == (1, 1) and lengths.sum() <= plan.size.item() <= lengths.sum() * 9 / 8
 
 
 def test_an_example_that_fits_nowhere_is_named():

@@ -10,9 +10,9 @@ import torch
 from funrl.batch import ALONE, row_sums
 from funrl.mesh.collectives import gather_objects, psum
 from funrl.mesh.exchange import exchange
-from funrl.mesh.launch import launch
+from funrl.mesh.launch import launch, view
 from funrl.mesh.mesh import parse, single
-from funrl.mesh.rows import across, gather_table, kth_largest, move_rows, own_rows
+from funrl.mesh.rows import across, gather_table, hand_over, kth_largest, move_rows, move_traffic, own_rows, token_bytes
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 ROWS = ("data", "expert")
@@ -161,6 +161,10 @@ def moves(mesh, ranks):
                 expected[behind] = 99
             assert moved.fields[name].dtype == f.dtype and torch.equal(moved.fields[name], expected), name
         me = mesh.index(ROWS)
+        assert token_bytes(mine) == 27
+        counted = move_traffic(lengths, owner, mesh, to, mesh)
+        assert (moved.sent, moved.received) == (27 * counted.sent[me], 27 * counted.received[me])
+        assert counted.messages[me] == len(set(to[(owner == me) & (lengths > 0)]) - {me})
         assert moved.sent == 27 * lengths[(owner == me) & (to != me)].sum()  # 4 + 1 + 4 + 2 + 16 bytes a token
         assert moved.received == 27 * lengths[(owner != me) & (to == me)].sum()
         owner, sent = to, sent + moved.sent
@@ -172,6 +176,37 @@ def test_rows_move_whole():
     assert moves(SINGLE, 1) == 0
     for text, ranks in (("dp2", 2), ("dp4", 4), ("dp2,tp2", 2)):
         assert launch(lambda mesh, ranks=ranks: moves(mesh, ranks), parse(text)) > 0
+
+
+def hands_over(mesh, text):
+    """Rows that go between two meshes and back, against what is counted of it."""
+    other, (lengths, x, owner) = view(mesh, parse(text)), drawn()
+    whole, rng = fields_of(x, lengths), np.random.default_rng(4)
+    source, target, sent = other, mesh, 0
+    owner = owner % source.size(ROWS)
+    for _ in range(2):
+        to = rng.integers(0, target.size(ROWS), len(owner))
+        mine = {name: share(f, lengths, own_rows(owner, source, ROWS)) for name, f in whole.items()}
+        moved = hand_over(mine, lengths, owner, source, to, target)
+        own = own_rows(to, target, ROWS)
+        for name, f in whole.items():
+            width = moved.fields[name].shape[1]
+            expected = torch.nn.functional.pad(f.movedim(1, -1), (0, 8)).movedim(-1, 1)[own, :width]
+            assert torch.equal(moved.fields[name], expected), name
+        counted, me = move_traffic(lengths, owner, source, to, target), mesh.process
+        assert (moved.sent, moved.received) == (27 * counted.sent[me], 27 * counted.received[me])
+        assert (
+            counted.sent.sum() == counted.received.sum()
+            and (counted.messages > 0).tolist() == (counted.sent > 0).tolist()
+        )
+        source, target, owner, sent = target, source, to, sent + moved.sent
+    return sent
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("train", "generate"), [("dp2,tp2", "dp4"), ("dp3", "tp3")])
+def test_rows_are_handed_over_between_meshes(train, generate):
+    launch(lambda mesh: hands_over(mesh, generate), parse(train))
 
 
 @pytest.mark.gloo

@@ -1,5 +1,7 @@
 """Computing layers again: the same gradients for less memory, and what is computed again is what should be."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +23,7 @@ class _Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        self.products += name.startswith(("aten::mm", "aten::addmm"))
+        self.products += name.startswith(("aten::mm", "aten::addmm", "mkldnn::_linear"))
         self.attentions += name.startswith("aten::_scaled_dot_product") and "backward" not in name
         self.other += name == "aten::silu"
         return func(*args, **(kwargs or {}))
@@ -66,6 +68,21 @@ def test_what_is_kept_and_what_is_computed_again():
     # Of the 7 products of a layer's forward pass the last need not be made again: nothing of its result is saved.
     assert b.products == a.products + 6 * layers
     assert c.products == a.products
+
+
+def test_products_by_onednn_are_kept_too():
+    """They are in float32, of weights that are large enough."""
+    model = decoder_model(dataclasses.replace(CONFIG, embed=64, kv_heads=4, head=16, mlp=64))
+    params, batch = model.init(torch.Generator().manual_seed(0)), Batch(tokens=TOKENS, mask=None)
+    found = {}
+    for mode in MODES:
+        placed = place(model, layer=rematerialized(model.layer, mode))
+        with _Counted() as counted:
+            _, grads = trees.value_and_grad(lambda p, by=placed: (by.token_scores(p, batch).logp.sum(), None))(params)
+        found[mode] = trees.leaves(grads), counted.products
+    assert found["selective"][1] == found["none"][1] < found["full"][1]
+    for mode in ("full", "selective"):
+        assert all(torch.equal(x, y) for x, y in zip(found[mode][0], found["none"][0], strict=True))
 
 
 def test_without_a_gradient_or_without_a_mode_it_is_the_plain_layer():

@@ -1,0 +1,73 @@
+"""Rows of a dry run: each as long as it may be."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.batch import TOKEN_INT, Batch
+from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
+from funrl.trainer.build import Parts
+from funrl.trainer.generation import generating_ranks
+from funrl.trainer.job import Job
+from funrl.trainer.job_data import Texts
+from funrl.trainer.step_rows import Rows, rows_of
+
+
+def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
+    """Rows of the greatest length, as they come from the source, where they are made.
+
+    Args:
+      local: how many a rank has that trains them.
+    """
+    mesh = parts.mesh if parts.generator is None else parts.generator.mesh
+    count = local * parts.mesh.size(parts.mesh.row_axes)
+    owner = generating_ranks(count, 1, mesh.size(mesh.row_axes))
+    own = int((owner == mesh.index(mesh.row_axes)).sum())
+    return rows_of(full_batch(job, tokens, count, own), owner, mesh)
+
+
+def rows_to_read(job: Job, rows: Rows) -> Rows:
+    """The rows as a reward model reads them. Ranks that are pretended cannot say how long theirs are."""
+    length = int(rows.lengths.max())
+    text = Text(rows.batch.tokens.new_ones(length).tolist(), [False] * length)
+    one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
+    here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
+    return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
+
+
+def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batch:
+    """Rows of the greatest length, as they come from the source.
+
+    Args:
+      own: how many of them have their tokens here; None: all.
+    """
+    own = rows if own is None else own
+    if isinstance(job.task, Texts):
+        text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
+        found = reads(job.algorithm)
+        margin = 0.0 if "margin" in found.required | found.optional else None
+        one = text_batch(
+            [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], job.pad, job.lead == "reward_model"
+        )
+        if margin is not None:
+            one = one._replace(margin=one.margin.to(job.master))
+        batch = trees.map(lambda x: x.expand(own, *x.shape[1:]).clone(), one)
+        return batch._replace(length=one.length.expand(rows).clone())
+    length = tokens + job.sampling.max_new_tokens
+    shape, wide = (own, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
+    at_T, score_B = torch.arange(shape[1]), torch.arange(rows).remainder(2).to(wide)
+    return Batch(
+        tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
+        mask=((at_T >= tokens) & (at_T < length)).expand(shape).clone(),
+        length=torch.full((rows,), length, dtype=torch.int64),
+        group=torch.arange(rows) // job.sampling.samples,
+        score=score_B,
+        scores=score_B[:, None],
+        truncated=torch.ones(rows, dtype=torch.bool),
+        rollout_logp=torch.zeros(shape, dtype=wide),
+        greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
+    )

@@ -1,0 +1,167 @@
+"""Rows in a dry run: the ranks that have them from phase to phase, what their moves send, how well they are packed.
+
+Every row is as long as it may be. The ranks are those of the trainer's own plans, of all rows and all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from funrl.cost.costs import UPDATES, Costs, Traffic, times
+from funrl.cost.estimate import MOVE, MOVES
+from funrl.data.packing import Packing, RowCost, lockstep_work
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import move_traffic
+from funrl.trainer import loop
+from funrl.trainer.build import Parts
+from funrl.trainer.completion_scores import reading_ranks
+from funrl.trainer.generation import generating_ranks
+from funrl.trainer.job import Job
+from funrl.trainer.micro import Epoch, pack_in_place, plan_epoch, row_cost
+from funrl.trainer.settings import scoring_budget
+
+WORD = 8  # bytes of a number of the row table when it is sent
+
+
+class Holders(NamedTuple):
+    """The rank that has each row at some time.
+
+    Attributes:
+      owner: [B] by its index over the row axes of `mesh`.
+    """
+
+    owner: np.ndarray
+    mesh: Mesh
+
+
+class RowPlan(NamedTuple):
+    """Rows of a step.
+
+    Attributes:
+      lengths: [B] tokens of each row.
+      before: who has them, from those that make them to those that score them.
+      epochs: passes over them.
+    """
+
+    lengths: np.ndarray
+    before: list[Holders]
+    epochs: list[Epoch]
+
+    @property
+    def again(self) -> list[Holders]:
+        """Who has the rows when they are scored, and in each pass over them."""
+        return [self.before[-1], *(Holders(epoch.to, self.before[-1].mesh) for epoch in self.epochs)]
+
+
+def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
+    """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
+    settings, mesh = job.settings, parts.mesh
+    samples = job.sampling.samples if job.generates else 1
+    source = mesh if parts.generator is None else parts.generator.mesh
+    lengths = np.full(settings.batch_prompts * samples, width)
+    group = torch.arange(len(lengths)) // samples
+    made = generating_ranks(settings.batch_prompts, samples, source.size(source.row_axes))
+    before = [Holders(made, source)]
+    if "reward_model" in parts.roles and job.generates:
+        role = parts.roles["reward_model"]
+        before.append(Holders(reading_ranks(lengths, role, scoring_budget(settings)), mesh))
+    before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step), mesh))
+    ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
+    budget = settings.token_budget
+    epochs = [
+        plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, epoch, budget, cost)
+        for epoch in range(settings.epochs)
+    ]
+    return RowPlan(lengths, before, epochs)
+
+
+def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:
+    """Costs by phase with the traffic of the moves of all rows, in place of those that were traced.
+
+    Args:
+      found: costs by phase; those of a move are of one move.
+      token_bytes: that a move sends of a token, before the rows are scored and after it.
+    """
+    first, again = _traffic_before(job, plan, token_bytes[0]), _moves(plan.lengths, plan.again, token_bytes[1])
+    traffic = dict(zip(MOVES, (first, again), strict=True))
+    often = dict(zip(MOVES, (_count(plan.before), _count(plan.again)), strict=True))
+    return {
+        name: dataclasses.replace(times(costs, often[name]), traffic=traffic[name]) if name in traffic else costs
+        for name, costs in found.items()
+        if traffic.get(name, True)
+    }
+
+
+def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str, str], Traffic]:
+    """Traffic of the busiest rank until rows are where they are scored: of the row table's columns, and of moves.
+
+    Args:
+      token_bytes: that are sent of a token.
+    """
+    source, table = plan.before[0].mesh, {}
+    if source.size(source.row_axes) > 1:
+        nbytes = float(WORD * table_columns(job) * len(plan.lengths))
+        table["all_reduce", source.group_name(source.row_axes)] = Traffic(1, nbytes)
+    return table | _moves(plan.lengths, plan.before, token_bytes)
+
+
+def table_columns(job: Job) -> int:
+    """Numbers of each row that its rank tells all others: of a text its length, of a completion its end and rewards
+    too."""
+    if not job.generates:
+        return 1
+    functions = job.settings.reward.split(",") if job.settings.reward else []
+    return 2 + (len(functions) or job.settings.prompts is None)
+
+
+def _count(stops: Sequence[Holders]) -> int:
+    """Moves from one to the next of these."""
+    return sum(a.mesh.sizes != b.mesh.sizes or not np.array_equal(a.owner, b.owner) for a, b in pairwise(stops))
+
+
+def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> dict[tuple[str, str], Traffic]:
+    """Traffic of the moves from one to the next of these."""
+    found: dict[tuple[str, str], Traffic] = {}
+    for (owner, source), (to, target) in pairwise(stops):
+        same = source.sizes == target.sizes
+        axes = target.row_axes if same else tuple(target.sizes)
+        sent = move_traffic(lengths, owner, source, to, target)
+        tokens = int(np.maximum(sent.sent, sent.received).max())
+        if tokens:
+            key = MOVE, target.group_name(axes)
+            old = found.get(key, Traffic(0, 0))
+            found[key] = Traffic(old.count + int(sent.messages.max()), old.nbytes + float(tokens * token_bytes))
+    return found
+
+
+def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
+    """Share of useful FLOPs in those that all ranks have time for, by phase that packs rows."""
+    mesh, budget, found = parts.mesh, scoring_budget(job.settings), {}
+    ranks, scores = mesh.size(mesh.row_axes), plan.before[-1].owner
+    for name, role in parts.roles.items():
+        cost = row_cost(role.placed)
+        read, owner = plan.lengths, scores
+        if name == "reward_model" and job.generates:  # one token more, where it reads them
+            read, owner = plan.lengths + 1, plan.before[1].owner
+        if role.writes or read is not plan.lengths:
+            packing = pack_in_place(read, owner, ranks, budget, cost)
+            found[f"score_{name}"] = _share([(packing, read)], ranks, cost)
+        if role.loss is not None:
+            parts_of = [
+                (packing, plan.lengths[part])
+                for epoch in plan.epochs
+                for part, packing in zip(epoch.parts, epoch.packings, strict=True)
+            ]
+            found[UPDATES + name] = _share(parts_of, ranks, cost)
+    return found
+
+
+def _share(packings: Sequence[tuple[Packing, np.ndarray]], ranks: int, cost: RowCost) -> float:
+    useful = sum(int(cost.work(lengths).sum()) for _, lengths in packings)
+    return useful / (ranks * sum(lockstep_work(packing, lengths, cost) for packing, lengths in packings))

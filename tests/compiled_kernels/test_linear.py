@@ -1,0 +1,150 @@
+"""Products by oneDNN against torch's own: the same numbers, and who is given which."""
+
+import platform
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl.compiled_kernels.linear import linear, product, sum_of_products
+from funrl.mesh.simulate import gather, per_rank, simulate
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="torch has oneDNN on x86-64 only")
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def weight_of(rows, columns, dtype=torch.float32):
+    return (draw(rows, columns, seed=1) / columns**0.5).to(dtype)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that compute products."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith(("mkldnn", "aten::mm", "aten::addmm")):
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def seen(fn):
+    with Seen() as mode:
+        fn()
+    return mode.names
+
+
+def with_gradients(fn, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = fn(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, draw(*out.shape, seed=2).to(out.dtype))]
+
+
+@pytest.mark.parametrize("shape", [(1, 96), (3, 96), (2, 1300, 96), (2, 3, 5, 96)])
+@pytest.mark.parametrize("rows", [64, 7])
+@pytest.mark.parametrize("biased", [False, True])
+def test_values_and_gradients_are_those_of_float64(shape, rows, biased):
+    inputs = [draw(*shape), weight_of(rows, 96)] + [draw(rows, seed=3)] * biased
+    got = with_gradients(linear, *inputs)
+    expected = with_gradients(F.linear, *(x.double() for x in inputs))
+    for one, two in zip(got, expected, strict=True):
+        assert one.shape == two.shape and one.is_contiguous()
+        assert (one - two).abs().max() < 1e-5 * (1 + two.abs().max())
+
+
+def test_transposed_operands():
+    x, w = draw(96, 40).T, weight_of(80, 96).T.contiguous().T
+    assert (linear(x, w) - x.double() @ w.double().T).abs().max() < 1e-5
+    assert (product(x, w) - x.double() @ w.double().T).abs().max() < 1e-5
+    grad = draw(40, 80)
+    assert (product(grad, w.T) - grad.double() @ w.double()).abs().max() < 1e-4
+    assert (sum_of_products(grad, x) - grad.double().T @ x.double()).abs().max() < 1e-4
+
+
+def test_float64_is_torchs_own_to_the_last_bit():
+    x, w = draw(5, 96, dtype=torch.float64), weight_of(64, 96, torch.float64)
+    for one, two in zip(with_gradients(linear, x, w), with_gradients(F.linear, x, w), strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(product(x, w), x @ w.T) and torch.equal(sum_of_products(x, x), x.T @ x)
+
+
+def test_no_rows_at_all():
+    out, d_x, d_w = with_gradients(linear, draw(0, 96), weight_of(64, 96))
+    assert out.shape == (0, 64) and d_x.shape == (0, 96) and torch.equal(d_w, torch.zeros(64, 96))
+    assert torch.equal(sum_of_products(draw(0, 64), draw(0, 96)), torch.zeros(64, 96))
+
+
+def test_only_the_gradients_that_are_asked_for():
+    for asked in (0, 1):
+        inputs = [draw(10, 96), weight_of(64, 96)]
+        inputs[asked].requires_grad_()
+        (got,) = torch.autograd.grad(linear(*inputs).sum(), inputs[asked])
+        (expected,) = torch.autograd.grad(F.linear(*inputs).sum(), inputs[asked])
+        assert (got - expected).abs().max() < 1e-5
+
+
+def test_the_second_derivative():
+    def second(fn):
+        x, w = draw(10, 96).requires_grad_(), weight_of(64, 96).requires_grad_()
+        first = torch.autograd.grad(fn(x, w).square().sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
+
+    for got, expected in zip(second(linear), second(F.linear), strict=True):
+        assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@needs_onednn
+def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are():
+    for rows, columns in ((64, 96), (300, 64), (72, 1500)):
+        x, w = draw(300, columns), weight_of(rows, columns)
+        whole = linear(x, w)
+        for count in (2, 3, 4, 5, 8, 15, 16, 17, 64, 65, 299):
+            assert torch.equal(linear(x[:count], w), whole[:count]), count
+            assert torch.equal(linear(x[-count:], w), whole[-count:]), count
+
+
+@needs_onednn
+def test_who_computes_is_told_by_the_weight():
+    def names(x, w):
+        return seen(lambda: with_gradients(linear, x, w))
+
+    assert names(draw(2000, 64), weight_of(64, 64)) == {"mkldnn::_linear_pointwise"}
+    assert names(draw(2000, 64), weight_of(63, 64)) == {"aten::mm"}
+    assert names(draw(2000, 64, dtype=torch.float64), weight_of(64, 64, torch.float64)) == {"aten::mm"}
+    with torch.no_grad():
+        for rows in (1, 2, 2000):
+            assert seen(lambda rows=rows: linear(draw(rows, 64), weight_of(64, 64))) == {"mkldnn::_linear_pointwise"}
+
+
+def test_tracers_see_operators_of_torchs_core():
+    x, w = draw(5, 64), weight_of(64, 64)
+    with FakeTensorMode() as fake:
+        fakes = [fake.from_tensor(one) for one in (x, w)]
+        assert seen(lambda: linear(*fakes)) <= {"aten::mm"}
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    compiled = torch.compile(linear, fullgraph=True, backend=backend)(x, w)
+    assert torch.equal(compiled, F.linear(x, w)) and "mkldnn" not in graphs[0] and "linear" in graphs[0]
+    by_func = torch.func.grad(lambda w: linear(x, w).sum())(w)
+    by_row = torch.func.vmap(lambda row: linear(row, w))(x)
+    assert (by_func - x.sum(0)).abs().max() < 1e-5 and (by_row - linear(x, w)).abs().max() < 1e-5
+
+
+def test_on_simulated_ranks():
+    x, w = draw(4, 64), weight_of(128, 64)
+    with simulate("tp2"):
+        mine = linear(x, per_rank(2, lambda rank: w[64 * rank : 64 * rank + 64]))
+        parts = [gather(mine, rank) for rank in range(2)]
+    assert (torch.cat(parts, -1) - linear(x, w)).abs().max() < 1e-5
