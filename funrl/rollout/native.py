@@ -39,6 +39,13 @@ def page_tokens(device: str) -> int:
     return 16 if device == "cpu" else 256
 
 
+def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
+    """Memory of a page of keys and values on a rank, as an engine made by `native_engine` has it."""
+    if packed and packed_problem(model, mesh, dtype) is None:
+        return PackedBackend(model, dtype).page_bytes
+    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))
+
+
 def pass_tokens(device: str) -> int:
     """New tokens of a pass at most, so that decoding does not wait long for prompts."""
     return 1024 if device == "cpu" else 8192

@@ -22,7 +22,16 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError, run_kind
-from funrl.trainer.job_data import Given, Task, Texts, check_prompt_lengths, fields_of_texts, prompts_of, texts_of
+from funrl.trainer.job_data import (
+    Given,
+    Task,
+    Texts,
+    check_cache,
+    check_prompt_lengths,
+    fields_of_texts,
+    prompts_of,
+    texts_of,
+)
 from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
@@ -111,6 +120,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     if isinstance(task, Task):
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
+        mesh = Mesh(generating, device=torch.device(device))
+        check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,

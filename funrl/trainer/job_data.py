@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from funrl.data.prompts import Prompt, check_prompts, load_prompts
 from funrl.data.supervised import TextFile, check_lengths, load_examples, text_batch, text_example
 from funrl.data.tokenizer import encode_prompt
+from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
 from funrl.rewards.load import check_fields, load_rewards
+from funrl.rollout.native import bytes_of_page, page_tokens
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_rewards, weights_of_rewards
 from funrl.trainer.declaration import SettingsError
@@ -226,4 +230,22 @@ def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: i
         raise SettingsError(
             f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
             f"has {config.max_positions} positions{beyond}; shorten one of them (prompt begins {longest.text[:60]!r})"
+        )
+
+
+def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, dtype: torch.dtype) -> None:
+    """Raise SettingsError where the longest prompt and its completion have more keys and values than --kv_cache_gb.
+
+    Args:
+      mesh: the generate mesh.
+    """
+    if settings.kv_cache_gb is None:
+        return
+    tokens = max(len(e.tokens) for e in (*task.prompts, *task.heldout)) + new_tokens
+    pages = -(-tokens // page_tokens(mesh.device.type))
+    needed = pages * bytes_of_page(model, mesh, dtype, packed=settings.compile != "on") / 1e9
+    if needed > settings.kv_cache_gb:
+        raise SettingsError(
+            f"--kv_cache_gb={settings.kv_cache_gb:g}: the longest prompt and completion may have {tokens} tokens, "
+            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller --max_new_tokens"
         )

@@ -1,0 +1,83 @@
+"""Flags of the engine: its cache, its rows, and how prompts come to it."""
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+import torch
+from scripted_engine import ScriptedEngine
+from small_runs import GRPO, begin, gap, run_steps, small_job
+
+from funrl import trees
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import parse, single
+from funrl.rewards.pool import Pool
+from funrl.rollout.completions import Sampling
+from funrl.tasks import arithmetic
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.generation import Example, rollout
+from funrl.trainer.loop import draw_batch
+
+PAGE = 16  # tokens
+
+
+def drawn(**settings):
+    """The rows of the first step, and what the engine did."""
+    job = small_job(GRPO)
+    run, state = begin(job._replace(settings=dataclasses.replace(job.settings, **settings)), single())
+    rows, _, _ = draw_batch(run, state)
+    return rows.batch, run.parts.generator.engine.cost()
+
+
+def test_flags_bound_the_engine_and_change_no_number():
+    whole, cost = drawn()
+    assert cost.rows == 512 and cost.peak_pages > 3 and cost.cache_bytes == 0  # it is the trainer's between steps
+    job = small_job(GRPO)
+    page = trees.nbytes(job.model.init_cache(single(), 1, PAGE, job.dtype))
+    for settings, rows, pages in (({"decode_rows": 2}, 2, 4), ({"kv_cache_gb": 3.9 * page / 1e9}, 512, 3)):
+        batch, bound = drawn(**settings)
+        assert bound.rows == rows and bound.peak_pages <= pages and bound.passes > cost.passes
+        assert bound.decoded == cost.decoded and batch.tokens.equal(whole.tokens)
+        assert (batch.rollout_logp - whole.rollout_logp).abs().max() < 1e-12
+
+
+def test_a_cache_that_the_longest_prompt_does_not_fit_into_is_refused_before_the_run():
+    job = small_job(GRPO, max_new_tokens=40)
+    longest = max(len(e.tokens) for e in (*job.task.prompts, *job.task.heldout)) + 40
+    config = arithmetic.model_config()
+    page = 2 * config.layers * PAGE * config.kv_heads * config.head * 8 / 1e9  # keys and values in float64
+    needed = page * -(-longest // PAGE)
+    assert small_job(GRPO, max_new_tokens=40, kv_cache_gb=1.01 * needed)
+    with pytest.raises(SettingsError, match=rf"--kv_cache_gb=.*: the longest prompt .* {longest} tokens"):
+        small_job(GRPO, max_new_tokens=40, kv_cache_gb=0.99 * needed)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("queue", ["tickets", "fixed"])
+def test_ranks_take_prompts_as_they_have_room_or_by_their_numbers(queue):
+    """The first rank takes a hundred times as long for a row as the second."""
+    examples = [Example([i], str(i), {}) for i in range(12)]
+
+    def program(mesh):
+        def write(request):
+            time.sleep(0.2 if mesh.rank == 0 else 0.002)
+            return [request.number]
+
+        args = (Sampling(samples=2), 0, Pool([]), str, mesh, (), queue)
+        return rollout(ScriptedEngine(write), examples, *args).owner
+
+    owner = launch(program, parse("dp2"), "cpu")
+    if queue == "fixed":
+        assert owner.tolist() == [0] * 12 + [1] * 12
+    else:
+        assert 2 <= np.sum(owner == 0) <= 8 and (owner[::2] == owner[1::2]).all()
+
+
+@pytest.mark.gloo
+def test_the_queue_changes_no_number():
+    tickets, fixed = (run_steps(2, compose=GRPO, mesh="dp2", batch_prompts=5, queue=q) for q in ("tickets", "fixed"))
+    for one, other in zip(tickets["batches"], fixed["batches"], strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.score, other.score)
+        assert (one.old_logp - other.old_logp).abs().max() < 1e-9
+    assert gap(tickets["weights"], fixed["weights"]) < 1e-9
