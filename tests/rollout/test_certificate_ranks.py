@@ -25,7 +25,7 @@ def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, ma
     """The model, this rank's weights, and an engine on a view of the mesh that has been given them by a reshard."""
     placed = place(decoder_model(config), mesh, stored, dtype=dtype)
     params = rules.shard(weights(config, master), placed.stored, mesh)
-    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype)
+    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype, packed=False)
     to_engine = plan(placed.stored, engine.weights.layouts, dtype)
     engine.load(engine.weights.named(reshard(params, to_engine, mesh)), 3)
     return placed, params, engine
