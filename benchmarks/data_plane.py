@@ -4,8 +4,9 @@
 
 `packing`: useful FLOPs times lockstep efficiency in percent, for lognormal lengths (median 4,096) that are independent
 or correlated by 0.5 within groups of 16. Micro-batch i begins when all ranks have done i - 1; a micro-batch costs its
-padding too, and attention as in a model of 7 billion parameters (28 layers of 28 heads of 128). Beside it: padded rows,
-balanced by tokens; and the bound of rows that cannot be split: the longest, or an equal share of each mini-batch.
+padding too, and attention as in a model of 7 billion parameters (28 layers of 28 heads of 128). Beside it: the same rows
+where they are, scored with the larger budget of passes that learn nothing; padded rows, balanced by tokens; and the bound
+of rows that cannot be split: the longest, or an equal share of each mini-batch.
 
 `bytes`: one rank's own rows are real, the others' are known by their lengths alone, and a fake process group stands for
 the world. Each line is a process of its own: bytes after the move, the peak over move and advantages, what the rank
@@ -38,6 +39,8 @@ from funrl.data.supervised import check_lengths, load_examples, text_batch
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rows import across, gather_table, move_rows, own_rows
+from funrl.trainer.micro import pack_in_place
+from funrl.trainer.settings import SCORE_BUDGETS
 
 COST = RowCost(pair=4 * 28 * 28 * 128 / (2 * 7.6e9))
 RANKS, MINIBATCHES, GROUP, SEGMENTS = (8, 64, 512), (1, 4), 16, 1024
@@ -68,7 +71,7 @@ def padded_work(lengths: np.ndarray, ranks: int, budget: int) -> int:
 
 
 def packing(options: argparse.Namespace) -> None:
-    print("correlation ranks minibatches | packed  padded   bound | seconds a step, sizes used")
+    print("correlation ranks minibatches | packed  scored  padded   bound | seconds a step, sizes used")
     for correlation in (0.0, 0.5):
         lengths = lengths_of(options.rows, options.longest, correlation)
         useful = int(COST.work(lengths).sum())
@@ -76,16 +79,20 @@ def packing(options: argparse.Namespace) -> None:
         for ranks in RANKS:
             for minibatches in MINIBATCHES:
                 parts = np.array_split(np.random.default_rng(1).permutation(len(lengths)), minibatches)
-                start, took, used = time.process_time(), 0, set()
+                start, took, used, to = time.process_time(), 0, set(), np.zeros(len(lengths), dtype=np.int64)
                 plans = [pack(lengths[part], ranks, sizes, SEGMENTS, cost=COST) for part in parts]
                 seconds = time.process_time() - start
                 for plan, part in zip(plans, parts, strict=True):
                     took += lockstep_work(plan, lengths[part], COST)
                     used |= set(plan.size.flat)
+                    to[part] = plan.rank
+                scored = lockstep_work(
+                    pack_in_place(lengths, to, ranks, SCORE_BUDGETS * options.budget, COST), lengths, COST
+                )
                 padded = sum(padded_work(lengths[part], ranks, options.budget) for part in parts)
                 works = [COST.work(lengths[part]) for part in parts]
                 bound = sum(max(int(work.sum()) / ranks, int(work.max())) for work in works)
-                shares = [100 * useful / ranks / x for x in (took, padded, bound)]
+                shares = [100 * useful / ranks / x for x in (took, scored, padded, bound)]
                 print(
                     f"{correlation:11} {ranks:5} {minibatches:11} | " + " ".join(f"{x:6.1f}%" for x in shares)
                     + f" | {seconds:.3f} s, {len(used)} of {len(sizes)}"

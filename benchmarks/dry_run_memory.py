@@ -22,6 +22,7 @@ import torch
 from funrl import trees
 from funrl.algos import ppo
 from funrl.cost import dry_run
+from funrl.cost.full_rows import full_rows
 from funrl.cost.hardware import HARDWARE
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
@@ -90,7 +91,7 @@ def measure(shape: str) -> None:
         torch.nn.functional.silu(a @ a).sum().backward()
         parts = build(job, mesh, lambda _: None)
         ranks = mesh.size(mesh.row_axes)
-        rows = dry_run.full_rows(job, parts, PROMPT, SHAPES[shape.partition("/")[0]][1] // ranks)
+        rows = [full_rows(job, parts, PROMPT, SHAPES[shape.partition("/")[0]][1] // ranks)]
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
         before = resident("VmHWM")
         generator = torch.Generator().manual_seed(0)
@@ -98,10 +99,11 @@ def measure(shape: str) -> None:
         weights = first_weights(job, parts, begin)
         frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
         state = sync(parts, first_state(job, parts, weights, ()))
-        no_source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
+        no_source = Source(dict, lambda state, step: (rows.pop(), state, {}), lambda roles, step: {})
         trainer = loop.Trainer(job, parts, no_source, frozen, Clock())
-        rows, state, _ = loop.score_batch(trainer, state, rows)
-        loop.learn_batch(trainer, state, rows)
+        drawn, state, _ = loop.draw_batch(trainer, state)
+        drawn, state, _ = loop.score_batch(trainer, state, drawn)
+        loop.learn_batch(trainer, state, drawn)
         return resident("VmHWM") - before
 
     print(json.dumps(launch.launch(program, job.sizes, "cpu")))
