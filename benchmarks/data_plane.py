@@ -4,9 +4,9 @@
 
 `packing`: useful FLOPs times lockstep efficiency in percent, for lognormal lengths (median 4,096) that are independent
 or correlated by 0.5 within groups of 16. Micro-batch i begins when all ranks have done i - 1; a micro-batch costs its
-padding too, and attention as in a model of 7 billion parameters (28 layers of 28 heads of 128). Beside it: the same rows
-where they are, scored with the larger budget of passes that learn nothing; padded rows, balanced by tokens; and the bound
-of rows that cannot be split: the longest, or an equal share of each mini-batch.
+padding too, and attention as in a model of 7 billion parameters (28 layers of 28 heads of 128). Beside it: the rows
+where they are, scored with the larger budget of passes that learn nothing; padded rows, balanced by tokens; and the
+bound of rows that cannot be split: the longest, or an equal share of each mini-batch.
 
 `bytes`: one rank's own rows are real, the others' are known by their lengths alone, and a fake process group stands for
 the world. Each line is a process of its own: bytes after the move, the peak over move and advantages, what the rank

@@ -20,8 +20,8 @@ from funrl.seeds import derived_seed
 from funrl.trainer.step_rows import Rows
 
 MULTIPLE = 8  # sizes of micro-batches are multiples of it
-SIZES = 16  # of micro-batches that learn, at most
-SCORE_SIZES = 64  # of those that do not: their budget is larger, and the steps between sizes are not
+PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
+SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
 PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
 
 
@@ -90,7 +90,7 @@ def ranks_of_groups(lengths: np.ndarray, group: np.ndarray, ranks: int, token_bu
 
 def pack_in_place(lengths: np.ndarray, owner: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> Packing:
     """Micro-batches of rows that stay on their ranks, for passes that learn nothing."""
-    sizes, most = _sizes(lengths, token_budget, SCORE_SIZES)
+    sizes, most = _sizes(lengths, token_budget, SCORE_PARTS)
     return pack(lengths, ranks, sizes, most, cost=cost, owner=owner)
 
 
@@ -113,7 +113,7 @@ def own_micro_batches(
     """
     ranks = rows.mesh.size(rows.mesh.row_axes)
     packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost)
-    yield from packed(rows, packing, None, _sizes(rows.lengths, token_budget, SCORE_SIZES)[1], mask)
+    yield from packed(rows, packing, None, _sizes(rows.lengths, token_budget, SCORE_PARTS)[1], mask)
 
 
 def packed(
@@ -136,9 +136,9 @@ def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
     return _sizes(lengths, token_budget)[1]
 
 
-def _sizes(lengths: np.ndarray, token_budget: int, count: int = SIZES) -> tuple[tuple[int, ...], int]:
-    """Sizes of micro-batches, `count` of them at most, and how many rows one has at most."""
-    sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE, count)
+def _sizes(lengths: np.ndarray, token_budget: int, parts: int = PARTS) -> tuple[tuple[int, ...], int]:
+    """Sizes of micro-batches, by parts of the token budget, and how many rows one has at most."""
+    sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE, parts)
     return sizes, sizes[-1] // MULTIPLE + MULTIPLE
 
 

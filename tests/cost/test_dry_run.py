@@ -18,7 +18,7 @@ from funrl.mesh.mesh import single
 from funrl.models.config import ModelError
 from funrl.trainer.build import build
 from funrl.trainer.declaration import SettingsError
-from funrl.trainer.micro import SCORE_SIZES
+from funrl.trainer.micro import SCORE_PARTS
 from funrl.trainer.settings import scoring_budget
 
 TAUGHT = ("distillation", "gkd")
@@ -160,7 +160,7 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
         more = held[name].peak["weights"] - costs.peak["weights"]
         assert more == pytest.approx(4 * params(with_it, "reward_model")), name
     # It reads 33 tokens of each of 16 rows, a text of 32 and one more, and the padding of its micro-batches.
-    sizes = packed_sizes(scoring_budget(with_it.settings), 33, 8, SCORE_SIZES)
+    sizes = packed_sizes(scoring_budget(with_it.settings), 33, 8, SCORE_PARTS)
     size = int(pack(np.full(16, 33), 1, sizes, 16).size.sum())
     layer = sum(x.numel() for name, x in trees.named(grader.shapes) if x.ndim > 1 and "layers/0" in name)
     attention = 16 * 4 * (33 * 34 // 2) * grader.config.heads * grader.config.head
