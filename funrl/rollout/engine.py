@@ -163,6 +163,17 @@ def awake(engine: Engine) -> Iterator[None]:
         engine.pause()
 
 
+def awake_step(engine: Engine) -> list[Completion]:
+    """A step of an engine that others wait for.
+
+    Raises:
+      RuntimeError: it is paused, and would never be done.
+    """
+    if engine.paused:
+        raise RuntimeError("the engine is paused: call resume first")
+    return engine.step()
+
+
 def complete(
     engine: Engine, requests: Sequence[Request], finished: Callable[[Completion], None] | None = None
 ) -> list[Completion]:
@@ -180,7 +191,7 @@ def complete(
     engine.submit(requests)
     try:
         while engine.in_flight():
-            for done in engine.step():
+            for done in awake_step(engine):
                 found[done.number] = done
                 if finished is not None:
                     finished(done)
