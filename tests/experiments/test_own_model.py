@@ -13,7 +13,7 @@ from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import Inputs, hf
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import generate
+from funrl.rollout.engine import complete
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
 
@@ -49,7 +49,7 @@ def check_loads_in_transformers(folder):
     engine = native_engine(model, single(), torch.float32)
     engine.load(trees.named(params))
     how = Sampling(max_new_tokens=24, stop=model.config.eos, greedy=True)
-    (done,) = generate(engine, requests_of(ids.tolist(), how, seed=0))
+    (done,) = complete(engine, requests_of(ids.tolist(), how, seed=0))
     assert done.tokens.tolist() == continued
 
 

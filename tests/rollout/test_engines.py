@@ -224,6 +224,9 @@ def a_pause_changes_nothing(kind, mesh):
     with pytest.raises(ValueError, match="empty"), awake(engine):
         complete(engine, [requests[0]._replace(prompt=[])])
     assert engine.paused
+    with pytest.raises(RuntimeError, match="paused: call resume first"):
+        complete(engine, requests)
+    assert engine.in_flight() == 0
     with awake(engine):
         assert_same(complete(engine, requests), whole, kind.same)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plain_sampling import plain_logp
-from small_engines import complete, rows
+from small_engines import completed, rows
 
 from funrl.mesh.mesh import Mesh, MeshError, parse
 from funrl.models import Config, Inputs, decoder_model
@@ -28,7 +28,7 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(how):
     engine.load(engine.weights.named(params), 3)
     assert engine.version == 3
     prompts = PROMPTS if sampling.repetition_penalty == 1 else [p * (6 // len(p)) for p in PROMPTS]  # of one length
-    done = complete(engine, prompts, sampling, seed=4)
+    done = completed(engine, prompts, sampling, seed=4)
     assert 0 < sum(one.finished for one in done) < 9  # eos of the model does not end a completion: `stop` does
     for r, one in enumerate(done):
         prompt, tokens, length = prompts[r // 3], one.tokens.tolist(), len(one.tokens)
@@ -47,7 +47,7 @@ def test_the_seed_fixes_the_samples_and_leaves_the_callers_noise_alone():
     engine, how = hf_engine(MODEL), Sampling(max_new_tokens=8)
     torch.manual_seed(0)
     engine.load(engine.weights.named(MODEL.init(torch.Generator().manual_seed(0))))
-    first, again, other = (rows(complete(engine, PROMPTS, how, seed)) for seed in (0, 0, 1))
+    first, again, other = (rows(completed(engine, PROMPTS, how, seed)) for seed in (0, 0, 1))
     after = torch.rand(1)
     torch.manual_seed(0)
     assert first == again != other
@@ -57,9 +57,9 @@ def test_the_seed_fixes_the_samples_and_leaves_the_callers_noise_alone():
 def test_what_it_cannot_do_is_refused():
     engine = hf_engine(MODEL)
     with pytest.raises(ValueError, match=r"stop_strings is \('a',\): the hf engine knows no texts"):
-        complete(engine, PROMPTS, Sampling(stop_strings=("a",), max_new_tokens=2))
+        completed(engine, PROMPTS, Sampling(stop_strings=("a",), max_new_tokens=2))
     with pytest.raises(ValueError, match=r"repetition_penalty is 1.1: .*prompts of one length"):
-        complete(engine, PROMPTS, Sampling(repetition_penalty=1.1, max_new_tokens=2))
+        completed(engine, PROMPTS, Sampling(repetition_penalty=1.1, max_new_tokens=2))
 
 
 def test_it_holds_whole_weights():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_engines import CONFIGS, NO_PACKING, PROMPTS, assert_same, complete, engine_of, load, rows, weights
+from small_engines import CONFIGS, NO_PACKING, PROMPTS, assert_same, completed, engine_of, load, rows, weights
 
 from funrl import trees
 from funrl.mesh.launch import local_ranks
@@ -18,7 +18,7 @@ from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout import native
 from funrl.rollout.completions import Sampling
-from funrl.rollout.engine import generate
+from funrl.rollout.engine import complete
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import Request, requests_of
 
@@ -42,7 +42,7 @@ def counted(engine):
 def roomy(**how):
     """An engine whose cache has grown already: when it grows it begins anew."""
     engine = engine_of(CONFIG, **how)
-    complete(engine, PROMPTS[:3], Sampling(max_new_tokens=100, stop=tuple(range(40))))
+    completed(engine, PROMPTS[:3], Sampling(max_new_tokens=100, stop=tuple(range(40))))
     return engine
 
 
@@ -53,7 +53,7 @@ def prefix(count, seed=0):
 @BOTH
 def test_prompts_are_prefilled_once_for_all_their_samples(packed):
     engine, passes = counted(engine_of(CONFIG, packed=packed))
-    done = complete(engine, PROMPTS, Sampling(max_new_tokens=4, samples=5))
+    done = completed(engine, PROMPTS, Sampling(max_new_tokens=4, samples=5))
     assert passes == [[len(p) for p in PROMPTS], *[[1] * 35] * 3]
     total = sum(map(len, PROMPTS))
     assert engine.cost().prefilled == total and engine.cost().cached == 4 * total
@@ -67,10 +67,10 @@ def test_a_common_beginning_is_computed_once(packed):
     engine, passes = counted(engine_of(CONFIG, packed=packed))
     prompts = [[*prefix(40), *tail] for tail in ([1, 2, 3], [4], [5, 6, 7, 8])]
     requests = requests_of(prompts, Sampling(max_new_tokens=3), 0)
-    done = generate(engine, requests)
+    done = complete(engine, requests)
     assert passes == [[43, 9, 12], [1, 1, 1], [1, 1, 1]]
     assert engine.cost().cached == 2 * 2 * PAGE and engine.cost().prefilled == 43 + 9 + 12
-    alone = [generate(engine_of(CONFIG, packed=packed), [one])[0] for one in requests]
+    alone = [complete(engine_of(CONFIG, packed=packed), [one])[0] for one in requests]
     assert_same(done, alone, 0.0 if packed else 1e-5)
 
 
@@ -79,27 +79,27 @@ def test_a_prefix_that_is_still_there_is_found_and_not_after_a_load(packed):
     """A conversation goes on behind what was generated: all whole pages of prompt and completion are there."""
     engine, how = roomy(packed=packed), Sampling(max_new_tokens=30)
     prompt = prefix(20)
-    (one,) = complete(engine, [prompt], how)
+    (one,) = completed(engine, [prompt], how)
     longer = [*prompt, *one.tokens.tolist(), 1, 2, 3]
     before = engine.cost()
-    (found,) = complete(engine, [longer], how)
+    (found,) = completed(engine, [longer], how)
     # 50 tokens, of which the last was drawn and never passed to the model: 49 keys and values, three whole pages
     assert engine.cost().cached - before.cached == 3 * PAGE
     assert engine.cost().prefilled - before.prefilled == len(longer) - 3 * PAGE
-    fresh = complete(engine_of(CONFIG, packed=packed), [longer], how)
+    fresh = completed(engine_of(CONFIG, packed=packed), [longer], how)
     assert_same([found], fresh, 0.0 if packed else 1e-5)
     load(engine, weights(CONFIG, seed=1), 8)
     before = engine.cost()
-    done = complete(engine, [longer], how)
+    done = completed(engine, [longer], how)
     assert engine.cost().cached == before.cached
     assert engine.cost().prefilled - before.prefilled == len(longer)
-    assert_same(done, complete(engine_of(CONFIG, seed=1, packed=packed), [longer], how), 0.0)
+    assert_same(done, completed(engine_of(CONFIG, seed=1, packed=packed), [longer], how), 0.0)
 
 
 @BOTH
 def test_finished_rows_stop_costing(packed):
     engine, passes = counted(engine_of(CONFIG, packed=packed))
-    done = complete(engine, PROMPTS * 8, Sampling(max_new_tokens=60, stop=(3, 17)))
+    done = completed(engine, PROMPTS * 8, Sampling(max_new_tokens=60, stop=(3, 17)))
     needed = sum(len(one.tokens) - 1 for one in done)  # the last token of a row is drawn, and never passed to the model
     longest = max(len(one.tokens) for one in done)
     assert 1.5 * needed < len(done) * longest  # there is something to be saved
@@ -110,7 +110,7 @@ def test_finished_rows_stop_costing(packed):
 def test_a_finished_rows_place_is_taken_at_once():
     engine, passes = counted(engine_of(CONFIG, max_rows=4))
     requests = [Request(i, [i], Sampling(max_new_tokens=1 + i % 7), i) for i in range(40)]
-    generate(engine, requests)
+    complete(engine, requests)
     tokens = sum(1 + i % 7 for i in range(40))
     assert all(len(counts) <= 4 for counts in passes) and engine.room() == 4
     assert len(passes) < 1.2 * tokens / 4  # nearly always four rows
@@ -162,7 +162,7 @@ def test_a_thousand_requests_through_eight_places_with_too_small_a_cache(packed)
     assert max(used for used, *_ in held) <= cost.peak_pages == pages
     assert all(stated == pages * size >= real for _, stated, real in held)
     assert {one.finish for one in done} == {"stop", "length"}
-    expected = generate(whole, requests)
+    expected = complete(whole, requests)
     assert_same(sorted(done, key=lambda one: one.number), expected, 0.0 if packed else 1e-5)
 
 
@@ -227,7 +227,7 @@ def test_what_can_never_fit_is_an_error_at_once(packed):
     size = engine_of(CONFIG, packed=packed)._backend.page_bytes
     engine = engine_of(CONFIG, packed=packed, cache_bytes=3 * size)
     most = Sampling(max_new_tokens=45)
-    assert len(complete(engine, [[1, 2, 3]], most)[0].tokens) == 45  # 48 tokens are three pages
+    assert len(completed(engine, [[1, 2, 3]], most)[0].tokens) == 45  # 48 tokens are three pages
     for refuses in (engine.check, engine.submit):
         with pytest.raises(ValueError, match=r"prompt 1 may have 49 tokens, 4 pages .* has 3: .*--kv_cache_gb"):
             refuses(requests_of([[1, 2, 3], [1, 2, 3, 4]], most, 0))
@@ -240,12 +240,12 @@ def test_where_no_size_is_given_the_cache_is_a_share_of_what_is_free(monkeypatch
     monkeypatch.setattr(native, "free_bytes", lambda mesh: int(2 * 5.5 * size))
     with pytest.raises(ValueError, match=r"the cache of .* has 5"):
         engine.submit(requests_of([[1] * 50], Sampling(max_new_tokens=40), 0))
-    complete(engine, PROMPTS, Sampling(max_new_tokens=60))
+    completed(engine, PROMPTS, Sampling(max_new_tokens=60))
     assert engine.cost().pages == 5 and engine.cost().cache_bytes == 5 * size
     engine.pause()  # then it is looked up again
     monkeypatch.setattr(native, "free_bytes", lambda mesh: 2 * 9 * size)
     engine.resume()
-    complete(engine, PROMPTS, Sampling(max_new_tokens=60))
+    completed(engine, PROMPTS, Sampling(max_new_tokens=60))
     assert engine.cost().pages == 9
 
 
@@ -256,12 +256,12 @@ def test_ranks_of_a_machine_share_what_is_free():
 
 def test_the_cache_is_no_larger_than_requests_need():
     engine = engine_of(CONFIG)
-    complete(engine, PROMPTS[:3], Sampling(max_new_tokens=4))
+    completed(engine, PROMPTS[:3], Sampling(max_new_tokens=4))
     assert engine.cost().pages == 3
-    complete(engine, PROMPTS, Sampling(max_new_tokens=40))
+    completed(engine, PROMPTS, Sampling(max_new_tokens=40))
     assert engine.cost().pages == sum(-(-(len(p) + 40) // PAGE) for p in PROMPTS)
     few = engine_of(CONFIG, max_rows=2)
-    complete(few, PROMPTS, Sampling(max_new_tokens=40))
+    completed(few, PROMPTS, Sampling(max_new_tokens=40))
     assert few.cost().pages == 4 + 3  # the two that need most
 
 
@@ -278,7 +278,7 @@ def test_there_are_never_two_caches():
 
     engine = load(native_engine(dataclasses.replace(model, init_cache=init_cache), packed=False), weights(CONFIG))
     for count in (2, 20, 60):
-        complete(engine, PROMPTS, Sampling(max_new_tokens=count))
+        completed(engine, PROMPTS, Sampling(max_new_tokens=count))
         assert most[0] == engine.cost().cache_bytes
 
     def new():
@@ -286,5 +286,5 @@ def test_there_are_never_two_caches():
         yield from trees.named(weights(CONFIG))
 
     engine.load(new())
-    complete(engine, PROMPTS, Sampling(max_new_tokens=2))
+    completed(engine, PROMPTS, Sampling(max_new_tokens=2))
     assert len(alive) == 4 * 2 * CONFIG.layers
