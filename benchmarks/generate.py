@@ -28,11 +28,11 @@ from absl import app, flags
 
 from funrl import trees
 from funrl.models import Config, Model, decoder_model, hf
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import Request, request_seed
+from funrl.rollout.sampling_parameters import Sampling
 
 SIZES = {"4x256": (4, 256), "12x768": (12, 768)}
 CASES = flags.DEFINE_list("models", ["4x256:2048", "4x256:32000", "12x768:32000"], "layers x width : vocabulary")

@@ -21,8 +21,8 @@ from funrl.mesh.mesh import single
 from funrl.models import decoder_model, place
 from funrl.optim import adamw, chain, clip_by_global_norm
 from funrl.rewards.pool import Pool
-from funrl.rollout.completions import Sampling
 from funrl.rollout.native import native_engine
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.generation import Example, rollout, to_rows

@@ -39,6 +39,7 @@ SHARED_DEFINITIONS = {
     "load": ("experiments.python", "models.hf", "trainer.checkpoint"),
     "save": ("models.hf", "trainer.checkpoint"),
     "main": ("cost", "experiments", "mesh.processes", "track.report"),  # of programs
+    "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
     "LARGEST": ("rewards.load", "trainer.checks"),  # one number, once of torch and once where torch is not imported
 }

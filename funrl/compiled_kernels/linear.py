@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Plain tensors only: those that are simulated, traced, compiled or in `torch.func` see operators of torch's core."""
+    """Plain tensors only: what is simulated, traced, compiled or in `torch.func` sees operators of torch's core."""
     return (
         _HAS_ONEDNN
         and not torch.compiler.is_compiling()

@@ -17,8 +17,8 @@ from funrl.cost.costs import Costs, Tracer, after, plus, times
 from funrl.cost.estimate import make_weights
 from funrl.cost.hardware import Hardware
 from funrl.rollout.backends import PassWork, TorchBackend
-from funrl.rollout.completions import Sampling
 from funrl.rollout.native import page_tokens, pass_tokens
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Generator
 from funrl.trainer.job import Job
 

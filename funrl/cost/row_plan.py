@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,8 +89,8 @@ def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes:
       token_bytes: that a move sends of a token, before the rows are scored and after it.
     """
     first, again = _traffic_before(job, plan, token_bytes[0]), _moves(plan.lengths, plan.again, token_bytes[1])
-    traffic = dict(zip(MOVES, (first, again), strict=True))
-    often = dict(zip(MOVES, (_count(plan.before), _count(plan.again)), strict=True))
+    traffic: dict[str, Any] = dict(zip(MOVES, (first, again), strict=True))
+    often: dict[str, int] = dict(zip(MOVES, (_count(plan.before), _count(plan.again)), strict=True))
     return {
         name: dataclasses.replace(times(costs, often[name]), traffic=traffic[name]) if name in traffic else costs
         for name, costs in found.items()

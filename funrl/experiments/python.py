@@ -23,10 +23,10 @@ from funrl.mesh.mesh import Mesh, single
 from funrl.models import Model, hf
 from funrl.rewards.load import Reward
 from funrl.rewards.pool import Pool
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import complete
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import open_run

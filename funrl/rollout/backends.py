@@ -21,8 +21,8 @@ from funrl.compiled_kernels.paged_attention import paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Inputs, Layer, Model
-from funrl.rollout.completions import Sampling
 from funrl.rollout.sampling import sample_tokens
+from funrl.rollout.sampling_parameters import Sampling
 
 LOGITS = 1 << 26  # numbers in the logits of one draw
 Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats

@@ -39,9 +39,9 @@ from funrl.mesh.mesh import AXES, Mesh, Ranks, coordinates
 from funrl.mesh.plan import Box
 from funrl.mesh.rules import Layout
 from funrl.models.placed import Placed
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
 
 # Numbers that are digested at once, in 8 bytes each. On a CPU they stay in a core's cache; a GPU has a kernel's worth.
 PIECE = {"cpu": 1 << 17}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from funrl.rollout.backends import Backend
-from funrl.rollout.completions import Sampling
 from funrl.rollout.requests import Completion, Finish, Request
 from funrl.rollout.sampling import stream_noise
+from funrl.rollout.sampling_parameters import Sampling
 
 NOISE_STEPS = 64  # numbers of each stream that are made at a time
 

@@ -18,9 +18,9 @@ from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, config_to_hf
 from funrl.models.model import Model
 from funrl.models.names import EMBED, UNEMBED
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
+from funrl.rollout.sampling_parameters import Sampling
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
 MOST_ROWS = 512  # requests that are completed together at most where replicas share them

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from funrl.models.config import Config
-from funrl.rollout.completions import Sampling
 from funrl.rollout.sampling import request_seed
+from funrl.rollout.sampling_parameters import Sampling
 
 
 class Request(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.truncation import ONE, kept_mass, shortlist
 
 # The increment and the multipliers of SplitMix64, as signed 64-bit numbers; products wrap.

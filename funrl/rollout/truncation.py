@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 
 ONE = 1 << 60  # mass of probability 1
 SHORT_TOKENS = 64  # most probable tokens looked at first where only top-p or min-p is given

@@ -22,8 +22,8 @@ from funrl.track.run_directory import RunDirectory, RunDirectoryError, read_line
 from funrl.track.samples import Sample, first_and_last, read_samples
 
 PHASES = {  # in the order of a step, with the page's colour of each
-    "generate": 0, "reward": 5, "old_logp": 2, "ref": 6, "value": 4, "advantage": 7, "update_actor": 1,
-    "update_critic": 3, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
+    "generate": 0, "reward": 5, "score_policy": 2, "score_reference": 6, "score_critic": 4, "advantage": 7,
+    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
 }  # fmt: skip
 LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
 SAMPLES = 5  # from the start, and from the end

@@ -25,9 +25,9 @@ from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Completed, Pool
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import Completion, requests_of
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import complete_shared
 from funrl.trainer.pending_rewards import PendingRewards
 from funrl.trainer.step_rows import Rows, rows_of

@@ -18,7 +18,7 @@ from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.generation_config import GENERATION, sampling_defaults
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError, run_kind

@@ -21,8 +21,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.models.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import awake
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores

@@ -14,7 +14,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import Filter
 from funrl.data.prompts import prompt_batch
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
 from funrl.trainer.generation import Example, Rollout, first_texts, to_rows

@@ -85,7 +85,9 @@ def test_the_printed_examples():
     assert lockstep_work(plan, [5, 1, 4, 2], RowCost()) == 6 * UNIT
 
 
-@pytest.mark.parametrize("budget,longest,multiple", [(16384, 90, 8), (33280, 100, 1), (7, 9, 4), (1, 1, 1), (100, 3, 3)])
+@pytest.mark.parametrize(
+    "budget,longest,multiple", [(16384, 90, 8), (33280, 100, 1), (7, 9, 4), (1, 1, 1), (100, 3, 3)]
+)
 def test_few_sizes_and_little_padding(budget, longest, multiple):
     sizes = np.array(packed_sizes(budget, longest, multiple))
     most = max(budget, longest)

@@ -12,10 +12,10 @@ from funrl import trees
 from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import Inputs, hf
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import complete
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("FUNRL_DATA", ROOT.parent / "shared" / "data")) / "stories260k"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 
 
 def plain_logp(logits_RV: Tensor, how: Sampling, seen_RV: Tensor | None = None) -> Tensor:

@@ -9,9 +9,9 @@ from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, comp
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import decoder_model
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import awake, complete
 from funrl.rollout.requests import Request, requests_of
+from funrl.rollout.sampling_parameters import Sampling
 
 CONFIG = CONFIGS["qwen3 window"]
 STOPS = Sampling(max_new_tokens=20, stop=(3, 17, 28), samples=3)

@@ -29,11 +29,11 @@ from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import Config, Inputs, ModelError, decoder_model, hf, place, with_value_head
 from funrl.rollout import native
 from funrl.rollout.backends import PackedBackend, TorchBackend, packed_problem
-from funrl.rollout.completions import Sampling
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
 
 DATA = Path(os.environ.get("FUNRL_DATA") or Path(__file__).parents[2].parent / "shared" / "data")
 PACKED = pytest.param(True, marks=pytest.mark.skipif(NO_PACKING is not None, reason=str(NO_PACKING)), id="packed")

@@ -8,7 +8,7 @@ from plain_sampling import plain_logp
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funrl.rollout import sampling
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 
 
 def uniform(seed: int, rows, steps) -> torch.Tensor:

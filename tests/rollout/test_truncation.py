@@ -9,7 +9,7 @@ from plain_sampling import plain_logp
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from funrl.rollout import truncation
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.truncation import ONE, kept_mass, mass_of, shortlist, threshold
 
 KS, PS, MINS = (0, 1, 7, 64, 65, 300, 9000), (1.0, 0.999999, 0.95, 0.5, 1e-3), (0.0, 0.02, 0.3)

@@ -10,7 +10,7 @@ from funrl.track.progress import open_progress, quiet_progress
 METRICS = {
     "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
     "response_length/mean": 6.5, "rollout/logprob_gap_max": 2e-6, "perf/tokens_per_s": 1234.0,
-    "time_s/step": 2.0, "time_s/generate": 1.5, "time_s/update_actor": 0.5,
+    "time_s/step": 2.0, "time_s/generate": 1.5, "time_s/update_policy": 0.5,
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def test_plain_lines_are_aligned_and_complete():
     assert header.split()[:4] == ["step", "reward", "KL", "entropy"]
     assert first.split()[:4] == ["1/100", "0.500", "1.2e-03", "0.750"]
     assert last.split()[:2] == ["100/100", "-12.500"]
-    assert first.endswith("generate 75% update_actor 25%")  # no line is wrapped at the width of 80
+    assert first.endswith("generate 75% update_policy 25%")  # no line is wrapped at the width of 80
     for heading, value in (("reward", "0.500"), ("KL", "1.2e-03"), ("tok/s", "1234")):
         assert header.index(heading) + len(heading) == first.index(value) + len(value)
     assert "\x1b" not in file.getvalue()
@@ -119,7 +119,7 @@ def test_live_table_shows_everything():
         progress.note("saved the model")
     shown = file.getvalue()
     frame = shown[shown.rindex("ppo on addition") :]
-    for text in ("12/40", "reward 0.010 to 0.120", "entropy", "1.2e-03", "1234", "generate 75%", "update_actor 25%"):
+    for text in ("12/40", "reward 0.010 to 0.120", "entropy", "1.2e-03", "1234", "generate 75%", "update_policy 25%"):
         assert text in frame
     assert "left" in frame and "0.120" in frame and "0.010" in frame
     assert "  2    0.020" not in frame  # only the last ten rows stay

@@ -54,7 +54,7 @@ def a_run(path, steps=60, keep=lambda key: True, every=10):
             "actor/pg_clipfrac": 0.1, "actor/grad_norm": math.nan if step == 7 else 1.0, "critic/vf_loss": 0.5,
             "response_length/mean": 6.0, "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3),
             "perf/tokens_per_s": 2000.0 + step,
-            "time_s/step": 2.0, "time_s/generate": 1.0, "time_s/update_actor": 0.5,
+            "time_s/step": 2.0, "time_s/generate": 1.0, "time_s/update_policy": 0.5,
         }  # fmt: skip
         if step % every == 0:
             row["eval/accuracy"] = 0.25 + 0.7 * step / steps
@@ -87,7 +87,7 @@ def test_report_has_every_section_and_the_headline(tmp_path):
     ):  # fmt: skip
         assert f"<figcaption><b>{title}</b>" in page
     assert "not finite at 1 of 61 steps, first at step 7" in text
-    assert re.search(r"generate1 s50%.*update_actor0\.5 s25%.*other0\.5 s25%", text)
+    assert re.search(r"generate1 s50%.*update_policy0\.5 s25%.*other0\.5 s25%", text)
     assert "<details" in page and "<details open" not in page
 
 

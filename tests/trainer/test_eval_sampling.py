@@ -9,7 +9,7 @@ from small_runs import GRPO, SMALL, Quiet, begin, small_job
 
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import inherited, prepare

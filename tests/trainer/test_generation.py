@@ -18,8 +18,8 @@ from funrl.mesh.mesh import parse, single
 from funrl.models.model import Inputs
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.completions import Sampling
 from funrl.rollout.requests import Completion
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer import loop
 from funrl.trainer.generation import Example, Rollout, completion_texts, first_texts, rollout, to_rows
 from funrl.trainer.loop import draw_batch, learn_batch

@@ -14,8 +14,8 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Completed, Pool, open_pool
-from funrl.rollout.completions import Sampling
 from funrl.rollout.requests import Completion
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer import job_source, loop
 from funrl.trainer.build import sync
