@@ -134,7 +134,10 @@ class Engine(Protocol):
         ...
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; what they have written so far, finish "cancelled". Numbers not in flight are left alone."""
+        """Give up requests; what they have written so far, finish "cancelled" where they had not ended yet.
+
+        Numbers that are not in flight are left alone.
+        """
         ...
 
     def pause(self) -> None:
