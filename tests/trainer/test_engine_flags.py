@@ -13,7 +13,7 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.pool import Pool
-from funrl.rollout.completions import Sampling
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example, rollout
