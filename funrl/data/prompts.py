@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -60,26 +60,55 @@ def check_prompts(records: Sequence[Any]) -> list[Prompt]:
     return [_check_record(f"prompt {n}", record) for n, record in enumerate(records, 1)]
 
 
-def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
-    """The next `count` of an endless sequence: all prompts in a shuffled order, then all in another, and so on.
+class Drawn(Sequence[T]):
+    """Some items of a sequence, read when they are asked for and not before.
 
-    It has no state: a run that goes on after `consumed` prompts takes those that it would have taken without a stop,
+    Args:
+      items: the sequence.
+      places: of the items in it.
+    """
+
+    def __init__(self, items: Sequence[T], places: Sequence[int]):
+        self.items, self.places = items, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Drawn[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Drawn[T]:
+        if isinstance(index, slice):
+            return Drawn(self.items, self.places[index])
+        return self.items[self.places[index]]
+
+
+def drawn_places(total: int, count: int, seed: int, consumed: int) -> list[int]:
+    """The next `count` of an endless sequence of places: all in a shuffled order, then all in another, and so on.
+
+    It has no state: a run that goes on after `consumed` items takes those that it would have taken without a stop,
     whatever the batch sizes before.
 
     Args:
-      prompts: N of them, at least 1.
+      total: N items, at least 1.
       count: how many; may exceed N.
       seed: of the shuffles.
       consumed: how many were taken before.
     """
     orders: dict[int, np.ndarray] = {}
-    batch = []
+    places = []
     for at in range(consumed, consumed + count):
-        epoch, place = divmod(at, len(prompts))
+        epoch, place = divmod(at, total)
         if epoch not in orders:
-            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(len(prompts))
-        batch.append(prompts[orders[epoch][place]])
-    return batch
+            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(total)
+        places.append(int(orders[epoch][place]))
+    return places
+
+
+def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
+    """The prompts at the next `drawn_places`."""
+    return [prompts[place] for place in drawn_places(len(prompts), count, seed, consumed)]
 
 
 def _parse(where: str, line: bytes) -> Prompt:

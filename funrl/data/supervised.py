@@ -11,7 +11,8 @@ end-of-text token, so that ending is trained too.
 
 What is checked when: `load_examples` parses every line and checks its fields, without tokenizing. Before a run,
 `check_lengths` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
-that may be too long by their bytes. A text is tokenized when it is read: who draws some for a step checks these too.
+that may be too long by their bytes. A text is tokenized when it is read: once a draw, by the rank that has it. What is
+drawn for a step is checked too, as a chat template may add tokens to a line of few bytes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import select
-from funrl.data.supervised import text_batch
+from funrl.data.supervised import check_lengths, text_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
@@ -130,9 +130,14 @@ def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
 
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
-    """Given texts as rows, one an example; each rank reads its own part."""
+    """Given texts as rows, one an example; each rank reads its own part, and no other.
+
+    Raises:
+      DataError: a text has more tokens than the model has positions, or cannot be read.
+    """
     owner = generating_ranks(len(examples), 1, mesh.size(mesh.row_axes))
     own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()]
+    check_lengths(own, job.model.config.max_positions, job.tokenizer)
     # A rank without texts has the same fields of no rows.
     some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
     mine = select(some, slice(len(own)))

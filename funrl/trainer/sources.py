@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Filter
-from funrl.data.prompts import prompt_batch
+from funrl.data.prompts import Drawn, drawn_places, prompt_batch
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
@@ -167,7 +167,7 @@ def text_source(
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
-        rows = to_rows(prompt_batch(examples, batch_examples, seed, consumed))
+        rows = to_rows(Drawn(examples, drawn_places(len(examples), batch_examples, seed, consumed)))
         tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
         return rows, {"examples_consumed": consumed + batch_examples}, tokens
 

@@ -1,0 +1,60 @@
+"""Given texts are read by the ranks that train on them, when they are drawn, and no text is read twice."""
+
+import collections
+import collections.abc
+
+import pytest
+from small_runs import begin, small_job
+
+from funrl.algos.recipes.sft import sft
+from funrl.data.supervised import DataError, Text, TextExample
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+
+
+class Counted(collections.abc.Sequence):
+    """Examples that count how often each is read."""
+
+    def __init__(self, examples):
+        self.examples, self.reads = examples, collections.Counter()
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return self.examples[index]
+
+
+def texts(**settings):
+    return small_job(sft, reward=None, batch_prompts=6, **settings)
+
+
+def reads_of_a_step(mesh):
+    """The texts that each rank reads to draw a step, and the lengths of its rows."""
+    job = texts(mesh=str(mesh))
+    examples = Counted(job.task.examples)
+    run, state = begin(job._replace(task=job.task._replace(examples=examples)), mesh)
+    examples.reads.clear()
+    rows, _, _ = run.source.draw(state.source, 1)
+    return gather_objects((examples.reads, rows.lengths[rows.own].tolist()), mesh)
+
+
+@pytest.mark.gloo
+def test_a_rank_reads_its_own_texts_once_and_no_other():
+    ((whole, lengths),) = reads_of_a_step(single())
+    assert len(whole) == 6 and set(whole.values()) == {1}
+    shares = launch(reads_of_a_step, texts(mesh="dp2").sizes, "cpu")
+    (first, begin_lengths), (second, end_lengths) = shares
+    assert len(first) == len(second) == 3 and first + second == whole
+    assert begin_lengths + end_lengths == lengths
+
+
+def test_a_text_that_turns_out_too_long_when_it_is_drawn_is_named():
+    job = texts()
+    positions = job.model.config.max_positions
+    long = TextExample((Text([2] * (positions + 1), [False] + [True] * positions),), source="texts.jsonl, line 7")
+    run, state = begin(job._replace(task=job.task._replace(examples=[*job.task.examples[:3], long])), single())
+    with pytest.raises(DataError, match=f"texts.jsonl, line 7: the text has {positions + 1} tokens, but the model has"):
+        run.source.draw(state.source, 1)
