@@ -70,6 +70,7 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
         and weight.numel() >= SMALLEST
         and x.numel() > 0
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()  # nor is a count of operators, which knows those of the core
     )
 
 

@@ -55,7 +55,7 @@ class RowPlan(NamedTuple):
 
     @property
     def again(self) -> list[Holders]:
-        """Who has the rows when they are scored, and in each pass over them."""
+        """Ranks that have the rows when they are scored, and in each pass over them."""
         return [self.before[-1], *(Holders(epoch.to, self.before[-1].mesh) for epoch in self.epochs)]
 
 

@@ -79,6 +79,7 @@ RUNS = [
 @pytest.mark.parametrize(("name", "tokens", "given"), RUNS, ids=[name for name, *_ in RUNS])
 def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given):
     job = real_job(name, tokens, **given)
+    job = job._replace(settings=dataclasses.replace(job.settings, queue="fixed"))
     told = launch(functools.partial(sends, job), job.sizes, "cpu")
     phases = dry_run.estimate(job, tokens, CPU).phases
     for at, phase in enumerate(MOVES):

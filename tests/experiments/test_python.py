@@ -108,7 +108,9 @@ def test_a_closure_runs_in_workers_that_end_with_the_run(mesh, forks, fails, tmp
         (tmp_path / f"{os.getpid()}-{os.getppid()}").touch()
         return 1 / 0 if fails and prompt == PROMPTS[-1]["prompt"] else float(completion == wanted)
 
-    run = funrl.train("grpo", prompts=PROMPTS, reward=reward, mesh=mesh, reward_workers=2, warmstart_steps=0, **TINY)
+    run = funrl.train(
+        "grpo", prompts=PROMPTS, reward=reward, mesh=mesh, reward_workers=2, queue="fixed", warmstart_steps=0, **TINY
+    )
     assert ("ZeroDivisionError" in str(run.outcome.error)) == fails
     workers, servers = (
         set(pids) for pids in zip(*(path.name.split("-") for path in tmp_path.glob("[0-9]*-*")), strict=True)

@@ -25,7 +25,7 @@ def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, ma
     """The model, this rank's weights, and an engine on a view of the mesh that has been given them by a reshard."""
     placed = place(decoder_model(config), mesh, stored, dtype=dtype)
     params = rules.shard(weights(config, master), placed.stored, mesh)
-    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype)
+    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype, packed=False)
     to_engine = plan(placed.stored, engine.weights.layouts, dtype)
     engine.load(engine.weights.named(reshard(params, to_engine, mesh)), 3)
     return placed, params, engine
@@ -96,7 +96,7 @@ def stale_replica(mesh, placed, params, engine):
     """The engine's last replica computes with other weights than it shows."""
     if mesh.rank == 3:
         old = stale(engine)
-        right = trees.clone(old._loaded.params)
+        right = trees.from_named(old.weights.layouts, [(name, x.clone()) for name, x in old.held_weights()])
         old.load(old.weights.named(trees.map(lambda x: x * 1.1, right)), 2)
         old.load(old.weights.named(right), 3)
 
@@ -151,12 +151,13 @@ class Undecided(NativeEngine):
 
     nats = 0.0
 
-    def generate(self, *args, **kwargs):
-        done = super().generate(*args, **kwargs)
-        if self.weights.mesh.rank == 1:
-            done.tokens[0, 3:] = (done.tokens[0, 3:] + 1) % CONFIG.vocab
-            done.model_logp[0, 3] += self.nats
-            done.model_logp[0, 4:] -= 5.0
+    def step(self):
+        done = super().step()
+        for one in done if self.weights.mesh.rank == 1 else ():
+            if one.number == 0:
+                one.tokens[3:] = (one.tokens[3:] + 1) % CONFIG.vocab
+                one.raw_logp[3] += self.nats
+                one.raw_logp[4:] -= 5.0
         return done
 
 

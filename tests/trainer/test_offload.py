@@ -26,8 +26,6 @@ def test_weights_that_the_engine_has_in_another_dtype_may_be_offloaded():
         run, state = begin(small_job(dtype=dtype), single())
         generator, params = run.parts.generator, state.roles["policy"].params
         assert set(offload.shared(params, generator.to_engine)) == {stays}
-        kept = generator.engine._loaded.params["embed"]
-        assert (trees.leaves(params)[0].data_ptr() == kept.data_ptr()) == stays
 
 
 def test_an_unknown_part_is_refused():

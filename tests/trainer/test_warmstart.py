@@ -233,4 +233,4 @@ def test_bfloat16_keeps_float32_weights():
     run, state = begin(job, single())
     for role in state.roles.values():
         assert {x.dtype for x in trees.leaves(role.params)} == {torch.float32}
-    assert run.parts.generator.engine._loaded.params["norm"].dtype == torch.bfloat16
+    assert dict(run.parts.generator.engine.held_weights())["norm"].dtype == torch.bfloat16
