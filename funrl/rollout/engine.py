@@ -134,7 +134,10 @@ class Engine(Protocol):
         ...
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; what they have written so far, finish "cancelled". Numbers not in flight are left alone."""
+        """Give up requests; what they have written so far, finish "cancelled" where they had not ended yet.
+
+        Numbers that are not in flight are left alone.
+        """
         ...
 
     def pause(self) -> None:
@@ -163,6 +166,17 @@ def awake(engine: Engine) -> Iterator[None]:
         engine.pause()
 
 
+def awake_step(engine: Engine) -> list[Completion]:
+    """A step of an engine that others wait for.
+
+    Raises:
+      RuntimeError: it is paused, and would never be done.
+    """
+    if engine.paused:
+        raise RuntimeError("the engine is paused: call resume first")
+    return engine.step()
+
+
 def complete(
     engine: Engine, requests: Sequence[Request], finished: Callable[[Completion], None] | None = None
 ) -> list[Completion]:
@@ -180,7 +194,7 @@ def complete(
     engine.submit(requests)
     try:
         while engine.in_flight():
-            for done in engine.step():
+            for done in awake_step(engine):
                 found[done.number] = done
                 if finished is not None:
                     finished(done)

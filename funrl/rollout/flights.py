@@ -6,7 +6,7 @@ Drawn tokens stay on the device until `look` reads them all at once, so that a p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -250,10 +250,11 @@ class Flights:
         self._gone.append(flight)
         return done
 
-    def drop_ended(self, numbers: Iterable[int]) -> None:
-        """Forget completions that were not told yet."""
-        wanted = set(numbers)
-        self._ended = [done for done in self._ended if done.number not in wanted]
+    def take_ended(self, numbers: Container[int]) -> list[Completion]:
+        """Those of some completions that were finished and not told yet; they are not told again."""
+        taken = [done for done in self._ended if done.number in numbers]
+        self._ended = [done for done in self._ended if done.number not in numbers]
+        return taken
 
     def _end_some(self, seats: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
         """End the flights whose new token at the end of a sequence is their last one."""

@@ -161,12 +161,13 @@ class NativeEngine:
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""
-        self._look()
         wanted = set(numbers)
-        done = [self._flights.finish(one, "cancelled") for one in self._flights.all() if one.request.number in wanted]
-        self._scheduler.release(self._flights.gone())
-        self._flights.drop_ended(wanted)
-        return done
+        try:
+            self._look()
+        finally:  # whatever was drawn, they are gone
+            done = [self._flights.finish(x, "cancelled") for x in self._flights.all() if x.request.number in wanted]
+            self._scheduler.release(self._flights.gone())
+        return self._flights.take_ended(wanted) + done
 
     def pause(self) -> None:
         """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""

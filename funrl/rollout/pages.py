@@ -98,13 +98,6 @@ class PagePool:
                 self._known[key], self._key[page], self._content[page] = page, key, self._contents
             before = self._content[page]
 
-    def forget(self) -> None:
-        """Forget all contents: they were computed with other weights."""
-        for page in list(self._key):
-            self._forget(page)
-        self._free += list(self._idle)
-        self._idle.clear()
-
     def _forget(self, page: int) -> None:
         del self._known[self._key.pop(page)]
         del self._content[page]

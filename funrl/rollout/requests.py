@@ -19,8 +19,8 @@ class Request(NamedTuple):
       number: tells requests apart; the completion has it too. No two requests in flight may share it.
       prompt: token ids, at least one.
       sampling: parameters of the draws; `samples` plays no part, one request is one completion.
-      seed: start of the request's own stream of noise, 64 bits. A completion depends on prompt, sampling, seed and
-        weights only: not on what else is in flight, nor on when or where it is drawn.
+      seed: start of the request's own stream of noise, a signed number of 64 bits. A completion depends on prompt,
+        sampling, seed and weights only: not on what else is in flight, nor on when or where it is drawn.
       begun: what has been written already, in an earlier step or by an engine that was stopped; the completion goes on
         behind it and `max_new_tokens` counts it.
       most: tokens that are drawn now, at most; None: as many as `max_new_tokens` allows. Where it ends a completion its
@@ -93,7 +93,7 @@ def check_requests(config: Config, requests: Iterable[Request], taken: Container
       taken: numbers of requests in flight.
     """
     seen: set[int] = set()
-    for number, prompt, sampling, _, begun, most in requests:
+    for number, prompt, sampling, seed, begun, most in requests:
         if number in seen or number in taken:
             raise ValueError(f"request {number} is in flight already; give each request a number of its own")
         seen.add(number)
@@ -104,15 +104,19 @@ def check_requests(config: Config, requests: Iterable[Request], taken: Container
                 f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={sampling.max_new_tokens} that is more "
                 f"than the model's {config.max_positions} positions"
             )
-        if min(prompt) < 0 or max(prompt) >= config.vocab:
-            wrong = next(t for t in prompt if not 0 <= t < config.vocab)
-            raise ValueError(f"prompt {number} has token {wrong}; the vocabulary has {config.vocab}")
+        written = () if begun is None else begun.tokens.tolist()
+        for what, ids in (("prompt", prompt), ("what is begun of request", written)):
+            if len(ids) and (min(ids) < 0 or max(ids) >= config.vocab):
+                wrong = next(t for t in ids if not 0 <= t < config.vocab)
+                raise ValueError(f"{what} {number} has token {wrong}; the vocabulary has {config.vocab}")
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise ValueError(f"request {number} has seed {seed}, it must be a signed number of 64 bits")
         wrong = [t for t in sampling.stop if not 0 <= t < config.vocab]
         if wrong:
             raise ValueError(f"stop has token {wrong[0]}; the vocabulary has {config.vocab}")
         if most is not None and most < 1:
             raise ValueError(f"request {number} may draw most={most} tokens, it must be at least 1")
-        if begun is not None and len(begun.tokens) >= sampling.max_new_tokens:
+        if begun is not None and len(written) >= sampling.max_new_tokens:
             raise ValueError(
-                f"request {number} has {len(begun.tokens)} tokens already, max_new_tokens={sampling.max_new_tokens}"
+                f"request {number} has {len(written)} tokens already, max_new_tokens={sampling.max_new_tokens}"
             )

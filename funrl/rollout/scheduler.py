@@ -87,10 +87,9 @@ class Scheduler:
         self._peak, self.pool = self.peak_pages, PagePool(pages, self._page)
 
     def restart(self) -> None:
-        """Put all running requests back, and forget what is in the pages. All draws have been looked at."""
+        """Put all running requests back. All draws have been looked at."""
         while self._running:
             self._put_back(self._running[-1])
-        self.pool.forget()
 
     def release(self, gone: Iterable[LiveRequest]) -> None:
         """Take back the pages and places of requests that ended."""

@@ -12,7 +12,7 @@ import torch
 
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.rollout.engine import Engine
+from funrl.rollout.engine import Engine, awake_step
 from funrl.rollout.requests import Completion, Request
 
 
@@ -44,7 +44,7 @@ def complete_shared(
             if at < len(groups) and engine.room():
                 most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
                 at = _begin(engine, groups, most, take, mesh, first)
-            for done in engine.step():
+            for done in awake_step(engine):
                 found.append(done)
                 if finished is not None:
                     finished(done)

@@ -10,7 +10,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import awake, complete
-from funrl.rollout.requests import Request, requests_of
+from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 CONFIG = CONFIGS["qwen3 window"]
@@ -149,6 +149,7 @@ def nothing_is_no_work(kind, mesh):
     assert engine.cost().passes == 0
 
 
+BEGUN = Completion(5, torch.tensor([2, 99]), torch.zeros(2), torch.zeros(2), torch.tensor([7, 7]), "paused")
 WRONG = [
     ([1], {}, {"prompt": []}, "prompt 5 is empty"),
     ([1] * 100, {"max_new_tokens": 40}, {}, "100 tokens.*max_new_tokens=40.*128 positions"),
@@ -157,6 +158,8 @@ WRONG = [
     ([1], {"stop": (77,)}, {}, "stop has token 77"),
     ([1], {}, {"most": 0}, "most=0 tokens, it must be at least 1"),
     ([1], {}, {"number": 3}, "request 3 is in flight already"),
+    ([1], {}, {"seed": 1 << 63}, "request 5 has seed 9223372036854775808, it must be a signed number of 64 bits"),
+    ([1], {}, {"begun": BEGUN}, "what is begun of request 5 has token 99; the vocabulary has 40"),
 ]
 
 
@@ -224,6 +227,9 @@ def a_pause_changes_nothing(kind, mesh):
     with pytest.raises(ValueError, match="empty"), awake(engine):
         complete(engine, [requests[0]._replace(prompt=[])])
     assert engine.paused
+    with pytest.raises(RuntimeError, match="paused: call resume first"):
+        complete(engine, requests)
+    assert engine.in_flight() == 0
     with awake(engine):
         assert_same(complete(engine, requests), whole, kind.same)
 

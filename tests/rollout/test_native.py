@@ -188,6 +188,41 @@ def test_without_looking_the_host_waits_for_nothing(monkeypatch):
     assert len(looks) < 5 and engine.cost().decoded == plain.cost().decoded
 
 
+def test_what_ended_behind_the_last_look_is_not_lost(monkeypatch):
+    """Cancelled or paused, all that was drawn is there; and an error is no reason to keep a request."""
+    monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": 1000})
+    how, config = Sampling(max_new_tokens=30, stop=(3, 17, 28)), CONFIGS["llama"]
+    expected = completed(engine_of(config), PROMPTS, how)
+    assert any(len(one.tokens) < 10 for one in expected)
+    for pause in (False, True):
+        engine = engine_of(config)
+        engine.submit(requests_of(PROMPTS, how, 0))
+        for _ in range(12):
+            assert engine.step() == []
+        if pause:
+            engine.pause()
+            assert engine.in_flight() == 7
+        done = {one.number: one for one in engine.cancel(range(7))}
+        for one in expected:
+            early = len(one.tokens) <= 12
+            assert done[one.number].tokens.tolist() == one.tokens[:12].tolist()
+            assert done[one.number].finish == (one.finish if early else "cancelled")
+        assert engine.in_flight() == 0 and engine.step() == []
+    broken = weights(config)
+    engine = load(engine_of(config), broken | {"embed": broken["embed"] * torch.nan})
+    engine.submit(requests_of(PROMPTS, how, 0))
+    assert engine.step() == []
+    with pytest.raises(FloatingPointError):
+        engine.cancel(range(7))
+    assert engine.in_flight() == 0 and engine.cost().used_pages == 0
+
+
+def test_stop_strings_need_a_tokenizer():
+    engine = load(native_engine(decoder_model(CONFIGS["llama"])), weights(CONFIGS["llama"]))
+    with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
+        completed(engine, PROMPTS, Sampling(stop_strings=("ab",)))
+
+
 def test_samples_follow_the_model():
     config = CONFIGS["llama"]
     hidden = decoder_model(config).apply(weights(config, torch.float64), Inputs(torch.tensor([[1, 2]]))).hidden

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from funrl.rollout.completions import Sampling
 from scripted_engine import ScriptedEngine
 from small_runs import GRPO, begin, gap, run_steps, small_job
 
@@ -14,6 +13,7 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.pool import Pool
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example, rollout
