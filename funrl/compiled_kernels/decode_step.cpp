@@ -179,23 +179,44 @@ template <class T> class Pass {
     }
   }
 
+  // The first position that a token sees.
+  int64_t first_seen(int64_t l, int64_t t) const {
+    const int64_t window = m.layer[l].window, end = s.position[t] + 1;
+    return window && end > window ? end - window : 0;
+  }
+
+  // A task of the attention is a tile and a key-value head.
+  Pages<T> pages_of(int64_t l, int64_t task) {
+    const int64_t at = task % m.kv_heads * head * PAGE;
+    const int32_t* table = s.tables + s.sequence[space.tiles[task / m.kv_heads].first] * s.width;
+    return {cache(s.keys, l) + at, cache(s.values, l) + at, page_numbers(), table, (int)head, {}};
+  }
+
+  // Lets the first keys of a later task be fetched while the last ones of this are read.
+  void fetch_ahead(Pages<T>& pages, int64_t l, int64_t later) {
+    const int64_t t = space.tiles[later / m.kv_heads].first;
+    const Pages<T> theirs = pages_of(l, later);
+    const int64_t page = first_seen(l, t) / PAGE, last = s.position[t] / PAGE;
+    for (int i = 0; i < MOST_TOGETHER; i++) pages.ahead[i] = theirs.key_page(page + i < last ? page + i : last);
+  }
+
   void attention(int64_t l, Team& team) {
     static thread_local AttentionScratch<T> scratch;
     const int group = m.heads / m.kv_heads;
-    const int64_t window = m.layer[l].window, tasks = space.tiles.size() * m.kv_heads;
+    const int64_t tasks = space.tiles.size() * m.kv_heads;
     const float scale = 1.0f / sqrtf(m.head);
     for (int64_t task; (task = team.next.fetch_add(1, std::memory_order_relaxed) - l * (tasks + team.size)) < tasks;) {
       const QueryTile tile = space.tiles[task / m.kv_heads];
-      const int64_t k = task % m.kv_heads, at = k * head * PAGE;
-      const int32_t* table = s.tables + s.sequence[tile.first] * s.width;
-      const Pages<T> pages{cache(s.keys, l) + at, cache(s.values, l) + at, page_numbers(), table, (int)head};
+      const int64_t k = task % m.kv_heads;
+      Pages<T> pages = pages_of(l, task);
+      fetch_ahead(pages, l, task + team.size < tasks ? task + team.size : task);
       QueryRow row[QUERY_ROWS];
       int count = 0;
       for (int64_t t = tile.first; t < tile.first + tile.count; t++)
         for (int g = 0; g < group; g++) {
-          const int64_t end = s.position[t] + 1, column = t * Q + (k * group + g) * head;
-          row[count++] = {space.query.data() + column, space.mixed.data() + column,
-                          window && end > window ? end - window : 0, end};
+          const int64_t column = t * Q + (k * group + g) * head;
+          row[count++] = {space.query.data() + column, space.mixed.data() + column, first_seen(l, t),
+                          s.position[t] + 1};
           if (count == QUERY_ROWS) attend(pages, row, count, scale, scratch), count = 0;
         }
       if (count) attend(pages, row, count, scale, scratch);
@@ -309,7 +330,8 @@ void attend_sequences(const T* q, const T* k, const T* v, const int64_t* offsets
         for (int64_t n = 0; n < size; n++) key[n] = widen(k[from + n]), value[n] = widen(v[from + n]);
         write_token(keys.data() + page, values.data() + page, t % PAGE, head, key.data(), value.data());
       }
-      const Pages<T> all{keys.data(), values.data(), PAGE * head, table.data(), (int)head};
+      const T* none = keys.data();
+      const Pages<T> all{none, values.data(), PAGE * head, table.data(), (int)head, {none, none, none, none}};
       const int64_t total = tokens * group;
       for (int64_t start = 0; start < total; start += QUERY_ROWS) {
         const int count = total - start < QUERY_ROWS ? total - start : QUERY_ROWS;

@@ -19,6 +19,8 @@ using Native = __m512;
 constexpr int PARTS = 1, TILE_ROWS = 6, TILE_LANES = 4;  // a tile of sums fills the registers: 24 of 32
 inline Native native_fma(Native a, Native b, Native c) { return _mm512_fmadd_ps(a, b, c); }
 inline Native native_splat(float x) { return _mm512_set1_ps(x); }
+inline Native native_load(const void* from) { return _mm512_loadu_ps(from); }
+inline void native_store(void* to, Native x) { _mm512_storeu_ps(to, x); }
 using NativeDouble = __m512d;
 inline NativeDouble native_widen(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
 #else
@@ -26,6 +28,8 @@ using Native = __m256;
 constexpr int PARTS = 2, TILE_ROWS = 3, TILE_LANES = 2;  // 12 of 16
 inline Native native_fma(Native a, Native b, Native c) { return _mm256_fmadd_ps(a, b, c); }
 inline Native native_splat(float x) { return _mm256_set1_ps(x); }
+inline Native native_load(const void* from) { return _mm256_loadu_ps((const float*)from); }
+inline void native_store(void* to, Native x) { _mm256_storeu_ps((float*)to, x); }
 using NativeDouble = __m256d;
 inline NativeDouble native_widen(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
 #endif
@@ -41,15 +45,17 @@ struct LaneInts {
   NativeInt part[PARTS];
 };
 
+// Before loops over an array of vectors: the compiler must unroll them to keep the array in registers.
+#define UNROLL _Pragma("GCC unroll 8")
 #define EACH_PART for (int i = 0; i < PARTS; i++)
 #define INLINE __attribute__((always_inline)) inline
 
 INLINE Lanes load(const float* from) {
   Lanes y;
-  EACH_PART memcpy(&y.part[i], from + i * WIDTH, sizeof(Native));
+  EACH_PART y.part[i] = (NativeFloat)native_load(from + i * WIDTH);
   return y;
 }
-INLINE void store(float* to, Lanes x) { EACH_PART memcpy(to + i * WIDTH, &x.part[i], sizeof(Native)); }
+INLINE void store(float* to, Lanes x) { EACH_PART native_store(to + i * WIDTH, (Native)x.part[i]); }
 INLINE Lanes splat(float x) {
   Lanes y;
   EACH_PART y.part[i] = (NativeFloat)native_splat(x);
@@ -215,7 +221,7 @@ template <> struct Product<Bfloat16> {
   using Weights = LaneInts;  // two numbers of a lane stand side by side
   static INLINE Weights weights(const Bfloat16* from) {
     Weights w;
-    EACH_PART memcpy(&w.part[i], from + 2 * i * WIDTH, sizeof(Native));
+    EACH_PART w.part[i] = (NativeInt)native_load(from + 2 * i * WIDTH);
     return w;
   }
   static INLINE Factor factor(const Bfloat16* from) {

@@ -12,7 +12,7 @@
 
 namespace funrl {
 
-constexpr int PAGE = 16, QUERY_ROWS = 8;
+constexpr int PAGE = 16, QUERY_ROWS = 8, MOST_TOGETHER = 4;
 
 // Keys and values of one layer and key-value head, and the pages of one sequence.
 template <class T> struct Pages {
@@ -20,6 +20,7 @@ template <class T> struct Pages {
   int64_t stride;          // numbers from a page to the next
   const int32_t* table;
   int head;  // padded head size
+  const T* ahead[MOST_TOGETHER];  // pages of keys that are wanted after these
 
   const T* key_page(int64_t page) const { return keys + table[page] * stride; }
   const T* value_page(int64_t page) const { return values + table[page] * stride; }
@@ -43,34 +44,34 @@ template <class T> struct AttentionScratch {
 };
 
 // scores[ROWS, TOGETHER * PAGE] = q k^T of some pages; TOGETHER is more than one only so that sums need not wait for one
-// another. Behind the last page it is repeated. The pages' values and the next pages' keys are fetched meanwhile.
+// another. Behind the last page it is repeated. These pages' values and the next ones' keys are fetched meanwhile.
 template <class T, int ROWS, int TOGETHER>
 void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const QueryRow* rows, float* scores,
                  int64_t stride) {
   using P = Product<T>;
   Lanes sum[TOGETHER][ROWS];
   const T *keys[TOGETHER], *next_keys[TOGETHER], *values[TOGETHER], *query[ROWS];
-  for (int i = 0; i < TOGETHER; i++) {
+  UNROLL for (int i = 0; i < TOGETHER; i++) {
     const int64_t here = page + i < page_end ? page + i : page_end - 1;
     keys[i] = pages.key_page(here), values[i] = pages.value_page(here);
-    next_keys[i] = pages.key_page(here + TOGETHER < page_end ? here + TOGETHER : page_end - 1);
+    next_keys[i] = here + TOGETHER < page_end ? pages.key_page(here + TOGETHER) : pages.ahead[i];
   }
-  for (int r = 0; r < ROWS; r++) query[r] = (const T*)rows[r].query;
-  for (int i = 0; i < TOGETHER; i++)
-    for (int r = 0; r < ROWS; r++) sum[i][r] = zeros();
+  UNROLL for (int r = 0; r < ROWS; r++) query[r] = (const T*)rows[r].query;
+  UNROLL for (int i = 0; i < TOGETHER; i++)
+    UNROLL for (int r = 0; r < ROWS; r++) sum[i][r] = zeros();
   for (int n = 0; n < pages.head; n += P::terms) {
     typename P::Weights key[TOGETHER];
-    for (int i = 0; i < TOGETHER; i++) {
+    UNROLL for (int i = 0; i < TOGETHER; i++) {
       key[i] = P::weights(keys[i] + n * PAGE);
       __builtin_prefetch(next_keys[i] + n * PAGE), __builtin_prefetch(values[i] + n * PAGE, 0, 2);
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(query[r] + n);
-      for (int i = 0; i < TOGETHER; i++) sum[i][r] = P::add(sum[i][r], key[i], factor);
+      UNROLL for (int i = 0; i < TOGETHER; i++) sum[i][r] = P::add(sum[i][r], key[i], factor);
     }
   }
-  for (int i = 0; i < TOGETHER; i++)
-    for (int r = 0; r < ROWS; r++) store(scores + r * stride + i * PAGE, sum[i][r]);
+  UNROLL for (int i = 0; i < TOGETHER; i++)
+    UNROLL for (int r = 0; r < ROWS; r++) store(scores + r * stride + i * PAGE, sum[i][r]);
 }
 
 // One row's scores of slots 0 .. slots - 1, the first of which is token `base`, to probabilities times their sum.
@@ -101,25 +102,25 @@ void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end,
                 int n, float* const* out) {
   using P = Product<T>;
   Lanes sum[ROWS][VECTORS];
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < VECTORS; j++) sum[r][j] = load(out[r] + n + j * LANES);
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int j = 0; j < VECTORS; j++) sum[r][j] = load(out[r] + n + j * LANES);
   for (int64_t token = first / P::terms * P::terms; token < end; token += P::terms) {
     const T* from = pages.value_page(token / PAGE) + (token % PAGE * pages.head + n * P::terms);
     typename P::Weights value[VECTORS];
-    for (int j = 0; j < VECTORS; j++) {
+    UNROLL for (int j = 0; j < VECTORS; j++) {
       value[j] = P::weights(from + j * LANES * P::terms);
       if constexpr (P::terms == 2) {
         if (token < first) EACH_PART value[j].part[i] &= (int32_t)0xffff0000;
         if (token + 1 == end) EACH_PART value[j].part[i] &= 0xffff;
       }
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(probabilities + r * stride + token - base);
-      for (int j = 0; j < VECTORS; j++) sum[r][j] = P::add(sum[r][j], value[j], factor);
+      UNROLL for (int j = 0; j < VECTORS; j++) sum[r][j] = P::add(sum[r][j], value[j], factor);
     }
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < VECTORS; j++) store(out[r] + n + j * LANES, sum[r][j]);
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int j = 0; j < VECTORS; j++) store(out[r] + n + j * LANES, sum[r][j]);
 }
 
 template <class T, int ROWS>
@@ -145,7 +146,7 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, float scale, Atten
   }
   const int64_t page = first / PAGE, page_end = (end + PAGE - 1) / PAGE, base = page * PAGE;
   const int64_t slots = (page_end - page) * PAGE;
-  constexpr int TOGETHER = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
+  constexpr int TOGETHER = ROWS <= 2 ? MOST_TOGETHER : ROWS <= 4 ? 2 : 1;
   const int64_t stride = (slots + TOGETHER * PAGE - 1) / (TOGETHER * PAGE) * (TOGETHER * PAGE);  // of a row's numbers
   scratch.reserve(stride, pages.head);
   float *scores = scratch.scores.data(), *out[ROWS], sum[ROWS];

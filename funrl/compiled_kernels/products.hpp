@@ -18,26 +18,26 @@ template <class T, int ROWS>
 void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool first, int pass, int passes) {
   using P = Product<T>;
   Lanes sum[ROWS][TILE_LANES];
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros();
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros();
   const T* next = w + (int64_t)count * PANEL;
   for (int k = 0; k < count; k += P::terms, w += PANEL * P::terms) {
     typename P::Weights weights[TILE_LANES];
-    for (int j = 0; j < TILE_LANES; j++) weights[j] = P::weights(w + j * LANES * P::terms);
+    UNROLL for (int j = 0; j < TILE_LANES; j++) weights[j] = P::weights(w + j * LANES * P::terms);
     if (pass-- == 0) {
       pass = passes - 1;
-      for (int j = 0; j < TILE_LANES; j++) __builtin_prefetch(next + k * PANEL + j * LANES * P::terms);
+      UNROLL for (int j = 0; j < TILE_LANES; j++) __builtin_prefetch(next + k * PANEL + j * LANES * P::terms);
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(x + r * x_stride + k);
-      for (int j = 0; j < TILE_LANES; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
+      UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
     }
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < TILE_LANES; j++) {
-      float* to = y + r * PANEL + j * LANES;
-      store(to, first ? sum[r][j] : load(to) + sum[r][j]);
-    }
+  if (!first)
+    UNROLL for (int r = 0; r < ROWS; r++)
+      UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = load(y + r * PANEL + j * LANES) + sum[r][j];
+  UNROLL for (int r = 0; r < ROWS; r++)
+    UNROLL for (int j = 0; j < TILE_LANES; j++) store(y + r * PANEL + j * LANES, sum[r][j]);
 }
 
 template <class T, int ROWS = TILE_ROWS>
