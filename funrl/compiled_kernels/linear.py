@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALLEST = 64 * 64  # elements of a weight; below it a call to oneDNN costs more than it gains
+SMALLEST = 128 * 128  # elements of a weight; below it a call to oneDNN costs more than it gains
 _CHUNK = 1024  # tokens that are summed in one call
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
 

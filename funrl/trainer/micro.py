@@ -64,6 +64,8 @@ def plan_epoch(
 ) -> Epoch:
     """Mini-batches of a pass, and the rank and micro-batch of every row; every rank computes the same.
 
+    The last plan is remembered: rows settle by the plan of the first pass, which the update then asks for again.
+
     Args:
       lengths: [B] tokens of each row.
       ranks: how many share the rows.
@@ -71,6 +73,15 @@ def plan_epoch(
       token_budget: tokens of a forward pass; a longer row raises it.
       cost: how the work of a row grows with its length.
     """
+    bits = np.asarray(lengths, dtype=np.int64).tobytes()
+    return _plan_epoch(bits, ranks, count, seed, step, epoch, token_budget, cost)
+
+
+@functools.lru_cache(maxsize=1)
+def _plan_epoch(
+    bits: bytes, ranks: int, count: int, seed: int, step: int, epoch: int, token_budget: int, cost: RowCost
+) -> Epoch:
+    lengths = np.frombuffer(bits, dtype=np.int64)
     parts = mini_batches(len(lengths), count, seed, step, epoch)
     sizes, most = _sizes(lengths, token_budget)
     packings, to = [], np.zeros(len(lengths), dtype=np.int64)
