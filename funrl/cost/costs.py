@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import funrl.compiled_kernels.varlen_attention  # noqa: F401  (registers its operators)
 from funrl import trees
+from funrl.compiled_kernels.linear import ONEDNN
 from funrl.cost.hardware import Hardware, op_seconds
 from funrl.data.packing import UNIT, RowCost
 from funrl.optim.base import Transformation
@@ -39,7 +40,7 @@ def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
     return 4 * q.shape[1] * q.shape[2] * pairs
 
 
-_ATTENTION = {
+_FORMULAS = {  # of operators that torch has none of, or a wrong one
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
@@ -50,6 +51,7 @@ _ATTENTION = {
     torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
         2.5 * _attended(q, offsets, window)
     ),
+    ONEDNN: lambda a, b, *_: 2 * a.numel() * len(b),
 }
 
 
@@ -306,10 +308,11 @@ class Tracer(TorchDispatchMode):
                 self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
             return
         packet = func.overloadpacket
-        formula: Callable | None = _ATTENTION.get(packet) or flop_registry.get(packet)
-        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _ATTENTION else 0
-        if formula and packet in _ATTENTION:
-            flops = formula(*args)
+        flops = 0
+        if packet in _FORMULAS:
+            flops = _FORMULAS[packet](*args)
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
         if not flops and (
             func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         ):
