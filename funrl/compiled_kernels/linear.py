@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALLEST = 64 * 64  # elements of a weight; below it a call to oneDNN costs more than it gains
+SMALLEST = 128 * 128  # elements of a weight; below it a call to oneDNN costs more than it gains
 _CHUNK = 1024  # tokens that are summed in one call
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+ONEDNN = torch.ops.mkldnn._linear_pointwise if _X86 and torch.backends.mkldnn.is_available() else None  # the operator
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -62,7 +63,7 @@ class _Product(torch.autograd.Function):
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     """Plain tensors only: what is simulated, traced, compiled or in `torch.func` sees operators of torch's core."""
     return (
-        _HAS_ONEDNN
+        ONEDNN is not None
         and not torch.compiler.is_compiling()
         and x.dtype == weight.dtype == torch.float32
         and type(x) is type(weight) is Tensor
@@ -75,4 +76,5 @@ def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _onednn(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
+    assert ONEDNN is not None
+    return ONEDNN(a_MK, b_NK, None, "none", [], "")

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,7 +56,8 @@ def varlen_attention_reference(
 ) -> Tensor:
     """`varlen_attention` with the whole matrix of weights of each segment."""
     outs = []
-    for part in _segments(offsets):
+    for begin, end in itertools.pairwise(offsets.tolist()):
+        part = slice(begin, end)
         q, k, v = q_1THN[:, part], k_1TKN[:, part], v_1TKN[:, part]
         seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
         outs.append(attention_reference(q, k, v, seen if window is None else seen.triu(1 - window)))
@@ -110,13 +112,14 @@ def flash_kernel() -> Kernel:
     return kernel
 
 
-def _segments(offsets: Tensor) -> Iterator[slice]:
-    """The segments that are not empty."""
-    begin, *ends = offsets.tolist()
-    for end in ends:
-        if end > begin:
-            yield slice(begin, end)
-        begin = end
+def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Neighbouring segments of one length, less empty ones: their first token, their number and their length."""
+    ends = offsets.cpu().numpy()
+    lengths = np.diff(ends)
+    begins, lengths = ends[:-1][lengths > 0], lengths[lengths > 0]
+    first = np.flatnonzero(np.diff(lengths, prepend=0))
+    counts = np.diff(first, append=len(lengths))
+    yield from zip(begins[first].tolist(), counts.tolist(), lengths[first].tolist(), strict=True)
 
 
 @torch.library.custom_op("funrl::varlen_attention", mutates_args=(), device_types="cpu")
@@ -239,16 +242,15 @@ class _Block(NamedTuple):
 
 def _blocks(offsets: Tensor, window: int, q: Tensor) -> Iterator[_Block]:
     """All queries: neighbouring segments of one length together, `_BLOCK` of them where the window is shorter."""
-    for length, run in itertools.groupby(_segments(offsets), lambda part: part.stop - part.start):
-        parts = list(run)
+    for start, count, length in _runs(offsets):
         if not 0 < window < length:
-            whole = slice(parts[0].start, parts[-1].stop)
-            yield _Block(whole, whole, len(parts), None)
+            whole = slice(start, start + count * length)
+            yield _Block(whole, whole, count, None)
             continue
-        for part in parts:
-            for begin in range(part.start, part.stop, _BLOCK):
-                end = min(begin + _BLOCK, part.stop)
-                first = max(part.start, begin - window + 1)
+        for segment in range(start, start + count * length, length):
+            for begin in range(segment, segment + length, _BLOCK):
+                end = min(begin + _BLOCK, segment + length)
+                first = max(segment, begin - window + 1)
                 behind = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
                 band = torch.zeros_like(behind, dtype=q.dtype).masked_fill(
                     (behind < 0) | (behind >= window), -torch.inf

@@ -40,7 +40,7 @@ def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
     return 4 * q.shape[1] * q.shape[2] * pairs
 
 
-_ATTENTION = {
+_FORMULAS = {  # of operators that torch has none of, or a wrong one
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
@@ -308,10 +308,11 @@ class Tracer(TorchDispatchMode):
                 self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
             return
         packet = func.overloadpacket
-        formula: Callable | None = _ATTENTION.get(packet) or flop_registry.get(packet)
-        flops = formula(*args, **kwargs, out_val=out) if formula and packet not in _ATTENTION else 0
-        if formula and packet in _ATTENTION:
-            flops = formula(*args)
+        flops = 0
+        if packet in _FORMULAS:
+            flops = _FORMULAS[packet](*args)
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
         if not flops and (
             func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         ):

@@ -20,7 +20,7 @@ from funrl.seeds import derived_seed
 from funrl.trainer.step_rows import Rows
 
 MULTIPLE = 8  # sizes of micro-batches are multiples of it
-PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
+BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
 SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
 PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
 
@@ -65,6 +65,8 @@ def plan_epoch(
 ) -> Epoch:
     """Mini-batches of a pass, and the rank and micro-batch of every row; every rank computes the same.
 
+    The last plan is remembered: rows settle by the plan of the first pass, which the update then asks for again.
+
     Args:
       lengths: [B] tokens of each row.
       ranks: how many share the rows.
@@ -72,6 +74,15 @@ def plan_epoch(
       token_budget: tokens of a forward pass; a longer row raises it.
       cost: how the work of a row grows with its length.
     """
+    bits = np.asarray(lengths, dtype=np.int64).tobytes()
+    return _plan_epoch(bits, ranks, count, seed, step, epoch, token_budget, cost)
+
+
+@functools.lru_cache(maxsize=1)
+def _plan_epoch(
+    bits: bytes, ranks: int, count: int, seed: int, step: int, epoch: int, token_budget: int, cost: RowCost
+) -> Epoch:
+    lengths = np.frombuffer(bits, dtype=np.int64)
     parts = mini_batches(len(lengths), count, seed, step, epoch)
     sizes, most = _sizes(lengths, token_budget)
     packings, to = [], np.zeros(len(lengths), dtype=np.int64)
@@ -136,7 +147,7 @@ def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
     return _sizes(lengths, token_budget)[1]
 
 
-def _sizes(lengths: np.ndarray, token_budget: int, parts: int = PARTS) -> tuple[tuple[int, ...], int]:
+def _sizes(lengths: np.ndarray, token_budget: int, parts: int = BUDGET_PARTS) -> tuple[tuple[int, ...], int]:
     """Sizes of micro-batches, by parts of the token budget, and how many rows one has at most."""
     sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE, parts)
     return sizes, sizes[-1] // MULTIPLE + MULTIPLE

@@ -1,17 +1,14 @@
 """Products by oneDNN against torch's own: the same numbers, and who is given which."""
 
-import platform
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funrl.compiled_kernels.linear import linear, product, sum_of_products
+from funrl.compiled_kernels.linear import ONEDNN, linear, product, sum_of_products
 from funrl.mesh.simulate import gather, per_rank, simulate
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
-needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="torch has oneDNN on x86-64 only")
+needs_onednn = pytest.mark.skipif(ONEDNN is None, reason="it is used on x86-64 only")
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
@@ -37,7 +34,7 @@ def with_gradients(fn, *inputs):
 
 
 @pytest.mark.parametrize("shape", [(1, 96), (3, 96), (2, 1300, 96), (2, 3, 5, 96)])
-@pytest.mark.parametrize("rows", [64, 7])
+@pytest.mark.parametrize("rows", [192, 7])
 @pytest.mark.parametrize("biased", [False, True])
 def test_values_and_gradients_are_those_of_float64(shape, rows, biased):
     inputs = [draw(*shape), weight_of(rows, 96)] + [draw(rows, seed=3)] * biased
@@ -49,30 +46,30 @@ def test_values_and_gradients_are_those_of_float64(shape, rows, biased):
 
 
 def test_transposed_operands():
-    x, w = draw(96, 40).T, weight_of(80, 96).T.contiguous().T
+    x, w = draw(96, 40).T, weight_of(200, 96).T.contiguous().T
     assert (linear(x, w) - x.double() @ w.double().T).abs().max() < 1e-5
     assert (product(x, w) - x.double() @ w.double().T).abs().max() < 1e-5
-    grad = draw(40, 80)
+    grad = draw(40, 200)
     assert (product(grad, w.T) - grad.double() @ w.double()).abs().max() < 1e-4
     assert (sum_of_products(grad, x) - grad.double().T @ x.double()).abs().max() < 1e-4
 
 
 def test_float64_is_torchs_own_to_the_last_bit():
-    x, w = draw(5, 96, dtype=torch.float64), weight_of(64, 96, torch.float64)
+    x, w = draw(5, 96, dtype=torch.float64), weight_of(192, 96, torch.float64)
     for one, two in zip(with_gradients(linear, x, w), with_gradients(F.linear, x, w), strict=True):
         assert torch.equal(one, two)
     assert torch.equal(product(x, w), x @ w.T) and torch.equal(sum_of_products(x, x), x.T @ x)
 
 
 def test_no_rows_at_all():
-    out, d_x, d_w = with_gradients(linear, draw(0, 96), weight_of(64, 96))
-    assert out.shape == (0, 64) and d_x.shape == (0, 96) and torch.equal(d_w, torch.zeros(64, 96))
-    assert torch.equal(sum_of_products(draw(0, 64), draw(0, 96)), torch.zeros(64, 96))
+    out, d_x, d_w = with_gradients(linear, draw(0, 96), weight_of(192, 96))
+    assert out.shape == (0, 192) and d_x.shape == (0, 96) and torch.equal(d_w, torch.zeros(192, 96))
+    assert torch.equal(sum_of_products(draw(0, 192), draw(0, 96)), torch.zeros(192, 96))
 
 
 def test_only_the_gradients_that_are_asked_for():
     for asked in (0, 1):
-        inputs = [draw(10, 96), weight_of(64, 96)]
+        inputs = [draw(10, 96), weight_of(192, 96)]
         inputs[asked].requires_grad_()
         (got,) = torch.autograd.grad(linear(*inputs).sum(), inputs[asked])
         (expected,) = torch.autograd.grad(F.linear(*inputs).sum(), inputs[asked])
@@ -81,7 +78,7 @@ def test_only_the_gradients_that_are_asked_for():
 
 def test_the_second_derivative():
     def second(fn):
-        x, w = draw(10, 96).requires_grad_(), weight_of(64, 96).requires_grad_()
+        x, w = draw(10, 96).requires_grad_(), weight_of(192, 96).requires_grad_()
         first = torch.autograd.grad(fn(x, w).square().sum(), (x, w), create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
 
@@ -91,7 +88,7 @@ def test_the_second_derivative():
 
 @needs_onednn
 def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are():
-    for rows, columns in ((64, 96), (300, 64), (72, 1500)):
+    for rows, columns in ((192, 96), (300, 64), (72, 1500)):
         x, w = draw(300, columns), weight_of(rows, columns)
         whole = linear(x, w)
         for count in (2, 3, 4, 5, 8, 15, 16, 17, 64, 65, 299):
@@ -104,16 +101,16 @@ def test_who_computes_is_told_by_the_weight():
     def names(x, w):
         return seen(lambda: with_gradients(linear, x, w))
 
-    assert names(draw(2000, 64), weight_of(64, 64)) == {"mkldnn::_linear_pointwise"}
-    assert names(draw(2000, 64), weight_of(63, 64)) == {"aten::mm"}
-    assert names(draw(2000, 64, dtype=torch.float64), weight_of(64, 64, torch.float64)) == {"aten::mm"}
+    assert names(draw(2000, 128), weight_of(128, 128)) == {"mkldnn::_linear_pointwise"}
+    assert names(draw(2000, 128), weight_of(127, 128)) == {"aten::mm"}
+    assert names(draw(2000, 128, dtype=torch.float64), weight_of(128, 128, torch.float64)) == {"aten::mm"}
     with torch.no_grad():
         for rows in (1, 2, 2000):
-            assert seen(lambda rows=rows: linear(draw(rows, 64), weight_of(64, 64))) == {"mkldnn::_linear_pointwise"}
+            assert seen(lambda n=rows: linear(draw(n, 128), weight_of(128, 128))) == {"mkldnn::_linear_pointwise"}
 
 
 def test_tracers_see_operators_of_torchs_core():
-    x, w = draw(5, 64), weight_of(64, 64)
+    x, w = draw(5, 96), weight_of(192, 96)
     with FakeTensorMode() as fake:
         fakes = [fake.from_tensor(one) for one in (x, w)]
         assert seen(lambda: linear(*fakes)) <= {"aten::mm"}
@@ -131,8 +128,8 @@ def test_tracers_see_operators_of_torchs_core():
 
 
 def test_on_simulated_ranks():
-    x, w = draw(4, 64), weight_of(128, 64)
+    x, w = draw(4, 96), weight_of(384, 96)
     with simulate("tp2"):
-        mine = linear(x, per_rank(2, lambda rank: w[64 * rank : 64 * rank + 64]))
+        mine = linear(x, per_rank(2, lambda rank: w[192 * rank : 192 * rank + 192]))
         parts = [gather(mine, rank) for rank in range(2)]
     assert (torch.cat(parts, -1) - linear(x, w)).abs().max() < 1e-5

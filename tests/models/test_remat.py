@@ -72,7 +72,7 @@ def test_what_is_kept_and_what_is_computed_again():
 
 def test_products_by_onednn_are_kept_too():
     """They are in float32, of weights that are large enough."""
-    model = decoder_model(dataclasses.replace(CONFIG, embed=64, kv_heads=4, head=16, mlp=64))
+    model = decoder_model(dataclasses.replace(CONFIG, embed=128, kv_heads=4, head=32, mlp=128))
     params, batch = model.init(torch.Generator().manual_seed(0)), Batch(tokens=TOKENS, mask=None)
     found = {}
     for mode in MODES:

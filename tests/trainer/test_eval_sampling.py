@@ -53,7 +53,6 @@ def test_flags_of_sampling_reach_the_engine():
         (QWEN | {"do_sample": False}, {}, {"greedy": True, "top_k": 20, "top_p": 0.8}, set()),
         ({"do_sample": True}, {}, {}, {"temperature"}),
     ],
-    ids=str,
 )
 def test_evaluation_samples_as_the_model_says_where_no_flag_does(says, settings, expected, taken):
     job = job_of(says, **settings)
