@@ -87,7 +87,14 @@ class CacheCounts(NamedTuple):
 
 
 class Core(Protocol):
-    """vLLM as `VLLMEngine` uses it, in this process or in a server."""
+    """vLLM as `VLLMEngine` uses it, in this process or in a server.
+
+    Attributes:
+      generation: changes where all requests have been lost and have to be added again.
+    """
+
+    @property
+    def generation(self) -> int: ...
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
         """Begin requests."""
@@ -99,6 +106,10 @@ class Core(Protocol):
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; numbers that are not there are left alone."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all requests."""
         ...
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -175,12 +186,14 @@ class LocalCore:
       model: that it computes.
       tensor: ranks that share the model.
       page_bytes: of keys and values of a page on a rank.
+      generation: always 0: it loses no requests.
     """
 
     engine: Any
     model: Model
     tensor: int
     page_bytes: int
+    generation: int = 0
 
     def __post_init__(self) -> None:
         self.sampler = self.runner.sampler = RequestSampler(self.runner)
@@ -232,6 +245,10 @@ class LocalCore:
         self.engine.abort_request([str(number) for number in there])
         for number in there:
             self._forget(number)
+
+    def forget(self) -> None:
+        """Forget all requests; see `Core`."""
+        self.drop(list(self._ids))
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; see `Core`."""

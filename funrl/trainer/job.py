@@ -23,7 +23,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError, run_kind
+from funrl.trainer.declaration import SettingsError, parts, run_kind
 from funrl.trainer.job_data import (
     Given,
     Task,
@@ -247,6 +247,14 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh) -> None:
     Raises:
       SettingsError: it cannot, or is not installed.
     """
+    if settings.engine == "vllm_server":
+        given, replicas = len(parts(settings.engine_url)), mesh.size(mesh.row_axes)
+        if given != replicas or mesh.size("tensor") > 1:
+            raise SettingsError(
+                f"--engine_url={settings.engine_url}: {given} servers, which hold whole models, for the generate mesh "
+                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
+            )
+        return  # the rest is for the server to say, which may have another device
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
     try:
         check_vllm(model.config, mesh.device.type, TORCH_DTYPES[settings.dtype], mesh.size("tensor"), cache_bytes)

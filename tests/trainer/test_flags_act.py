@@ -62,6 +62,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "engine": "trainer/test_vllm_runs.py::test_a_run_that_vllm_cannot_generate_for_is_refused",
+    "engine_url": "trainer/test_vllm_runs.py::test_the_servers_of_a_run_are_one_for_each_data_rank",
+    "engine_timeout": "trainer/test_vllm_runs.py::test_a_run_waits_for_its_server_and_names_it",
     "queue": "trainer/test_engine_flags.py::test_ranks_take_prompts_as_they_have_room_or_by_their_numbers",
     "repetition_penalty": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
     "eval_top_k": "trainer/test_eval_sampling.py::test_evaluation_is_drawn_from_that_distribution",
