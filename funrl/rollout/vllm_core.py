@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -386,7 +387,9 @@ def _contained(mesh: Mesh) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
+        devices = [mesh.device] if mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's names that vLLM still uses
             yield
     finally:
         torch.set_num_threads = threads
