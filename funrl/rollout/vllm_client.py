@@ -56,7 +56,7 @@ class RemoteCore:
         self.url, self.generation = url.rstrip("/"), 0
         self._sizes, self._timeout_s, self._instance = sizes, timeout_s, ""
         self._counts = CacheCounts(0, 0, 0, 0, 0)
-        self._asleep = False
+        self._asleep = self._loaded = False  # the server; all weights by the server
         self._weights: list[Path] = []
         self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -82,7 +82,7 @@ class RemoteCore:
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Keep all weights in files, for a server that is started again, and send them; see `Core`."""
-        self._weights = []
+        self._weights, self._loaded = [], False
         for number, bucket in enumerate(_buckets(named_weights)):
             file = Path(self._folder.name) / f"{number:06}"
             file.write_bytes(save_safetensors(bucket))
@@ -161,7 +161,7 @@ class RemoteCore:
 
     def _restore(self, instance: str) -> None:
         self._ask("open", json.dumps(self._sizes).encode(), self._timeout_s)  # it forgets all requests
-        if instance != self._instance and self._weights:
+        if self._weights and (instance, True) != (self._instance, self._loaded):
             self._send_weights()
         self._ask("sleep" if self._asleep else "wake", b"{}", self._timeout_s)
         self._instance = instance
@@ -170,6 +170,7 @@ class RemoteCore:
         for file in self._weights:
             self._ask("bucket", file.read_bytes(), self._timeout_s)
         self._ask("reload", b"{}", self._timeout_s)
+        self._loaded = True
 
 
 def vllm_client(

@@ -15,8 +15,8 @@ from funrl.rollout.engine import complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_client import EngineServerError, vllm_client
-from funrl.rollout.vllm_core import CoreRequest
-from funrl.rollout.vllm_server import CoreServer, plain_requests, request_of
+from funrl.rollout.vllm_core import CacheCounts, CoreRequest, DrawnTokens
+from funrl.rollout.vllm_server import CoreHandler, CoreServer, plain_requests, request_of
 
 MODEL = decoder_model(WIDE)
 needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
@@ -61,6 +61,76 @@ def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+class CountingCore:
+    """A core that draws 1, 2, 3 ... for each request, and keeps what it is given."""
+
+    def __init__(self):
+        self.requests, self.weights, self.loads, self.generation = {}, {}, 0, 0
+
+    def add(self, requests):
+        self.requests |= {one.number: one for one in requests}
+
+    def step(self):
+        found = []
+        for number, one in list(self.requests.items()):
+            found.append(DrawnTokens(number, [one.written + 1], [-1.0], [-2.0], 0))
+            self.requests[number] = one._replace(written=one.written + 1, count=one.count - 1)
+            if one.count == 1:
+                del self.requests[number]
+        return found
+
+    def drop(self, numbers):
+        self.requests = {number: one for number, one in self.requests.items() if number not in numbers}
+
+    def forget(self):
+        self.requests = {}
+
+    def reload(self, named_weights):
+        self.weights, self.loads = dict(named_weights), self.loads + 1
+
+    def sleep(self): ...
+
+    def wake(self): ...
+
+    def counts(self):
+        return CacheCounts(16, 1, 8, len(self.requests), 0)
+
+
+@pytest.mark.parametrize("lost", ["bucket", "reload", "add", "step", "drop", "wake", "sleep"])
+def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
+    """The server stays, but one connection breaks."""
+    core, times = CountingCore(), iter([True])
+    answer = CoreHandler.do_POST
+
+    def breaks(handler):
+        if handler.path == f"/{lost}" and armed and next(times, False):
+            return handler.connection.shutdown(socket.SHUT_RDWR)
+        return answer(handler)
+
+    monkeypatch.setattr(CoreHandler, "do_POST", breaks)
+    server, armed = CoreServer(("127.0.0.1", 0), lambda message: core), []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=20)
+    armed.append(True)
+    params = weights(WIDE)
+    load(engine, params, 4)
+    assert set(core.weights) == {there for there, _ in MODEL.names.values()} and core.loads == 1
+    assert torch.equal(core.weights["model.norm.weight"], params["norm"])
+    engine.submit(requests_of([[1], [2, 3], [4]], Sampling(max_new_tokens=6), 0))
+    for _ in range(3):
+        engine.step()
+    engine.cancel([1])
+    engine.pause()
+    engine.resume()
+    done = []
+    while engine.in_flight():
+        done += engine.step()
+    assert engine.core.generation == 2 and next(times, None) is None  # the first is that of its beginning
+    assert [(one.number, one.tokens.tolist()) for one in done] == [(0, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6])]
+    assert all(one.versions.tolist() == [4] * 6 for one in done)
+    server.shutdown()
 
 
 @pytest.mark.skipif(NO_VLLM is None, reason="vLLM is installed here")
