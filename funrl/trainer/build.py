@@ -13,12 +13,14 @@ from funrl.algos.core import reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
-from funrl.mesh.reshard import reshard
+from funrl.mesh.reshard import export_weights, reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.model import Layer
 from funrl.rewards.pool import Pool
-from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.engine import Engine
+from funrl.rollout.native import native_engine
+from funrl.rollout.vllm_engine import vllm_engine
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.optimizer import make_optimizer
@@ -35,7 +37,7 @@ class Generator(NamedTuple):
       to_engine: the plan from the policy's stored layouts to the engine's.
     """
 
-    engine: NativeEngine
+    engine: Engine
     mesh: Mesh
     to_engine: Plan
 
@@ -108,7 +110,12 @@ def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
-    engine = native_engine(placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode, note=note)
+    how = (placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes)
+    if settings.engine == "vllm":
+        compiled = settings.compile == "on" or (settings.compile == "auto" and mesh.device.type == "cuda")
+        engine = vllm_engine(*how, compiled=compiled, decode=decode)
+    else:
+        engine = native_engine(*how, layer=layer, decode=decode, note=note)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 
@@ -165,7 +172,11 @@ def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
     engine, _, to_engine = parts.generator
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        yield from engine.weights.named(reshard(state.roles["policy"].params, to_engine, parts.mesh))
+        params = state.roles["policy"].params
+        if engine.weights.streamed:
+            yield from export_weights(params, parts.roles["policy"].placed.stored, parts.mesh, engine.weights.names)
+        else:
+            yield from engine.weights.named(reshard(params, to_engine, parts.mesh))
 
     with (clock or Clock()).phase("reshard"):
         engine.load(weights(), state.version + 1)

@@ -18,8 +18,10 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
+from funrl.models.config import ModelError
 from funrl.models.generation_config import GENERATION, sampling_defaults
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError, run_kind
@@ -126,7 +128,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
         mesh = Mesh(generating, device=torch.device(device))
-        check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
+        if settings.engine == "native":
+            check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
+        else:
+            check_engine(settings, model, mesh)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
@@ -146,7 +151,8 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if given.model is not None:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
-        return decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
+        head = arithmetic.HEAD if settings.engine == "native" else arithmetic.VLLM_HEAD
+        return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
         return hf.check_directory(settings.model), load_tokenizer(settings.model)
 
@@ -242,6 +248,22 @@ def check_meshes(
     with blaming(f"mesh={settings.mesh}"):
         check_layouts(models, settings, sizes, generating)
     return generating
+
+
+def check_engine(settings: Settings, model: Model, mesh: Mesh) -> None:
+    """Check that the engine of a flag can generate with the model.
+
+    Args:
+      mesh: the generate mesh.
+
+    Raises:
+      SettingsError: it cannot, or is not installed.
+    """
+    cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
+    try:
+        check_vllm(model.config, mesh.device.type, TORCH_DTYPES[settings.dtype], mesh.size("tensor"), cache_bytes)
+    except (ModelError, ImportError) as error:
+        raise SettingsError(f"--engine={settings.engine}: {error}") from error
 
 
 def task_of(

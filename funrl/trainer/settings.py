@@ -185,6 +185,10 @@ class Settings:
     save_every: int = flag(0, "job", "steps between checkpoints in --run_dir; 0: none", at_least(0))
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
+    engine: str = flag(
+        "native", "rollout", "what generates: native; vllm, inside of the trainer's processes",
+        one_of("native", "vllm"), kinds=RL,
+    )  # fmt: skip
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(
         None, "rollout", "tokens a completion may have", at_least(1), kinds=RL,
