@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     kind = run_kind(algorithm, settings.data)
     settings = for_kind(settings, kind)
     check_settings(settings)
+    settings = located(settings)
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
@@ -112,6 +114,9 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     model, tokenizer = first_model(settings, given)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
+    lead = "policy" if "policy" in models else next(iter(algorithm.losses))
+    with blaming(f"model={settings.model}"):
+        hf.check_savable(models[lead])
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Texts):
@@ -132,6 +137,13 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
     )  # fmt: skip
+
+
+def located(settings: Settings) -> Settings:
+    """The settings with directories instead of names of models in the local Hugging Face cache."""
+    given = {name: getattr(settings, name) for name in ("model", "teacher", "reward_model")}
+    found = {name: str(hf.find_directory(model)) for name, model in given.items() if model is not None}
+    return dataclasses.replace(settings, **found)
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:

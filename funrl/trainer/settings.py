@@ -105,7 +105,12 @@ class Settings:
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
 
-    model: str | None = flag(None, "job", "Hugging Face directory", chosen="a small decoder from scratch")
+    model: str | None = flag(
+        None,
+        "job",
+        "Hugging Face directory, or name of a model in its local cache",
+        chosen="a small decoder from scratch",
+    )
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
