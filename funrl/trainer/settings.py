@@ -185,6 +185,11 @@ class Settings:
         None, "rollout", "tokens a completion may have", at_least(1), kinds=RL,
         chosen="the embedded task's; with --prompts 64, or 32 without --model",
     )  # fmt: skip
+    new_tokens_per_step: int | None = flag(
+        None, "rollout", "tokens that a completion may be continued by in a step, fewer than --max_new_tokens; the "
+        "rest is written in later steps, by their weights",
+        at_least(1), kinds=RL, chosen="whole completions",
+    )  # fmt: skip
     temperature: float = flag(
         1.0, "rollout", "of sampling; the trainer's log-probabilities use it too", above(0), kinds=RL
     )
