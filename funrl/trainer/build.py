@@ -108,7 +108,10 @@ def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
-    engine = native_engine(placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode, note=note)
+    engine = native_engine(
+        placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode, speculate=settings.speculate,
+        note=note,
+    )  # fmt: skip
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 

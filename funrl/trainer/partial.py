@@ -81,7 +81,7 @@ class BegunPrompts(NamedTuple):
 
     def ready(self, samples: int) -> np.ndarray:
         """[P] prompts all of whose samples are finished."""
-        return ~self.paused.reshape(-1, samples).any(1)
+        return ~np.asarray(self.paused.reshape(-1, samples).any(1))
 
     def some(self, prompts: np.ndarray, samples: int) -> BegunPrompts:
         """Some prompts, by their places here."""
@@ -263,8 +263,8 @@ def _unfiltered(seen: Examined) -> Examined:
 
 def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyond: int) -> dict[str, float]:
     """Numbers of a step's prompts."""
-    useful, unfinished = seen.kept_PS.any(1), int((~held.ready(g.sampling.samples)).sum())
-    told = {
+    useful, unfinished = np.asarray(seen.kept_PS.any(1)), int((~held.ready(g.sampling.samples)).sum())
+    told: dict[str, float] = {
         "partial/new_prompts": drawn,
         "partial/unfinished_prompts": unfinished,
         "partial/finished_prompts_left": max(0, int(useful.sum()) - g.batch_prompts),

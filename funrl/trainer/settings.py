@@ -96,6 +96,11 @@ class Settings:
         above(0), kinds=RL, chosen="half of the memory that is free then",
     )  # fmt: skip
     decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
+    speculate: int = flag(
+        0, "devices", "tokens of a completion that are drafted by what followed before in its text, and drawn in one "
+        "pass where few rows are decoded; 0: none. A draft changes no completion",
+        at_least(0), kinds=RL,
+    )  # fmt: skip
     queue: str = flag(
         "tickets", "devices", "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, "
         "by their numbers, which a run on GPUs needs to be repeated exactly",

@@ -63,6 +63,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
+    "speculate": "trainer/test_engine_flags.py::test_drafts_take_fewer_passes_and_change_no_number",
     "queue": "trainer/test_engine_flags.py::test_ranks_take_prompts_as_they_have_room_or_by_their_numbers",
     "eval_top_k": "trainer/test_eval_sampling.py::test_evaluation_is_drawn_from_that_distribution",
     "eval_top_p": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
