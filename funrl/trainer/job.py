@@ -29,6 +29,7 @@ from funrl.trainer.job_data import (
     Given,
     Task,
     Texts,
+    check_budget,
     check_cache,
     check_prompt_lengths,
     fields_of_texts,
@@ -125,6 +126,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
+        check_budget(settings, sampling.max_new_tokens)
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
         mesh = Mesh(generating, device=torch.device(device))
@@ -214,6 +216,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     available |= set(fields_by("source") if source is None else source)
     if settings.teacher is None:
         available.discard("divergence")  # the step computes it with a teacher beside the policy
+    if settings.new_tokens_per_step is None:
+        available.discard("version")  # all tokens of a step are of the same weights
     try:
         check(algorithm, available)
     except ValueError as error:

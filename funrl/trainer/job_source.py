@@ -26,9 +26,10 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
-from funrl.trainer.generation import Example, Rollout, generating_ranks, rollout
+from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import has_workers
+from funrl.trainer.partial import Budgeted, partial_source
 from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
@@ -88,8 +89,11 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     if taken := inherited(job):
         how = ", ".join(f"{name} {value}" for name, value in taken.items())
         show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
-    source = prompt_source(generation, clock, show)
     assert parts.generator is not None
+    if settings.new_tokens_per_step is None:
+        source = prompt_source(generation, clock, show)
+    else:
+        source = partial_source(generation, budgeted(job, parts, decode, settings.new_tokens_per_step), clock, show)
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
@@ -100,6 +104,22 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
     engine, mesh, _ = parts.generator
     return rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, job.settings.queue)
+
+
+def budgeted(job: Job, parts: Parts, decode: Any, tokens: int) -> Budgeted:
+    """The engine and the rewards as rows need them that are written a part at a time."""
+    assert parts.generator is not None and isinstance(job.task, Task)
+    pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
+    engine, mesh, _ = parts.generator
+
+    def fulfil(groups: Any, own: Any, examples: Sequence[Example], rows: int) -> Rollout:
+        return fulfilled(engine, groups, own, examples, pool, decode, mesh, weights, job.settings.queue, rows)
+
+    none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
+    scores = torch.zeros(0, len(weights), dtype=torch.float64, device=mesh.device)
+    dtype = torch.promote_types(engine.weights.dtype, torch.float32)
+    nothing = Rollout((), none, none.bool(), scores.sum(1), scores, np.zeros(0, dtype=np.int64), mesh, dtype)
+    return Budgeted(fulfil, lambda: engine.version or 0, nothing, tokens)
 
 
 def rescoring(

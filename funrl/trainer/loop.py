@@ -78,7 +78,7 @@ def train_loop(
     settings = job.settings
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
     folder = checkpoint.shared_folder(observer, mesh)
-    state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, state, folder, observer))
+    state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, trainer.source, state, folder, observer))
     place = offload.mover(settings.offload, trainer.parts, observer.note)
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -101,7 +101,7 @@ def train_loop(
                 last = trainer.source.evaluate(state.roles, step)
                 metrics |= last
             observer.step(step, metrics | memory_metrics(mesh), trainer.clock.take())
-            checkpoint.save_when_due(job, trainer.parts, state, folder)
+            checkpoint.save_when_due(job, trainer.parts, trainer.source, state, folder)
     except (RewardError, NotFiniteError, SyncError) as failure:
         error = str(failure)
     _, state = place(trainer, state, "save")
