@@ -24,12 +24,15 @@ class WeightSpec:
       layouts: of the model's weights, on the devices of `mesh`.
       mesh: the devices.
       dtype: of the weights; an engine converts others.
+      streamed: whether `Engine.load` takes whole weights one by one and keeps none of them, so that they are best made
+        a bucket at a time.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
     layouts: trees.Tree
     mesh: Mesh
     dtype: torch.dtype
+    streamed: bool = False
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
         """Weights of the model, this rank's shards in `layouts`, as `Engine.load` takes them."""

@@ -74,7 +74,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         decode=decode,
         prompts=task.prompts,
         heldout=task.heldout[: settings.eval_prompts],
-        solved=functools.partial(solved, task.weights[: len(task.rewards)]) if task.rewards else None,
+        solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
         rescore=rescoring(job, parts, frozen),
@@ -137,16 +137,25 @@ def rescoring(
     )  # fmt: skip
 
 
-def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
-    """Mask of the completions that have all that the reward functions can give, where each gives 1 at most.
+def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
+    """A function of scores [R, K]: mask of the completions that have all that the reward functions can give.
+
+    It gives None from the first score on that is no verdict: neither 0 nor 1, nor NaN, where a function does not apply.
 
     Args:
-      weights: of the functions.
-      scores_RK: theirs come first.
+      weights: of the functions, whose scores come first.
     """
-    factors = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     full = sum(max(weight, 0.0) for weight in weights) - 1e-9
-    return (scores_RK[:, : len(weights)] * factors).nansum(1) >= full
+    graded = False
+
+    def solved(scores_RK: Tensor) -> Tensor | None:
+        nonlocal graded
+        own_RK = scores_RK[:, : len(weights)]
+        graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
+        factors = torch.tensor(weights, dtype=own_RK.dtype, device=own_RK.device)
+        return None if graded else (own_RK * factors).nansum(1) >= full
+
+    return solved
 
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:

@@ -110,7 +110,12 @@ class Settings:
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
 
-    model: str | None = flag(None, "job", "Hugging Face directory", chosen="a small decoder from scratch")
+    model: str | None = flag(
+        None,
+        "job",
+        "Hugging Face directory, or name of a model in its local cache",
+        chosen="a small decoder from scratch",
+    )
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
@@ -185,6 +190,18 @@ class Settings:
     save_every: int = flag(0, "job", "steps between checkpoints in --run_dir; 0: none", at_least(0))
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
+    engine: str = flag(
+        "native", "rollout", "what generates; vllm is in the trainer's processes",
+        one_of("native", "vllm", "vllm_server"), kinds=RL,
+    )  # fmt: skip
+    engine_url: str | None = flag(
+        None, "rollout", "servers of --engine=vllm_server, one for each data rank, with commas between",
+        kinds=RL,
+    )  # fmt: skip
+    engine_timeout: float | None = flag(
+        None, "rollout", "seconds that a server may take to answer or to come back", above(0),
+        kinds=RL, chosen="600", requires="engine_url",
+    )  # fmt: skip
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(
         None, "rollout", "tokens a completion may have", at_least(1), kinds=RL,

@@ -63,7 +63,8 @@ class Generation(NamedTuple):
       roll: (examples, sampling, seed) -> completions, rewarded.
       decode: token ids without the stop token -> text.
       prompts, heldout: to train on, and to evaluate on.
-      solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation; None: that is not told.
+      solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation, or None where
+        scores are no verdicts; None: that is not told.
       sampling, eval_sampling: how completions are drawn.
       rescore: (rows, prompts) -> rows with what a reward model gives; None: there is none.
       filter: batch -> [B] bool, rows worth training on; None: all.
@@ -79,7 +80,7 @@ class Generation(NamedTuple):
     decode: Callable[[list[int]], str]
     prompts: Sequence[Example]
     heldout: Sequence[Example]
-    solved: Callable[[Tensor], Tensor] | None
+    solved: Callable[[Tensor], Tensor | None] | None
     sampling: Sampling
     eval_sampling: Sampling
     rescore: Callable[[Rows, Sequence[Example]], Rows] | None = None
@@ -139,8 +140,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         scores, told = rows.batch.get("scores"), {}
         if scores is not None:
             told["eval/reward"] = rows.batch.score.double().mean().item()
-        if g.solved is not None and scores is not None:
-            told["eval/accuracy"] = g.solved(scores.double()).double().mean().item()
+        if g.solved is not None and scores is not None and (right := g.solved(scores.double())) is not None:
+            told["eval/accuracy"] = right.double().mean().item()
         return told
 
     return Source(lambda: {"prompts_consumed": 0}, draw, evaluate)
