@@ -55,7 +55,6 @@ def test_the_servers_of_a_run_are_one_for_each_data_rank():
         ({"mesh": "dp2,tp2", "generate_mesh": "dp2,tp2"}, "a --generate_mesh without tp"),
         ({"engine_url": "http://a"}, "http://a is not http://HOST:PORT"),
         ({"engine_url": None}, "--engine=vllm_server needs --engine_url"),
-        ({"speculate": 4}, "--speculate=4: only --engine=native drafts"),
         ({"engine": "native"}, "does nothing without --engine=vllm_server"),
         ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3.0 does nothing"),
     ):
