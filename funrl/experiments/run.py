@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from funrl.experiments import flags
 from funrl.experiments.arguments import recipe_names
 from funrl.experiments.command import Command, Experiment, help_of, read_command
+from funrl.mesh.environment import read_environment
+from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
 from funrl.track.progress import discard_output
 from funrl.track.report import ReportError, write_report
@@ -48,8 +50,11 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     """
     algorithm = algorithm or (name if name in recipe_names() else None)
     experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
-    first = os.environ.get("RANK", "0") == "0"  # under torchrun every rank comes through here
     run_dir = None
+    try:
+        first = not read_environment()  # under torchrun and srun every rank comes through here
+    except MeshError as error:
+        return _ended(2, f"error: {error}", True)
     with contextlib.ExitStack() as owned:
         try:
             if any(text in flags.HELP for text in argv[1:]):
@@ -104,7 +109,7 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
         elif outcome.stopped is not None:
             status, problem = 143, _stopped(outcome.stopped, run_dir) if first else ""
     except (WorkerError, *PLAIN) as error:
-        status, problem = 1, f"error: {error}"
+        status, problem = 1, f"error: {str(error).rstrip()}{_newest(run_dir)}"
         if stop_asked():
             status, problem = 143, "terminated before the first step was done"
     except KeyboardInterrupt:
@@ -162,6 +167,14 @@ def _signals() -> Iterator[None]:
 def _stopped(step: int, run_dir: str | None) -> str:
     """What to do about a run that was asked to stop."""
     return f"terminated after step {step}, which is saved; --resume --run_dir={run_dir} continues"
+
+
+def _newest(run_dir: str | None) -> str:
+    """The way on for a run that has failed, where it has left a checkpoint."""
+    from funrl.trainer.checkpoint import complete_checkpoints
+
+    steps = complete_checkpoints(f"{run_dir}/checkpoints") if run_dir is not None else {}
+    return f"\nthe state after step {max(steps)} is saved; --resume --run_dir={run_dir} continues" if steps else ""
 
 
 def _ended(status: int, problem: str, first: bool) -> int:

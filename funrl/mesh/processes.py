@@ -138,8 +138,10 @@ def _fork(task: RankProgram, rank: int, folder: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    _live(lambda: task, rank, folder, pickle.dump)
-    raise AssertionError("a rank does not return")
+    try:
+        _live(lambda: task, rank, folder, pickle.dump)
+    finally:  # a signal may come before there is anything to catch it: nothing of the parent's is left to this process
+        os._exit(1)
 
 
 def _leave(task: RankProgram, folder: str) -> None:
@@ -188,14 +190,12 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
         status = 0
     except KeyboardInterrupt:
         status = 130
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) and leaving.code else 1
-    except BaseException as error:
+    except BaseException as error:  # asyncio's CancelledError and SystemExit are failures too
         _report(folder, rank, error, plain)
     finally:
-        with contextlib.suppress(OSError):  # a reader of the output that has gone
+        with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
             _flush()
-        os._exit(status)
+        os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
 
 
 def _wait(pids: dict[int, int]) -> dict[int, int]:
@@ -263,8 +263,12 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
 
 def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
     """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
-    trace = "".join(traceback.format_exception(error))
-    text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    try:
+        trace = "".join(traceback.format_exception(error))
+        text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    except Exception as other:  # the error's own text raises
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        text = f"rank {rank} failed:\n{trace}{type(error).__name__}, whose text raises {type(other).__name__}"
     try:
         with open(os.path.join(folder, f"error-{rank}"), "x") as file:
             file.write(text)

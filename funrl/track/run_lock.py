@@ -46,17 +46,19 @@ def _locked(folder: Path, wait_s: float) -> Iterator[None]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise RunDirectoryError(f"--run_dir={folder}: cannot be written: {reason}") from None
+    mine = False
     try:
         while not _lock(number, folder):
             if time.monotonic() >= deadline:
                 owner = os.pread(number, 200, 0).decode(errors="replace").strip()
                 raise RunDirectoryError(f"--run_dir={folder}: another run writes there ({owner}); give another one")
             time.sleep(0.05)
+        mine = True
         os.ftruncate(number, 0)
         os.pwrite(number, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     except RunDirectoryError:
-        if os.listdir(folder) == [LOCK]:  # refused before anything was written
+        if mine and os.listdir(folder) == [LOCK]:  # refused before anything was written
             with contextlib.suppress(OSError):
                 path.unlink()
                 folder.rmdir()

@@ -21,8 +21,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
 from funrl.trainer.build import Parts
-from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, DamagedError, digest
-from funrl.trainer.shards import DTYPES, ShardError, ShardServer, read_tensors
+from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, DamagedError, record_digest
+from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.state import State
 
 SCALARS = {bool: "bool", int: "int64", float: "float64"}
@@ -75,16 +75,10 @@ def scalar_arrays(numbers: Mapping[str, int | float | bool]) -> dict[str, Array]
     return {name: Array((), SCALARS[type(x)], (), scalar=True) for name, x in numbers.items()}
 
 
-def complete(folder: str | Path) -> dict[int, Path]:
+def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a folder by step, oldest first, whole at the time when they were written."""
     found = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))}
     return {step: found[step] for step in sorted(found) if (found[step] / COMPLETE).exists()}
-
-
-def newest(folder: str | Path) -> Path | None:
-    """The newest checkpoint of a folder; None where there is none."""
-    found = complete(folder)
-    return found[max(found)] if found else None
 
 
 def sweep(folder: str | Path) -> None:
@@ -102,7 +96,7 @@ def recorded(path: str | Path) -> Recorded:
     path = Path(path)
     try:
         facts = json.loads((path / COMPLETE).read_text())
-        if facts.pop("digest") != digest(facts):
+        if facts.pop("digest") != record_digest(facts):
             raise ValueError("its checksum is wrong")
         arrays = {name: Array(tuple(shape), dtype, ()) for name, (shape, dtype) in facts.pop("arrays").items()}
         files = facts.pop("files").items()
@@ -116,7 +110,7 @@ def recorded(path: str | Path) -> Recorded:
 
 
 def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mesh, server: ShardServer) -> State:
-    """The state of a checkpoint, each tensor in this rank's layout and in the dtype and on the device of `state`'s.
+    """The state of a checkpoint, each tensor in this rank's layout, in the dtype of `state`'s and on its device.
 
     Args:
       found: the same on every rank.
@@ -140,7 +134,7 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
             raise CheckpointError(
                 f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}"
             )
-    like = tensors | {name: torch.empty((), dtype=DTYPES[found.arrays[name].dtype]) for name in numbers}
+    like = tensors | {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
     try:
         values = dict(read_tensors(str(path), found.arrays, like, layouts, mesh, server))
     except ShardError as error:

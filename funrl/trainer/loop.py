@@ -8,6 +8,7 @@ rank holds of a model are its shards. The boxes are functions of files beside th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from funrl.trainer.observing import Observer
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
+from funrl.trainer.shard_server import CheckpointError
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
@@ -126,8 +128,8 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
-            whole = state._replace(roles={})
             observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(parts.mesh)}, trainer.clock.take())
+            whole = state._replace(roles={})
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
@@ -135,6 +137,11 @@ def run_steps(
         error = str(failure)
         if whole is not None:  # the weights are still those after the step before
             saver.save(whole._replace(roles=state.roles), done)
+    except Exception:
+        if whole is not None and parts.mesh.world == 1:  # of several ranks the others wait elsewhere
+            with contextlib.suppress(CheckpointError):  # which would hide the failure
+                saver.save(whole._replace(roles=state.roles), done)
+        raise
     _, state = place(trainer, state, "save")
     return Outcome(*done, error, stopped), state
 

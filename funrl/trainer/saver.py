@@ -16,7 +16,7 @@ from funrl.mesh.rules import Layout
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import (
     Recorded,
-    complete,
+    complete_checkpoints,
     load,
     numbers_of,
     recorded,
@@ -25,10 +25,11 @@ from funrl.trainer.checkpoint import (
     sweep,
     tensors_of,
 )
+from funrl.trainer.export import write_outline
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
 from funrl.trainer.settings import save_interval
-from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, Write
+from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
 from funrl.trainer.shards import Memory, OwnShards, ShardError, ShardServer, copy_to_memory, own_shards
 from funrl.trainer.state import State
 
@@ -62,7 +63,9 @@ class Saver:
         Raises:
           CheckpointError: the state has a leaf that cannot be saved.
         """
-        self.settings, self.mesh, self.folder, self.observer = job.settings, parts.mesh, folder, observer
+        self.job, self.settings, self.mesh = job, job.settings, parts.mesh
+        self.model = parts.roles[job.lead].placed.model
+        self.folder, self.observer = folder, observer
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.save_every)
         self.server, self.memory = ShardServer(), None
@@ -104,6 +107,7 @@ class Saver:
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:
             raise CheckpointError(f"--resume: {problems[-1]}; no other checkpoint is left: give another --run_dir")
+        self.observer.resumed(-1)  # nothing of what a run without a checkpoint has written counts
         self.observer.note(f"--resume: there is no checkpoint in {self.folder} yet; the run begins")
         return state, None
 
@@ -111,7 +115,7 @@ class Saver:
         """The newest checkpoint that is not damaged as far as its record tells, the same on every rank."""
         found, problem = None, None
         while self.mesh.rank == 0:
-            steps = complete(str(self.folder))
+            steps = complete_checkpoints(str(self.folder))
             left = [path for path in steps.values() if not any(one.startswith(str(path)) for one in problems)]
             if not left:
                 break
@@ -174,7 +178,7 @@ class Saver:
         mine = {name: self.own.arrays[name] for name in names} | (scalars if rank == 0 else {})
         created = self.own.created | (set(scalars) if rank == 0 else set())
         self._send(
-            Write(
+            WriteShards(
                 beside, rank, self.memory.path, mine, self.own.parts, frozenset(created), numbers if rank == 0 else {}
             )
         )
@@ -185,7 +189,7 @@ class Saver:
     def _commit(self, beside: str, step: int, arrays: Any, evaluations: Evaluations, score: float | None) -> None:
         """Have rank 0 make a checkpoint of what all ranks write, and remove those that are not kept."""
         folder = Path(str(self.folder))
-        there = complete(folder)
+        there = complete_checkpoints(folder)
         for old, path in there.items():
             if old not in self.scores:
                 try:
@@ -197,7 +201,7 @@ class Saver:
         removed = [str(there[old]) for old in there if old != step and old not in kept]
         facts = {
             "format": 1, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
-            "dtype": self.settings.dtype, **evaluations._asdict(),
+            "dtype": self.settings.dtype, "lead": self.job.lead, **evaluations._asdict(),
         }  # fmt: skip
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")
@@ -239,6 +243,11 @@ class Saver:
         if self.memory is None:
             self.own = own_shards(tensors_of(state), self.layouts, self.mesh)
             self.memory = Memory(self.own.nbytes)
+            if self.mesh.rank == 0 and self.folder is not None:
+                try:
+                    write_outline(self.folder, self.model, self.job.tokenizer)
+                except OSError as error:
+                    raise CheckpointError(_explained(self.folder, str(error))) from error
             if self.own.nbytes:
                 self._send(Reserve(self.memory.path, self.own.nbytes))
 

@@ -21,12 +21,13 @@ import hashlib
 import json
 import mmap
 import os
-import pickle
+import re
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ CACHE_BYTES = 64 << 20  # of the databases' index
 COPY_THREADS, FILE_THREADS = 2, 8
 NICENESS = 10  # training comes first
 
-Box = tuple[tuple[int, int], ...]
+Ends = tuple[tuple[int, int], ...]
 
 
 class CheckpointError(ValueError):
@@ -63,15 +64,15 @@ class Array(NamedTuple):
     scalar: bool = False
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """A box of an array, and where it is in the shared memory."""
 
     name: str
-    box: Box
+    box: Ends
     offset: int
 
 
-class Write(NamedTuple):
+class WriteShards(NamedTuple):
     """Write parts of arrays.
 
     Attributes:
@@ -86,7 +87,7 @@ class Write(NamedTuple):
     process: int
     memory: str
     arrays: Mapping[str, Array]
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
     created: frozenset[str]
     numbers: Mapping[str, int | float | bool]
 
@@ -114,13 +115,13 @@ class Commit(NamedTuple):
     timeout_s: float
 
 
-class Read(NamedTuple):
+class ReadShards(NamedTuple):
     """Read parts of arrays into memory."""
 
     path: str
     memory: str
     arrays: Mapping[str, Array]
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
 
 
 class Reserve(NamedTuple):
@@ -139,35 +140,34 @@ def main() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # whatever a library prints is no answer
     while True:
         try:
-            request = pickle.load(requests)
+            request = requests.recv()
         except EOFError:
             return
         try:
             answer = answered(request)
         except Exception as error:  # whatever it is, the rank is told
             answer = f"{type(error).__name__}: {_first_line(error)}"
-        pickle.dump(answer, answers)
-        answers.flush()
+        answers.send(answer)
 
 
 def answered(request: Any) -> str | None:
     """Do what a request asks for; None, or what went wrong."""
-    if isinstance(request, Write):
-        return write(request)
+    if isinstance(request, WriteShards):
+        return write_own(request)
     if isinstance(request, Commit):
         return commit(request)
-    if isinstance(request, Read):
-        return read(request)
+    if isinstance(request, ReadShards):
+        return read_parts(request)
     with open(request.memory, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, request.nbytes)
     return None
 
 
-def write(request: Write) -> str | None:
+def write_own(request: WriteShards) -> str | None:
     """Write this rank's part; leave word of it, good or bad, where `commit` looks."""
     problem = None
     try:
@@ -185,7 +185,7 @@ def write(request: Write) -> str | None:
     return problem
 
 
-def _write_parts(request: Write) -> None:
+def _write_parts(request: WriteShards) -> None:
     import numpy as np
     import tensorstore as ts
 
@@ -225,7 +225,7 @@ def commit(request: Commit) -> str | None:
         with open(name, "rb") as file:
             os.fsync(file.fileno())
     record = {**request.facts, "arrays": arrays, "files": files}
-    _write_json(folder / COMPLETE, record | {"digest": digest(record)})
+    _write_json(folder / COMPLETE, record | {"digest": record_digest(record)})
     if path.exists():  # of the same step, and damaged, or it would not be written again
         shutil.rmtree(path)
     folder.rename(path)
@@ -235,7 +235,7 @@ def commit(request: Commit) -> str | None:
     return None
 
 
-def digest(record: Mapping[str, Any]) -> str:
+def record_digest(record: Mapping[str, Any]) -> str:
     """A checksum of the record of a checkpoint."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
@@ -272,7 +272,7 @@ def _merge(folder: Path) -> None:
     transaction.commit_async().result()
 
 
-def read(request: Read) -> str | None:
+def read_parts(request: ReadShards) -> str | None:
     """Read parts into memory: None, or which array cannot be read."""
     import tensorstore as ts
 
@@ -343,7 +343,7 @@ def _mapped(memory: str) -> mmap.mmap | None:
         return mmap.mmap(file.fileno(), 0) if os.fstat(file.fileno()).st_size else None
 
 
-def _view(memory: mmap.mmap | None, array: Array, part: Part) -> Any:
+def _view(memory: mmap.mmap | None, array: Array, part: ShardPart) -> Any:
     """A part in the shared memory, as an array."""
     import ml_dtypes
     import numpy as np
@@ -355,7 +355,7 @@ def _view(memory: mmap.mmap | None, array: Array, part: Part) -> Any:
     return values.view(dtype).reshape(shape)
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def _slices(box: Ends) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
@@ -376,9 +376,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """An error's message without tensorstore's own context, which is several lines long."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].split(" [source locations=")[0].split(" [tensorstore_spec=")[0][:300]
+    """An error's message without tensorstore's own context, which is long: of one of the system, path and reason."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if found := re.search(r"(.*): ([^:]+) \[os_error_code=", text):
+        paths = re.findall(r'"(/[^"]*?)(?:\.__lock)?"', found[1])
+        return f"{paths[-1] if paths else 'a file'}: {found[2].lower()}"
+    return text.split(" [source locations=")[0].split(" [tensorstore_spec=")[0][:300]
 
 
 if __name__ == "__main__":

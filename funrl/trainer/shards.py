@@ -10,12 +10,11 @@ import itertools
 import math
 import mmap
 import os
-import pickle
-import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -27,18 +26,18 @@ from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout
 from funrl.trainer import shard_server
-from funrl.trainer.shard_server import Array, Box, Part
+from funrl.trainer.shard_server import Array, Ends, ShardPart
 
 CHUNK_BYTES = 16 << 20  # the largest chunk: what a rank of another mesh reads to get any part of it
 WINDOW_BYTES = 256 << 20  # read at a time
-ALIGNMENT = 64
+SHARD_ALIGNMENT = 64
 SPLIT_BYTES = 1 << 20  # what is smaller is read by every rank that needs it
 NAMES = {
     torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16",
     torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
     torch.bool: "bool",
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+TENSOR_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class ShardError(RuntimeError):
@@ -56,7 +55,7 @@ class OwnShards(NamedTuple):
     """
 
     arrays: dict[str, Array]
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
     created: frozenset[str]
     nbytes: int
 
@@ -79,8 +78,8 @@ def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mes
         for box in chunks(tuple(x.shape), array.chunk):
             if turn % ranks == mine:
                 at = tuple((low + o, high + o) for (low, high), o in zip(box, origin, strict=True))
-                parts.append(Part(name, at, offset))
-                offset += -(-_volume(box) * x.element_size() // ALIGNMENT) * ALIGNMENT
+                parts.append(ShardPart(name, at, offset))
+                offset += -(-_volume(box) * x.element_size() // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
                 if not any(low for low, _ in at):
                     created.add(name)
             turn += 1
@@ -99,7 +98,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Box]:
+def chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Ends]:
     """The boxes of the chunks of a tensor, row-major; none of an empty one."""
     if 0 in shape:
         return
@@ -113,7 +112,7 @@ def _layout(name: str, x: Tensor, layouts: Mapping[str, Layout], mesh: Mesh) -> 
     return layouts.get(name) or Layout(tuple(x.shape), ((),) * x.ndim, tuple(mesh.sizes[axis] for axis in AXES))
 
 
-def _volume(box: Box) -> int:
+def _volume(box: Ends) -> int:
     return math.prod(high - low for low, high in box)
 
 
@@ -154,11 +153,8 @@ class ShardServer:
         """Ask for something. The answers come in the order of the requests."""
         try:
             if self.process is None:
-                self.process = _started()
-            pipe = self.process.stdin
-            assert pipe is not None
-            pickle.dump(request, pipe)
-            pipe.flush()
+                self._start()
+            self.requests.send(request)
         except OSError as error:
             raise ShardError(f"the process that writes shards has gone: {error}") from error
         self.waiting += 1
@@ -166,42 +162,42 @@ class ShardServer:
     def answers(self, wait: bool) -> list[str]:
         """What went wrong in the requests that have been answered, or where `wait` in all of them."""
         problems = []
-        while self.waiting and (wait or self._answered()):
-            assert self.process is not None and self.process.stdout is not None
+        while self.waiting and (wait or self.replies.poll()):
             try:
-                problem = pickle.load(self.process.stdout)
-            except (EOFError, OSError, pickle.UnpicklingError):
-                self.process.wait()
-                problem = f"the process that writes shards ended with status {self.process.returncode}"
+                problem = self.replies.recv()
+            except (EOFError, OSError):
+                assert self.process is not None
+                problem = f"the process that writes shards ended with status {self.process.wait()}"
                 self.waiting = 1
             self.waiting -= 1
             if problem is not None:
                 problems.append(problem)
         return problems
 
-    def _answered(self) -> bool:
-        assert self.process is not None
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
-
     def close(self, timeout_s: float | None = None) -> None:
         """End the process when it has done what it was asked, or after `timeout_s` seconds."""
         if self.process is None:
             return
+        self.requests.close()
         try:
-            self.process.communicate(timeout=timeout_s)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
+        self.replies.close()
         self.process = None
 
-
-def _started() -> subprocess.Popen[bytes]:
-    """A fresh interpreter, which finds modules where this one does."""
-    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {shard_server.__name__} import main; main()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths},
-    )  # fmt: skip
+    def _start(self) -> None:
+        """Start a fresh interpreter, which finds modules where this one does."""
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", f"from {shard_server.__name__} import main; main()"],
+            stdin=theirs_in, stdout=theirs_out, env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.requests, self.replies = Connection(ours_out, readable=False), Connection(ours_in, writable=False)
 
 
 def copy_to_memory(own: OwnShards, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh,
@@ -223,7 +219,7 @@ def read_tensors(
 
     Args:
       arrays: of the checkpoint.
-      like: tensors of the shapes, dtypes and devices to give, by name.
+      like: tensors of the shapes and dtypes to give, by name; their numbers do not count.
       layouts: of those that are split.
 
     Raises:
@@ -234,19 +230,19 @@ def read_tensors(
         source = {name: _finer(layout, like[name], mesh) for name, layout in target.items()}
         parts, offset = [], 0
         for name, layout in source.items():
-            parts.append(Part(name, layout.box(mesh.rank), offset))
-            size = _volume(layout.box(mesh.rank)) * DTYPES[arrays[name].dtype].itemsize
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            parts.append(ShardPart(name, layout.box(mesh.rank), offset))
+            size = _volume(layout.box(mesh.rank)) * TENSOR_DTYPES[arrays[name].dtype].itemsize
+            offset += -(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
         memory = Memory(offset)
-        server.send(shard_server.Read(path, memory.path, {name: arrays[name] for name in names}, tuple(parts)))
+        server.send(shard_server.ReadShards(path, memory.path, {name: arrays[name] for name in names}, tuple(parts)))
         problems = [p for found in gather_objects(server.answers(wait=True), mesh) for p in found]
         if problems:
             raise ShardError(problems[0])
         local = {}
         for part in parts:
             x, shape = like[part.name], [high - low for low, high in part.box]
-            found = memory.tensor(part.offset, DTYPES[arrays[part.name].dtype], shape)
-            local[part.name] = found.to(device=x.device, dtype=x.dtype, copy=True)
+            found = memory.tensor(part.offset, TENSOR_DTYPES[arrays[part.name].dtype], shape)
+            local[part.name] = found.to(device=mesh.device, dtype=x.dtype, copy=True)
             del found
         memory.close()
         if source != target:
@@ -260,7 +256,7 @@ def _windows(like: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> Iterato
     window: list[str] = []
     nbytes = 0
     for name, x in like.items():
-        size = x.numel() * max(x.element_size(), DTYPES[arrays[name].dtype].itemsize)
+        size = x.numel() * max(x.element_size(), TENSOR_DTYPES[arrays[name].dtype].itemsize)
         if window and nbytes + size > WINDOW_BYTES:
             yield window
             window, nbytes = [], 0

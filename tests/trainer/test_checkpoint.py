@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer import loop
-from funrl.trainer.checkpoint import complete
+from funrl.trainer.checkpoint import complete_checkpoints
 from funrl.trainer.loop import train_loop
 from funrl.trainer.saver import Evaluations, Saver, kept_steps, score_of
 from funrl.trainer.settings import save_interval
@@ -65,7 +65,7 @@ def assert_equal_steps(steps, expected):
 def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, compose, dtype):
     _, steps, _, weights = run(tmp_path / "whole", compose=compose, dtype=dtype)
     crash(tmp_path / "run", compose=compose, dtype=dtype)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-1", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model", "step-1", "step-2"]
     _, resumed, notes, ends = run(tmp_path / "run", compose=compose, dtype=dtype, resume=True, run_dir="x")
     assert any("resumed after step 2" in note for note in notes)
     assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
@@ -126,7 +126,7 @@ def test_every_leaf_comes_back_by_name(tmp_path):
 
 def test_the_newest_are_kept_and_the_best(tmp_path):
     saved(tmp_path, range(1, 6), {1: 0.1, 2: 0.9, 3: 0.2}, keep_checkpoints=2)
-    assert list(complete(tmp_path)) == [2, 4, 5]
+    assert list(complete_checkpoints(tmp_path)) == [2, 4, 5]
     assert kept_steps({1: None, 2: None}, 1) == {2}
     assert kept_steps({1: 0.5, 2: 0.5, 3: 0.1}, 1) == {2, 3}
     assert score_of({"eval/loss": 2.0}) == -2.0 and score_of({"eval/reward": 2.0}) == 2.0 and score_of({}) is None
@@ -135,7 +135,7 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
 def test_what_an_interrupted_save_left_is_removed(tmp_path):
     (tmp_path / ".step-3.1" / "arrived").mkdir(parents=True)
     saved(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-7"]
 
 
 def test_the_state_of_another_run_is_refused(tmp_path):
@@ -161,7 +161,7 @@ def damage(path, how):
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how):
     run, state = saved(tmp_path, (6, 7))
-    newest = complete(tmp_path)[7]
+    newest = complete_checkpoints(tmp_path)[7]
     largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     for file in (largest, newest / "complete.json", newest / "manifest.ocdbt"):
         before = file.read_bytes()
@@ -197,7 +197,7 @@ def test_times_between_checkpoints(tmp_path):
         assert not saver.after_step(state._replace(step=1), {}, Evaluations({}, {}))
         saver.began -= 1
         assert not saver.after_step(state._replace(step=2), {}, Evaluations({}, {}))
-    assert list(complete(tmp_path)) == [2]
+    assert list(complete_checkpoints(tmp_path)) == [2]
 
 
 def test_a_leaf_that_no_checkpoint_holds_is_refused_before_the_first_step(tmp_path):

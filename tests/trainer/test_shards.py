@@ -11,7 +11,7 @@ import torch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import layout
 from funrl.trainer import shards
-from funrl.trainer.shard_server import Array, Commit, Write
+from funrl.trainer.shard_server import Array, Commit, WriteShards
 from funrl.trainer.shards import Memory, ShardServer, chunk_shape, chunks, copy_to_memory, own_shards, read_tensors
 
 RULES = {"rows": ("data", "tensor"), "columns": "tensor", "whole": None, "both": "data"}
@@ -89,7 +89,7 @@ def write_checkpoint(folder, mesh, server):
             mine, created = own.arrays | scalars, own.created | set(scalars)
         names = {part.name for part in own.parts} | created
         server.send(
-            Write(
+            WriteShards(
                 beside, one.rank, memory.path, {n: x for n, x in mine.items() if n in names}, own.parts,
                 frozenset(created), numbers if one.rank == 0 else {},
             )
