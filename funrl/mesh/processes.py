@@ -116,9 +116,10 @@ def can_fork() -> bool:
     The threads of a pool do not survive a fork. A child whose OpenMP believes that it has some waits for them forever
     at its first parallel operation; so the pool is ended here, and the next such operation makes another. The threads
     of an accelerator, of the autograd engine and of torch's other pools cannot be ended: where there are any, the
-    answer is no. Other libraries' threads are their own concern: numpy's, say, come back after a fork.
+    answer is no. It is no too where there is a process group, such as vLLM makes: a child would have it, and could make
+    no other. Other libraries' threads are their own concern: numpy's, say, come back after a fork.
     """
-    if sys.platform != "linux" or torch.cuda.is_initialized():
+    if sys.platform != "linux" or torch.cuda.is_initialized() or torch.distributed.is_initialized():
         return False
     with contextlib.suppress(OSError):  # a thread that has ended in between
         for thread in os.listdir("/proc/self/task"):

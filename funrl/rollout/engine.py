@@ -24,12 +24,15 @@ class WeightSpec:
       layouts: of the model's weights, on the devices of `mesh`.
       mesh: the devices.
       dtype: of the weights; an engine converts others.
+      streamed: whether `Engine.load` takes whole weights one by one and keeps none of them, so that they are best made
+        a bucket at a time.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
     layouts: trees.Tree
     mesh: Mesh
     dtype: torch.dtype
+    streamed: bool = False
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
         """Weights of the model, this rank's shards in `layouts`, as `Engine.load` takes them."""
@@ -52,6 +55,7 @@ class EngineCost(NamedTuple):
       prefilled, cached, decoded: prompt tokens that were computed, prompt tokens that were found in the cache, and
         tokens that were drawn.
       preempted: requests that were put back because there were no pages, and computed again.
+      drafted, accepted: tokens of drafts, and those of them that were drawn; see `native_engine`.
     """
 
     cache_bytes: int
@@ -65,6 +69,8 @@ class EngineCost(NamedTuple):
     cached: int
     decoded: int
     preempted: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine(Protocol):

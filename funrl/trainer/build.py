@@ -13,18 +13,24 @@ from funrl.algos.core import reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
-from funrl.mesh.reshard import reshard
+from funrl.mesh.reshard import export_weights, reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.model import Layer
 from funrl.rewards.pool import Pool
-from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.engine import Engine
+from funrl.rollout.native import native_engine
+from funrl.rollout.vllm_client import vllm_client
+from funrl.rollout.vllm_engine import vllm_engine
 from funrl.trainer.clock import Clock
+from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
 from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import LOSS_METRICS, Companion, Role, RoleState, writes_of
 from funrl.trainer.sharding import stored_rules
 from funrl.trainer.state import State
+
+ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
 
 class Generator(NamedTuple):
@@ -35,7 +41,7 @@ class Generator(NamedTuple):
       to_engine: the plan from the policy's stored layouts to the engine's.
     """
 
-    engine: NativeEngine
+    engine: Engine
     mesh: Mesh
     to_engine: Plan
 
@@ -108,7 +114,15 @@ def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
-    engine = native_engine(placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes, layer, decode, note=note)
+    how = (placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes)
+    compiled = settings.compile == "on" or (settings.compile == "auto" and mesh.device.type == "cuda")
+    if settings.engine == "vllm":
+        engine = vllm_engine(*how, compiled, decode)
+    elif settings.engine == "vllm_server":
+        url = parts(settings.engine_url)[int(mesh.index(mesh.row_axes))]
+        engine = vllm_client(url, *how, compiled, decode, settings.engine_timeout or ENGINE_TIMEOUT_S)
+    else:
+        engine = native_engine(*how, layer=layer, decode=decode, speculate=settings.speculate, note=note)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 
@@ -165,7 +179,11 @@ def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
     engine, _, to_engine = parts.generator
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        yield from engine.weights.named(reshard(state.roles["policy"].params, to_engine, parts.mesh))
+        params = state.roles["policy"].params
+        if engine.weights.streamed:
+            yield from export_weights(params, parts.roles["policy"].placed.stored, parts.mesh, engine.weights.names)
+        else:
+            yield from engine.weights.named(reshard(params, to_engine, parts.mesh))
 
     with (clock or Clock()).phase("reshard"):
         engine.load(weights(), state.version + 1)

@@ -114,7 +114,8 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
 
     Args:
       found: the same on every rank.
-      state: of the same run before its first step: its names, shapes and dtypes count.
+      state: of the same run before its first step: its names, shapes and dtypes count. What is empty there may have
+        any sizes, in as many dims.
       server: reads.
 
     Raises:
@@ -130,7 +131,9 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
         )
     for name, x in tensors.items():
         shape = layouts[name].shape if name in layouts else tuple(x.shape)
-        if found.arrays[name].shape != shape:
+        if not x.numel() and name not in layouts and len(found.arrays[name].shape) == x.ndim:
+            tensors[name] = x.new_empty(found.arrays[name].shape)
+        elif found.arrays[name].shape != shape:
             raise CheckpointError(
                 f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}"
             )

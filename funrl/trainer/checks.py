@@ -40,6 +40,7 @@ def check_together(settings: Settings) -> None:
     """
     for check in (
         _check_requirements,
+        _check_engine,
         _check_sampling,
         _check_schedule,
         _check_critic_warmup,
@@ -131,6 +132,18 @@ def _check_requirements(settings: Settings) -> None:
         if one.requires and value != one.default and not getattr(settings, one.requires):
             given = f"--{name}" if value is True else f"--{name}={value}"
             raise SettingsError(f"{given} does nothing without --{one.requires}; give --{one.requires} too")
+
+
+def _check_engine(settings: Settings) -> None:
+    if settings.engine != "native" and settings.dry_run:
+        raise SettingsError(f"--engine={settings.engine}: --dry_run counts the native engine; leave one of them out")
+    if settings.engine_url is not None and settings.engine != "vllm_server":
+        raise SettingsError(f"--engine_url={settings.engine_url} does nothing without --engine=vllm_server")
+    if settings.engine_url is None and settings.engine == "vllm_server":
+        raise SettingsError("--engine=vllm_server needs --engine_url=http://HOST:PORT, which vllm_server prints")
+    for url in parts(settings.engine_url):
+        if not re.fullmatch(r"http://[^/:]+:\d+/?", url):
+            raise SettingsError(f"--engine_url={settings.engine_url}: {url} is not http://HOST:PORT")
 
 
 def _check_sampling(settings: Settings) -> None:

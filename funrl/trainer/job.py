@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,15 +18,18 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
+from funrl.models.config import ModelError
 from funrl.models.generation_config import GENERATION, sampling_defaults
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError, run_kind
+from funrl.trainer.declaration import SettingsError, parts, run_kind
 from funrl.trainer.job_data import (
     Given,
     Task,
     Texts,
+    check_budget,
     check_cache,
     check_prompt_lengths,
     fields_of_texts,
@@ -102,6 +106,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     kind = run_kind(algorithm, settings.data)
     settings = for_kind(settings, kind)
     check_settings(settings)
+    settings = located(settings)
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
@@ -110,6 +115,9 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     model, tokenizer = first_model(settings, given)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
+    lead = "policy" if "policy" in models else next(iter(algorithm.losses))
+    with blaming(f"model={settings.model}"):
+        hf.check_savable(models[lead])
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Texts):
@@ -118,10 +126,14 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
+        check_budget(settings, sampling.max_new_tokens)
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
         mesh = Mesh(generating, device=torch.device(device))
-        check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
+        if settings.engine == "native":
+            check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
+        else:
+            check_engine(settings, model, mesh)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
@@ -129,12 +141,20 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     )  # fmt: skip
 
 
+def located(settings: Settings) -> Settings:
+    """The settings with directories instead of names of models in the local Hugging Face cache."""
+    given = {name: getattr(settings, name) for name in ("model", "teacher", "reward_model")}
+    found = {name: str(hf.find_directory(model)) for name, model in given.items() if model is not None}
+    return dataclasses.replace(settings, **found)
+
+
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     """The model that a run begins with, and its tokenizer."""
     if given.model is not None:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
-        return decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
+        head = arithmetic.HEAD if settings.engine == "native" else arithmetic.VLLM_HEAD
+        return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
         return hf.check_directory(settings.model), load_tokenizer(settings.model)
 
@@ -196,6 +216,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     available |= set(fields_by("source") if source is None else source)
     if settings.teacher is None:
         available.discard("divergence")  # the step computes it with a teacher beside the policy
+    if settings.new_tokens_per_step is None:
+        available.discard("version")  # all tokens of a step are of the same weights
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -230,6 +252,30 @@ def check_meshes(
     with blaming(f"mesh={settings.mesh}"):
         check_layouts(models, settings, sizes, generating)
     return generating
+
+
+def check_engine(settings: Settings, model: Model, mesh: Mesh) -> None:
+    """Check that the engine of a flag can generate with the model.
+
+    Args:
+      mesh: the generate mesh.
+
+    Raises:
+      SettingsError: it cannot, or is not installed.
+    """
+    if settings.engine == "vllm_server":
+        given, replicas = len(parts(settings.engine_url)), mesh.size(mesh.row_axes)
+        if given != replicas or mesh.size("tensor") > 1:
+            raise SettingsError(
+                f"--engine_url={settings.engine_url}: {given} servers, which hold whole models, for the generate mesh "
+                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
+            )
+        return  # the rest is for the server to say, which may have another device
+    cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
+    try:
+        check_vllm(model.config, mesh.device.type, TORCH_DTYPES[settings.dtype], mesh.size("tensor"), cache_bytes)
+    except (ModelError, ImportError) as error:
+        raise SettingsError(f"--engine={settings.engine}: {error}") from error
 
 
 def task_of(

@@ -24,7 +24,7 @@ from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
-from funrl.trainer.clock import Clock, peak_memory_gb
+from funrl.trainer.clock import Clock, memory_metrics
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
@@ -87,7 +87,8 @@ def train_loop(
       the trainer's weights ends the run too, with everything learned so far saved.
     """
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    with Saver(job, trainer.parts, state, shared_folder(observer, mesh), observer) as saver, stops_when_asked():
+    folder = shared_folder(observer, mesh)
+    with Saver(job, trainer.parts, trainer.source, state, folder, observer) as saver, stops_when_asked():
         state, evaluations = saver.resumed(state)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer)
     if outcome.stopped is None:
@@ -128,7 +129,7 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
-            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(parts.mesh)}, trainer.clock.take())
+            observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
             whole = state._replace(roles={})
             if saver.after_step(state, metrics, done):
                 stopped = step

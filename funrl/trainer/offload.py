@@ -50,7 +50,9 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
         if away:
             note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
         return lambda run, state, stage: (run, state)
-    to_engine = None if parts.generator is None else parts.generator.to_engine
+    generator = parts.generator
+    keeps = generator is not None and not generator.engine.weights.streamed
+    to_engine = generator.to_engine if generator is not None and keeps else None
     stages = frozen_stages(parts.roles)
 
     def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:

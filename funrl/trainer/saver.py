@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.mesh.collectives import gather_objects, pmax
-from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.processes import stop_asked
 from funrl.mesh.rules import Layout
 from funrl.trainer.build import Parts
@@ -30,7 +30,16 @@ from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
 from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
-from funrl.trainer.shards import Memory, OwnShards, ShardError, ShardServer, copy_to_memory, own_shards
+from funrl.trainer.shards import (
+    Memory,
+    OwnShards,
+    ShardError,
+    ShardServer,
+    copy_to_memory,
+    joined_shards,
+    own_shards,
+)
+from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 
 BETTER = {"eval/reward": 1.0, "eval/loss": -1.0}  # numbers by which a checkpoint is the best: larger, smaller
@@ -53,10 +62,13 @@ class Saver:
       saved: the step of the newest checkpoint that this run has begun to write or was resumed from; -1: none.
     """
 
-    def __init__(self, job: Job, parts: Parts, state: State, folder: str | None, observer: Observer) -> None:
+    def __init__(
+        self, job: Job, parts: Parts, source: Source, state: State, folder: str | None, observer: Observer
+    ) -> None:
         """Collective.
 
         Args:
+          source: of the run.
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
 
@@ -65,11 +77,10 @@ class Saver:
         """
         self.job, self.settings, self.mesh = job, job.settings, parts.mesh
         self.model = parts.roles[job.lead].placed.model
-        self.folder, self.observer = folder, observer
+        self.source, self.folder, self.observer = source, folder, observer
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.save_every)
-        self.server, self.memory = ShardServer(), None
-        self.own: OwnShards | None = None
+        self.server, self.memory, self.reserved = ShardServer(), None, 0
         self.saved, self.attempt, self.began = -1, 0, time.monotonic()
         self.scores: dict[int, float | None] = {}
         numbers_of(state)
@@ -104,6 +115,7 @@ class Saver:
             self.saved = state.step
             self.observer.resumed(state.step)
             self.observer.note(f"resumed after step {state.step} from {found.path}")
+            state = state._replace(source=self.source.shared(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:
             raise CheckpointError(f"--resume: {problems[-1]}; no other checkpoint is left: give another --run_dir")
@@ -167,23 +179,20 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        self._prepare(state)
-        assert self.own is not None and self.memory is not None
+        state = state._replace(source=self.source.gathered(state.source))
+        own, memory = self._prepare(state)
         tensors, numbers = tensors_of(state), numbers_of(state)
-        copy_to_memory(self.own, tensors, self.layouts, self.mesh, self.memory)
+        copy_to_memory(own, tensors, self.layouts, self.mesh, memory)
         self.attempt += 1
         beside = str(Path(self.folder) / f".step-{state.step}.{self.attempt}")
         scalars, rank = scalar_arrays(numbers), self.mesh.rank
-        names = {part.name for part in self.own.parts} | self.own.created
-        mine = {name: self.own.arrays[name] for name in names} | (scalars if rank == 0 else {})
-        created = self.own.created | (set(scalars) if rank == 0 else set())
-        self._send(
-            WriteShards(
-                beside, rank, self.memory.path, mine, self.own.parts, frozenset(created), numbers if rank == 0 else {}
-            )
-        )
+        names = {part.name for part in own.parts} | own.created
+        mine = {name: own.arrays[name] for name in names} | (scalars if rank == 0 else {})
+        created = own.created | (set(scalars) if rank == 0 else set())
+        told = numbers if rank == 0 else {}
+        self._send(WriteShards(beside, rank, memory.path, mine, own.parts, frozenset(created), told))
         if rank == 0:
-            self._commit(beside, state.step, self.own.arrays | scalars, evaluations, score)
+            self._commit(beside, state.step, own.arrays | scalars, evaluations, score)
         self.saved, self.began = state.step, time.monotonic()
 
     def _commit(self, beside: str, step: int, arrays: Any, evaluations: Evaluations, score: float | None) -> None:
@@ -238,18 +247,28 @@ class Saver:
             if self.memory is not None:
                 self.memory.close()
 
-    def _prepare(self, state: State) -> None:
-        """Start the process that writes, and have the memory made for it, while the run computes."""
-        if self.memory is None:
-            self.own = own_shards(tensors_of(state), self.layouts, self.mesh)
-            self.memory = Memory(self.own.nbytes)
-            if self.mesh.rank == 0 and self.folder is not None:
-                try:
-                    write_outline(self.folder, self.model, self.job.tokenizer)
-                except OSError as error:
-                    raise CheckpointError(_explained(self.folder, str(error))) from error
-            if self.own.nbytes:
-                self._send(Reserve(self.memory.path, self.own.nbytes))
+    def _prepare(self, state: State) -> tuple[OwnShards, Memory]:
+        """What this rank writes of a state, and the memory for it, which is made while the run computes.
+
+        What the source holds, such as rows that are begun, is on the first rank, and changes in size.
+        """
+        tensors = tensors_of(state)
+        of_source = {name: x for name, x in tensors.items() if name.startswith("source/")}
+        own = own_shards({n: x for n, x in tensors.items() if n not in of_source}, self.layouts, self.mesh)
+        if self.mesh.rank == 0:
+            own = joined_shards(own, own_shards(of_source, {}, single()))
+        if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
+            try:
+                write_outline(self.folder, self.model, self.job.tokenizer)
+            except OSError as error:
+                raise CheckpointError(_explained(self.folder, str(error))) from error
+        if self.memory is None or self.reserved < own.nbytes:
+            if self.memory is not None:
+                self.memory.close()
+            self.memory, self.reserved = Memory(own.nbytes), own.nbytes
+            if own.nbytes:
+                self._send(Reserve(self.memory.path, own.nbytes))
+        return own, self.memory
 
     def _send(self, request: Any) -> None:
         try:

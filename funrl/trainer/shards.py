@@ -88,6 +88,12 @@ def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mes
     return OwnShards(arrays, tuple(parts), frozenset(created), offset)
 
 
+def joined_shards(one: OwnShards, other: OwnShards) -> OwnShards:
+    """What one rank writes of two sets of tensors."""
+    parts = (*one.parts, *(part._replace(offset=part.offset + one.nbytes) for part in other.parts))
+    return OwnShards(one.arrays | other.arrays, parts, one.created | other.created, one.nbytes + other.nbytes)
+
+
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """A shape of at most `CHUNK_BYTES` that divides a rank's part of a tensor; outer dims are divided first."""
     chunk = list(shape)

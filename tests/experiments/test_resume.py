@@ -15,7 +15,8 @@ from funrl.track.run_directory import RunDirectoryError
 from funrl.track.run_lock import owned_run
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=8", "--eval_every=1", "--save_every=1", "--warmstart_steps=2",
+    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=8", "--eval_every=1", "--save_every=1",
+    "--warmstart_steps=2",
 )  # fmt: skip
 RL = ("--samples_per_prompt=2", "--max_new_tokens=4", "--sample_every=1")
 

@@ -1,5 +1,10 @@
 """Engines of small models with random weights, and what their completions are compared with."""
 
+import atexit
+import functools
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +20,9 @@ from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
+from funrl.rollout.vllm_client import vllm_client
+from funrl.rollout.vllm_core import start_vllm
+from funrl.rollout.vllm_engine import VLLMEngine, vllm_weights
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
 CONFIGS = {
@@ -26,6 +34,10 @@ CONFIGS = {
 }
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12, 13], [4, 4], [30, 20, 10], [39] * 6, [2, 3, 5, 7, 11, 13, 17]]
 NO_PACKING = library_problem()  # the reason why there is no compiled decoding step here
+# The same of vLLM, which has an environment of its own.
+NO_VLLM = None if importlib.util.find_spec("vllm") else "no vLLM here: ./test --all makes .venv-vllm for it"
+# Heads of a size that vLLM's attention on a CPU takes.
+WIDE = Config(**SMALL | {"head": 32}, family="qwen3", qk_norm=True)
 
 
 def weights(config, dtype=torch.float32, seed=0):
@@ -51,6 +63,7 @@ class Kind(NamedTuple):
       same: bound on their difference where only what else is in flight differs.
       whole: it completes whole requests only.
       mesh: that it runs on, "" for one process.
+      config: of the model that it is tried with.
     """
 
     make: Callable[..., Any]
@@ -59,21 +72,63 @@ class Kind(NamedTuple):
     same: float = 1e-5
     whole: bool = False
     mesh: str = ""
+    config: Config = CONFIGS["qwen3 window"]
 
     def engine(self, config, mesh=SINGLE, seed=0, version=7):
         return load(self.make(decoder_model(config), mesh, self.dtype), weights(config, self.dtype, seed), version)
 
 
-def _native(packed):
-    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, decode=decode, packed=packed)
+def _native(packed, speculate=0):
+    how = {"decode": decode, "packed": packed, "speculate": speculate}
+    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, **how)
+
+
+_vllm_cores = {}
+
+
+def _vllm(model, mesh, dtype):
+    """An engine of its own over a vLLM that the tests of a process share, for it takes seconds to start."""
+    key = model.config, mesh.rank, dtype
+    if key not in _vllm_cores:
+        _vllm_cores[key] = start_vllm(model, mesh, dtype, max_rows=64, cache_bytes=1 << 24)
+    core = _vllm_cores[key]
+    core.wake()
+    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, 64, decode)
+
+
+class ServerProcess:
+    """A server of vLLM in a process of its own."""
+
+    def __init__(self, port=0):
+        command = [sys.executable, "-m", "funrl.rollout.vllm_server", f"--port={port}"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)
+        self.url = self.process.stdout.readline().split()[-1]
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@functools.cache
+def _server():
+    return ServerProcess()
+
+
+def _vllm_server(model, mesh, dtype):
+    """An engine of its own over the server that the tests of a process share."""
+    return vllm_client(_server().url, model, mesh, dtype, 64, 1 << 24, decode=decode, timeout_s=120)
 
 
 KINDS = {
     "packed float32": Kind(_native(True), same=0),
+    "packed float32, drafts": Kind(_native(True, 4), same=0),
     "torch float32": Kind(_native(False)),
     "torch float64": Kind(_native(False), torch.float64, 1e-10, 1e-12),
     "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),
     "hf": Kind(hf_engine, close=3e-5, whole=True),
+    "vllm": Kind(_vllm, config=WIDE),
+    "vllm server": Kind(_vllm_server, config=WIDE),
 }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from small_engines import CONFIGS, KINDS, NO_PACKING, PROMPTS, assert_same, completed, load, plain_logps, rows, weights
+from small_engines import KINDS, NO_PACKING, NO_VLLM, PROMPTS, assert_same, completed, load, plain_logps, rows, weights
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
@@ -13,7 +13,6 @@ from funrl.rollout.engine import awake, complete
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
-CONFIG = CONFIGS["qwen3 window"]
 STOPS = Sampling(max_new_tokens=20, stop=(3, 17, 28), samples=3)
 FREE = Sampling(max_new_tokens=12)
 HOWS = [
@@ -44,7 +43,7 @@ def begin(engine, requests, steps):
 
 
 def shapes_and_reasons(kind, mesh):
-    engine, told = kind.engine(CONFIG, mesh), []
+    engine, told = kind.engine(kind.config, mesh), []
     requests = requests_of(PROMPTS, STOPS, 5)
     done = complete(engine, requests, told.append)
     assert [one.number for one in done] == [request.number for request in requests] == list(range(21))
@@ -69,7 +68,7 @@ def shapes_and_reasons(kind, mesh):
 
 
 def a_seed_fixes_a_completion(kind, mesh):
-    engine = kind.engine(CONFIG, mesh)
+    engine = kind.engine(kind.config, mesh)
     first, again, other = (completed(engine, PROMPTS, FREE, seed) for seed in (0, 0, 1))
     assert_same(first, again)
     assert sum(a != b for a, b in zip(rows(first), rows(other), strict=True)) > 4
@@ -80,7 +79,7 @@ def a_seed_fixes_a_completion(kind, mesh):
 
 def log_probs_are_what_they_are_called(kind, mesh):
     """All ways to sample in flight at once."""
-    engine, prompts = kind.engine(CONFIG, mesh), PROMPTS
+    engine, prompts = kind.engine(kind.config, mesh), PROMPTS
     requests = [
         Request(9 * n + i, prompt, how, 31 * n + i) for n, how in enumerate(HOWS) for i, prompt in enumerate(prompts)
     ]
@@ -89,7 +88,7 @@ def log_probs_are_what_they_are_called(kind, mesh):
     for request, done in zip(requests, complete(engine, requests), strict=True):
         how, tokens = request.sampling, done.tokens.tolist()
         assert done.finish == "length" and len(tokens) == how.max_new_tokens
-        drawn_T, raw_T = plain_logps(CONFIG, request.prompt, tokens, how)
+        drawn_T, raw_T = plain_logps(kind.config, request.prompt, tokens, how)
         assert (done.raw_logp - raw_T).abs().max() < kind.close
         assert (done.sampling_logp - drawn_T).abs().max() < kind.close * (1 + 1 / how.temperature)
         if how.greedy:
@@ -97,51 +96,51 @@ def log_probs_are_what_they_are_called(kind, mesh):
 
 
 def weights_are_visible_at_once(kind, mesh):
-    engine, greedy = kind.engine(CONFIG, mesh, seed=0), dataclasses.replace(FREE, greedy=True)
+    engine, greedy = kind.engine(kind.config, mesh, seed=0), dataclasses.replace(FREE, greedy=True)
     old = completed(engine, PROMPTS, greedy)
-    load(engine, weights(CONFIG, kind.dtype, seed=1), 8)
+    load(engine, weights(kind.config, kind.dtype, seed=1), 8)
     assert engine.version == 8
     new = completed(engine, PROMPTS, greedy)
-    fresh = completed(kind.engine(CONFIG, mesh, seed=1, version=8), PROMPTS, greedy)
+    fresh = completed(kind.engine(kind.config, mesh, seed=1, version=8), PROMPTS, greedy)
     assert_same(new, fresh)
     assert all(one.versions.tolist() == [8] * 12 for one in new)
     assert all(a != b for a, b in zip(rows(old), rows(new), strict=True))
 
 
 def wrong_weights_are_none(kind, mesh):
-    engine = kind.make(decoder_model(CONFIG), mesh, kind.dtype)
+    engine = kind.make(decoder_model(kind.config), mesh, kind.dtype)
     assert engine.version is None
     requests = requests_of(PROMPTS, FREE, 0)
     with pytest.raises(RuntimeError, match="call load first"):
         complete(engine, requests)
     assert engine.in_flight() == 0
-    load(engine, weights(CONFIG, kind.dtype))
+    load(engine, weights(kind.config, kind.dtype))
     with pytest.raises(KeyError):
         engine.load([], 9)
     assert engine.version is None
     engine.submit(requests)
     with pytest.raises(RuntimeError, match="call load first"):
         engine.step()
-    load(engine, weights(CONFIG, kind.dtype))
-    assert_same(finish_all(engine), completed(kind.engine(CONFIG, mesh), PROMPTS, FREE), kind.same)
+    load(engine, weights(kind.config, kind.dtype))
+    assert_same(finish_all(engine), completed(kind.engine(kind.config, mesh), PROMPTS, FREE), kind.same)
 
 
 def weights_that_are_not_finite_are_an_error_and_leave_nothing(kind, mesh):
     for how in (FREE, dataclasses.replace(FREE, greedy=True)):
-        engine, broken = kind.engine(CONFIG, mesh), weights(CONFIG, kind.dtype)
+        engine, broken = kind.engine(kind.config, mesh), weights(kind.config, kind.dtype)
         expected = completed(engine, PROMPTS, how)
         load(engine, broken | {"embed": broken["embed"] * torch.nan})
         with pytest.raises(FloatingPointError, match="logits are not finite"):
             completed(engine, PROMPTS, how)
         assert engine.in_flight() == 0 and engine.step() == []
-        load(engine, weights(CONFIG, kind.dtype))
+        load(engine, weights(kind.config, kind.dtype))
         assert_same(completed(engine, PROMPTS, how), expected)
 
 
 def nothing_is_no_work(kind, mesh):
-    engine = kind.make(decoder_model(CONFIG), mesh, kind.dtype)
+    engine = kind.make(decoder_model(kind.config), mesh, kind.dtype)
     assert engine.step() == [] and complete(engine, []) == []  # although it has no weights yet
-    load(engine, weights(CONFIG, kind.dtype))
+    load(engine, weights(kind.config, kind.dtype))
     assert complete(engine, []) == [] and requests_of([], FREE, 0) == []
     engine.submit([])
     engine.check([])
@@ -164,7 +163,7 @@ WRONG = [
 
 
 def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
-    engine = kind.engine(CONFIG, mesh)
+    engine = kind.engine(kind.config, mesh)
     good = requests_of(PROMPTS[:4], FREE, 0)
     for prompt, how, change, message in WRONG:
         bad = Request(5, prompt, dataclasses.replace(FREE, **how), 0)._replace(**change)
@@ -185,7 +184,7 @@ def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
 
 def cancelled_requests_end_at_once(kind, mesh):
     how = dataclasses.replace(FREE, greedy=kind.whole)  # samples of the hf engine depend on all requests
-    engine, requests = kind.engine(CONFIG, mesh), requests_of(PROMPTS, how, 0)
+    engine, requests = kind.engine(kind.config, mesh), requests_of(PROMPTS, how, 0)
     whole, steps = complete(engine, requests), 0 if kind.whole else 5
     assert begin(engine, requests, steps) == []
     gone = engine.cancel([4, 1, 99])
@@ -201,7 +200,7 @@ def cancelled_requests_end_at_once(kind, mesh):
 
 
 def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
-    engine = kind.engine(CONFIG, mesh)
+    engine = kind.engine(kind.config, mesh)
     whole = completed(engine, PROMPTS, STOPS)
 
     def finished(one):
@@ -214,7 +213,7 @@ def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
 
 
 def a_pause_changes_nothing(kind, mesh):
-    engine, requests = kind.engine(CONFIG, mesh), requests_of(PROMPTS, FREE, 0)
+    engine, requests = kind.engine(kind.config, mesh), requests_of(PROMPTS, FREE, 0)
     whole = complete(engine, requests)
     begin(engine, requests if kind.whole else requests[:3], 0 if kind.whole else 4)
     engine.pause()
@@ -236,18 +235,20 @@ def a_pause_changes_nothing(kind, mesh):
 
 def new_weights_in_the_middle(kind, mesh, pauses):
     """Each token is of the version that it says, and so are its log-probabilities."""
-    engine, requests = kind.engine(CONFIG, mesh, seed=0), requests_of(PROMPTS, FREE, 0)
+    engine, requests = kind.engine(kind.config, mesh, seed=0), requests_of(PROMPTS, FREE, 0)
     begin(engine, requests[:5], 0 if kind.whole else 4)
     if pauses:
         engine.pause()
-    load(engine, weights(CONFIG, kind.dtype, seed=1), 8)
+    load(engine, weights(kind.config, kind.dtype, seed=1), 8)
     engine.submit(requests[5:])
     engine.resume()
     for request, one in zip(requests, finish_all(engine), strict=True):
         old = int((one.versions == 7).sum())
         assert one.versions.tolist() == [7] * old + [8] * (12 - old)
         assert (0 < old < 12) == (request.number < 5 and not kind.whole), old
-        before, behind = (plain_logps(CONFIG, request.prompt, one.tokens.tolist(), FREE, seed)[1] for seed in (0, 1))
+        before, behind = (
+            plain_logps(kind.config, request.prompt, one.tokens.tolist(), FREE, seed)[1] for seed in (0, 1)
+        )
         expected = torch.cat([before[:old], behind[old:]])
         assert (one.raw_logp - expected).abs().max() < kind.close
         assert (one.sampling_logp - expected).abs().max() < kind.close
@@ -263,7 +264,7 @@ def a_pause_and_a_load_in_the_middle(kind, mesh):
 
 def parts_are_the_whole(kind, mesh):
     """At most five tokens at a time, by two engines in turns."""
-    engines = [kind.engine(CONFIG, mesh, version=version) for version in (7, 9)]
+    engines = [kind.engine(kind.config, mesh, version=version) for version in (7, 9)]
     requests = [request._replace(most=5) for request in requests_of(PROMPTS, STOPS, 2)]
     if kind.whole:
         begun = complete(engines[0], [requests[0]._replace(most=None)])[0]
@@ -294,7 +295,7 @@ def parts_are_the_whole(kind, mesh):
 
 
 def a_stop_string_ends_a_completion(kind, mesh):
-    engine, free = kind.engine(CONFIG, mesh), dataclasses.replace(FREE, max_new_tokens=20, samples=3)
+    engine, free = kind.engine(kind.config, mesh), dataclasses.replace(FREE, max_new_tokens=20, samples=3)
     whole = completed(engine, PROMPTS, free)
     texts = [kind_text(one) for one in whole]
     strings = (texts[2][5:7], texts[6][3], "not of these tokens")
@@ -338,8 +339,9 @@ CONTRACT = [
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gloo] * bool(k.mesh)) for n, k in KINDS.items()])
 def test_every_engine_keeps_its_promises(name, promise):
     kind = KINDS[name]
-    if name.startswith("packed") and NO_PACKING:
-        pytest.skip(NO_PACKING)
+    absent = {"packed": NO_PACKING, "vllm": NO_VLLM}.get(name.split()[0])
+    if absent:
+        pytest.skip(absent)
     if kind.mesh:
         launch(lambda mesh: promise(kind, mesh), parse(kind.mesh), "cpu")
     else:

@@ -100,7 +100,7 @@ def begun(compose=PPO, **settings):
 
 def saver_of(run, state, folder, **settings):
     job = run.job._replace(settings=dataclasses.replace(run.job.settings, **settings))
-    return Saver(job, run.parts, state, str(folder), Quiet())
+    return Saver(job, run.parts, run.source, state, str(folder), Quiet())
 
 
 def saved(folder, steps=(7,), scores=None, **settings):

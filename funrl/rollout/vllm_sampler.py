@@ -1,0 +1,88 @@
+"""Draws inside vLLM: in place of its sampler, the one of every engine here.
+
+vLLM computes the logits. What is drawn of them follows `Sampling` to the letter, with the request's own stream of
+noise; so a completion does not depend on whether it was begun by another engine, interrupted or put back, and both
+log-probabilities of a token, raw and of the sampling distribution, come out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.rollout.sampling import sample_tokens, stream_noise
+from funrl.rollout.sampling_parameters import Sampling
+
+NO_TOKEN = -1  # vLLM gives out pairs of a token and a number; under this one the sampling log-probability travels
+
+
+class DrawParameters(NamedTuple):
+    """Parameters of the draws of a request.
+
+    Attributes:
+      sampling: parameters of the draws.
+      seed: of the request's stream of noise.
+      begun: tokens of the completion that vLLM takes for a part of the prompt.
+    """
+
+    sampling: Sampling
+    seed: int
+    begun: int
+
+
+class RequestSampler:
+    """A sampler for vLLM's model runner.
+
+    Attributes:
+      draws: by vLLM's own id of each request in flight.
+    """
+
+    def __init__(self, runner: Any):
+        self.draws: dict[str, DrawParameters] = {}
+        self._runner = runner
+
+    def __call__(self, logits: Tensor, sampling_metadata: Any, **_: Any) -> Any:
+        """A token and two log-probabilities for each row of logits [R, V]."""
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # type: ignore[import-not-found]
+
+        ids = self._runner.input_batch.req_ids[: len(logits)]
+        states = [self._runner.requests[name] for name in ids]
+        token_R, logp_R2 = draw_rows(logits, states, [self.draws[name] for name in ids])
+        pairs_R2 = torch.stack([token_R, torch.full_like(token_R, NO_TOKEN)], 1).int()
+        rank_R = torch.zeros(len(token_R), dtype=torch.int64, device=logits.device)
+        return SamplerOutput(token_R.int().unsqueeze(1), LogprobsTensors(pairs_R2, logp_R2, rank_R))
+
+
+def draw_rows(logits_RV: Tensor, states: list[Any], draws: list[DrawParameters]) -> tuple[Tensor, Tensor]:
+    """One token per row.
+
+    Args:
+      logits_RV: of the model.
+      states: of vLLM's requests, with `prompt_token_ids` and `output_token_ids`.
+      draws: likewise.
+
+    Returns: token [R] int64; its log-probabilities [R, 2], raw and of the sampling distribution.
+    """
+    device, logits_RV = logits_RV.device, logits_RV.float()
+    groups: dict[Sampling, list[int]] = {}
+    for row, draw in enumerate(draws):
+        groups.setdefault(draw.sampling, []).append(row)
+    token_R = torch.empty(len(logits_RV), dtype=torch.int64, device=device)
+    logp_R2 = torch.empty(len(logits_RV), 2, device=device)
+    for sampling, rows in groups.items():  # nearly always there is one
+        here = torch.tensor(rows, device=device)
+        noise = seen = None
+        if not sampling.greedy:
+            seeds = torch.tensor([draws[row].seed for row in rows], device=device)
+            steps = torch.tensor([draws[row].begun + len(states[row].output_token_ids) for row in rows], device=device)
+            noise = stream_noise(seeds, steps)
+        if sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(rows), logits_RV.shape[1], dtype=torch.bool)
+            for mask, row in zip(seen, rows, strict=True):
+                mask[[*states[row].prompt_token_ids, *states[row].output_token_ids]] = True
+            seen = seen.to(device)
+        some_RV = logits_RV if len(groups) == 1 else logits_RV[here]
+        token_R[here], logp_R2[here, 1], logp_R2[here, 0] = sample_tokens(some_RV, noise, sampling, seen)
+    return token_R, logp_R2

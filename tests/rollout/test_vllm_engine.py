@@ -1,0 +1,133 @@
+"""The engine over vLLM beyond what every engine promises: families, the certificate, weights in and out, refusals."""
+
+import dataclasses
+
+import pytest
+import torch
+from small_engines import CONFIGS, KINDS, NO_VLLM, PROMPTS, WIDE, assert_same, completed, load, weights
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE
+from funrl.mesh.rules import COMPUTE, STORED
+from funrl.models import decoder_model, place
+from funrl.models.config import ModelError
+from funrl.rollout.certificate import SyncError, certify
+from funrl.rollout.native import native_engine
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm_core import check_vllm, unfused
+from funrl.rollout.vllm_engine import WholeWeights
+
+needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
+FAMILIES = {
+    "qwen3": WIDE,
+    "llama tied": dataclasses.replace(CONFIGS["llama tied"], head=32),
+    "qwen2": dataclasses.replace(CONFIGS["qwen2"], head=32, embed=128),
+}
+WRONG = [
+    ({"head": 8}, torch.float32, "heads have size 8; vLLM's attention on a CPU takes 32, 64,"),
+    ({"family": "qwen2", "qk_norm": False, "attention_bias": True}, torch.float32, "heads=4 of size 32 .* embed=32"),
+    ({"windows": (None, 6)}, torch.float32, r"different attention windows, \(None, 6\)"),
+    ({}, torch.float64, "vLLM has no float64"),
+    ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, qwen2, qwen3 so far"),
+]
+
+
+@pytest.mark.parametrize(("change", "dtype", "message"), WRONG)
+def test_a_model_that_vllm_does_not_take_is_refused_by_name(change, dtype, message):
+    with pytest.raises(ModelError, match=message):
+        check_vllm(dataclasses.replace(WIDE, **change), "cpu", dtype)
+
+
+def test_a_cache_below_the_longest_sequence_is_refused():
+    with pytest.raises(ModelError, match=r"a cache of 1e-06 GB is too small: .* 128 tokens, 0.00026 GB"):
+        check_vllm(WIDE, "cpu", torch.float32, cache_bytes=1000)
+
+
+def fused(config, params):
+    """The weights as vLLM's modules have them, the vocabulary padded."""
+    model = decoder_model(config)
+    held = {model.names[name][0]: x.reshape(model.names[name][1]) for name, x in trees.named(params)}
+    for name in list(held):
+        for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
+            if parts[0] in name:
+                held[name.replace(parts[0], whole)] = torch.cat([held.pop(name.replace(parts[0], x)) for x in parts])
+    padding = torch.zeros(64 - config.vocab, config.embed)
+    return {name: torch.cat([x, padding]) if len(x) == config.vocab else x for name, x in held.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fused_weights_are_taken_apart_again(name):
+    config = FAMILIES[name]
+    model, params = decoder_model(config), weights(config)
+    held = fused(config, params)
+    again = dict(unfused(model, held))
+    assert len(again) == len(model.names)
+    for leaf, x in trees.named(params):
+        there, shape = model.names[leaf]
+        assert torch.equal(again[there], x.reshape(shape))
+    packed = "model.layers.0.mlp.gate_up_proj.weight"
+    away = [there for there, x in unfused(model, held | {packed: torch.empty(0)}) if x is None]
+    assert away == [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    assert {there.split(".")[-2] for there, x in unfused(model, held, tensor=2) if x is not None} <= {
+        "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
+    }  # fmt: skip
+
+
+def test_weights_that_are_not_all_there_once_are_an_error_and_zeros():
+    shapes, x = {"a": (2,), "b": (3,)}, torch.ones(2)
+
+    def broken():
+        yield "a", x
+        raise OSError("the disk is full")
+
+    for source, kind, message in (
+        ([("a", x)], KeyError, "weights are missing: b"),
+        ([("a", x), ("a", x)], KeyError, "a is not a weight of this model, or given twice"),
+        ([("c", x)], KeyError, "c is not a weight"),
+        ([("a", x), ("b", x)], ValueError, r"b has shape \[2\] instead of \[3\]"),
+        (broken(), OSError, "the disk is full"),
+    ):
+        whole = WholeWeights(shapes, source)
+        given = dict(whole)
+        assert {name: tuple(one.shape) for name, one in given.items()} == shapes and not given["b"].any()
+        with pytest.raises(kind, match=message):
+            raise whole.error
+    whole = WholeWeights(shapes, [("b", torch.ones(3)), ("a", x)])
+    assert list(dict(whole)) == ["b", "a"] and whole.error is None
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_draws_what_the_native_engine_draws(name):
+    config, how = FAMILIES[name], Sampling(max_new_tokens=20, samples=2, temperature=0.9)
+    engine, peer = KINDS["vllm"].engine(config, seed=1), native_engine(decoder_model(config))
+    for seed in (0, 1):
+        load(engine, weights(config, seed=seed))
+        load(peer, weights(config, seed=seed))
+        assert_same(completed(engine, PROMPTS, how, seed), completed(peer, PROMPTS, how, seed), 2e-5)
+
+
+@needs_vllm
+def test_bfloat16_stays_near_the_same_weights_in_float32():
+    how = Sampling(max_new_tokens=12, greedy=True)
+    engine = KINDS["vllm"].make(decoder_model(WIDE), SINGLE, torch.bfloat16)
+    rounded = trees.map(lambda x: x.bfloat16().float(), weights(WIDE))
+    done = completed(load(engine, rounded), PROMPTS, how)
+    peer = load(native_engine(decoder_model(WIDE)), rounded)
+    for one, other in zip(done, completed(peer, PROMPTS, how), strict=True):
+        assert one.raw_logp.dtype == torch.float32 and (one.raw_logp - other.raw_logp)[0].abs() < 0.3
+
+
+@needs_vllm
+def test_the_certificate_sees_weights_that_vllm_has_not_packed_and_the_probe_sees_the_others():
+    model, params = decoder_model(WIDE), weights(WIDE)
+    placed = place(model, SINGLE, STORED, COMPUTE, torch.float32, model.layer)
+    engine = KINDS["vllm"].engine(WIDE)
+    told = certify(placed, params, engine, 7, probes=True)
+    assert told["sync/verified"] == 0.5 and told["sync/probe_gap"] < 1e-4
+    assert certify(placed, params, engine, 7) == {"sync/verified": 0.0}
+    for name, probes, message in (("norm", False, "norm differs"), ("layers/0/mlp/up", True, "log-probabilities")):
+        spoiled = trees.from_named(params, [(n, x * 1.1 if n == name else x) for n, x in trees.named(params)])
+        load(engine, spoiled)
+        with pytest.raises(SyncError, match=message):
+            certify(placed, params, engine, 7, probes=probes)
