@@ -48,14 +48,14 @@ def _take_from_slurm(environment: MutableMapping[str, str]) -> None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     job = int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0)
-    environment |= {
+    environment.update({
         "RANK": environment.get("SLURM_PROCID", ""),
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": tasks[0] if tasks else environment["SLURM_STEP_NUM_TASKS"],
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
-    }
+    })  # fmt: skip
 
 
 def first_host(nodes: str) -> str:

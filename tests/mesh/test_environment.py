@@ -48,6 +48,10 @@ def test_half_an_environment_is_an_error(environment, said, monkeypatch, capsys)
         read_environment(dict(environment))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, environment.get(name, ""))  # so that what a Slurm step sets is taken back
+        if name not in environment:
+            monkeypatch.delenv(name)
     assert main("grpo", ["grpo", "--steps=1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
