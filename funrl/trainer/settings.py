@@ -111,6 +111,11 @@ class Settings:
         "Hugging Face directory, or name of a model in its local cache",
         chosen="a small decoder from scratch",
     )
+    model_code: str = flag(
+        "auto", "job", "whose code computes models: native, this package's decoder; hf, transformers' own, data "
+        "parallel only; auto: native where it can",
+        one_of("auto", "native", "hf"), requires="model",
+    )  # fmt: skip
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
@@ -186,8 +191,9 @@ class Settings:
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
-        "native", "rollout", "what generates: native; vllm, inside of the trainer's processes",
-        one_of("native", "vllm"), kinds=RL,
+        "native", "rollout", "what generates: native; vllm, inside of the trainer's processes; hf, transformers' "
+        "generate, which is slow",
+        one_of("native", "vllm", "hf"), kinds=RL,
     )  # fmt: skip
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(

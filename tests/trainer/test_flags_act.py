@@ -61,6 +61,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
+    "model_code": "models/test_hf_module.py::test_whose_code_computes_a_model",
     "engine": "trainer/test_vllm_runs.py::test_a_run_that_vllm_cannot_generate_for_is_refused",
     "queue": "trainer/test_engine_flags.py::test_ranks_take_prompts_as_they_have_room_or_by_their_numbers",
     "repetition_penalty": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
