@@ -351,7 +351,7 @@ def _redundant(name: str, config: Config) -> bool:
 
 
 def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
-    """Where files with tensors of the names `found` have each weight.
+    """Place of each weight in files with tensors of the names `found`.
 
     Files for transformers' own code may have older names than it has now.
     """

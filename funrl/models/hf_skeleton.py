@@ -74,7 +74,7 @@ _windows: list[int | None] = []  # of the calls of our attention, while somebody
 
 @contextlib.contextmanager
 def running(run: RunLayer) -> Iterator[None]:
-    """Inside, `run` is called in the place of every layer."""
+    """Inside, `run` is called instead of every layer."""
     _running.append(run)
     try:
         yield
