@@ -10,14 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention(q_BTHN: Tensor, k_BSKN: Tensor, v_BSKN: Tensor, mask_BTS: Tensor | None = None, causal: bool = False):
-    """softmax(q k^T / sqrt(N)) v, where query head h uses key-value head h // (H / K).
+def attention(
+    q_BTHN: Tensor,
+    k_BSKN: Tensor,
+    v_BSKN: Tensor,
+    mask_BTS: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v, where query head h uses key-value head h // (H / K).
 
     Args:
       q_BTHN: queries.
       k_BSKN, v_BSKN: keys and values; K divides H.
       mask_BTS: bool, true where token t sees slot s; the batch dim may be 1. Every token must see something.
       causal: token t sees slots up to t; with T == S and no mask.
+      scale: None: 1 / sqrt(N).
+      cap: logits x become cap tanh(x / cap). Then the whole matrix of weights is made, but by flash-attn.
 
     Returns: [B, T, H, N].
     """
@@ -25,29 +35,107 @@ def attention(q_BTHN: Tensor, k_BSKN: Tensor, v_BSKN: Tensor, mask_BTS: Tensor |
     K = k_BSKN.shape[2]
     flash = flash_attention() if q_BTHN.is_cuda and mask_BTS is None and q_BTHN.element_size() == 2 else None
     if flash is not None:
-        return flash(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+        return flash(q_BTHN, k_BSKN, v_BSKN, softmax_scale=scale, causal=causal, softcap=cap or 0.0)
+    if cap is not None:
+        return _capped_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, causal, scale or N**-0.5, cap)
     k, v = k_BSKN.transpose(1, 2), v_BSKN.transpose(1, 2)
     if T == 1 and K < H:
         # One token: the heads that share a key-value head are as good as tokens, and no key is read twice.
         mask = None if mask_BTS is None else mask_BTS.unsqueeze(1)
-        return F.scaled_dot_product_attention(q_BTHN.reshape(B, K, H // K, N), k, v, mask).reshape(B, 1, H, N)
+        return F.scaled_dot_product_attention(q_BTHN.reshape(B, K, H // K, N), k, v, mask, scale=scale).reshape(
+            B, 1, H, N
+        )
     mask = None if mask_BTS is None else mask_BTS.unsqueeze(1)
     q = q_BTHN.transpose(1, 2)
     if q.is_cuda and K < H and (mask is not None or q.element_size() > 2):
         # CUDA has kernels that need no [T, S] memory for this, but only for as many key-value heads as queries.
         k, v, K = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1), H
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=K < H)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=K < H)
     return out.transpose(1, 2)
 
 
+def _capped_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, causal: bool, scale: float, cap: float) -> Tensor:
+    """Attention by the whole matrix of weights."""
+    if causal:
+        mask_BTS = _causal_mask(q_BTHN)
+    weights, _ = _weights(q_BTHN, k_BSKN, mask_BTS, scale, cap)
+    return _joined(torch.matmul(weights.to(v_BSKN.dtype), v_BSKN.transpose(1, 2).unsqueeze(2)))
+
+
+def attention_gradients(
+    d_out_BTHN: Tensor,
+    q_BTHN: Tensor,
+    k_BSKN: Tensor,
+    v_BSKN: Tensor,
+    mask_BTS: Tensor | None,
+    scale: float,
+    cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention` by q, k and v, by the whole matrix of weights, for where there is no autograd.
+
+    With weights P of logits z = cap tanh(x / cap), x = scale q k^T: dz = P (dP - sum P dP), dx = dz (1 - (z / cap)^2).
+
+    Args:
+      mask_BTS: as in `attention`; None: causal.
+    """
+    kv_heads = k_BSKN.shape[2]
+    mask_BTS = _causal_mask(q_BTHN) if mask_BTS is None else mask_BTS
+    weights, logits = _weights(q_BTHN, k_BSKN, mask_BTS, scale, cap)
+    wide = weights.dtype
+    d_out, q = (_grouped(x.to(wide), kv_heads) for x in (d_out_BTHN, q_BTHN))
+    k, v = (x.to(wide).transpose(1, 2).unsqueeze(2) for x in (k_BSKN, v_BSKN))
+    d_weights = torch.matmul(d_out, v.mT)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+    if cap is not None:
+        d_logits = d_logits * (1 - (logits / cap).square())
+    d_q = _joined(torch.matmul(d_logits, k) * scale)
+    d_k, d_v = (
+        torch.matmul(x.mT, y).sum(2).transpose(1, 2) * factor
+        for x, y, factor in ((d_logits, q, scale), (weights, d_out, 1))
+    )
+    return d_q.to(q_BTHN.dtype), d_k.to(k_BSKN.dtype), d_v.to(v_BSKN.dtype)
+
+
+def _weights(q_BTHN, k_BSKN, mask_BTS, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Weights and logits [B, K, H / K, T, S] in float32 or wider; soft-capped before anything is masked."""
+    wide = torch.promote_types(q_BTHN.dtype, torch.float32)
+    logits = torch.matmul(_grouped(q_BTHN, k_BSKN.shape[2]), k_BSKN.permute(0, 2, 3, 1).unsqueeze(2)).to(wide) * scale
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    seen = logits if mask_BTS is None else logits.masked_fill(~mask_BTS[:, None, None], -math.inf)
+    return seen.softmax(-1), logits
+
+
+def _causal_mask(q_BTHN: Tensor) -> Tensor:
+    T = q_BTHN.shape[1]
+    return torch.ones(1, T, T, dtype=torch.bool, device=q_BTHN.device).tril()
+
+
+def _grouped(x_BTHN: Tensor, kv_heads: int) -> Tensor:
+    """[B, K, H / K, T, N]: the heads that share a key-value head together."""
+    return x_BTHN.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _joined(x_BKGTN: Tensor) -> Tensor:
+    """The inverse of `_grouped`."""
+    return x_BKGTN.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 def attention_reference(
-    q_BTHN: Tensor, k_BSKN: Tensor, v_BSKN: Tensor, mask_BTS: Tensor | None = None, causal: bool = False
+    q_BTHN: Tensor,
+    k_BSKN: Tensor,
+    v_BSKN: Tensor,
+    mask_BTS: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`attention` with the whole matrix of weights."""
     B, T, H, N = q_BTHN.shape
     S, K = k_BSKN.shape[1:3]
     q_BTKGN = q_BTHN.reshape(B, T, K, H // K, N)
-    logits = torch.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) / math.sqrt(N)
+    logits = torch.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN) * (scale or 1 / math.sqrt(N))
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
     if causal:
         mask_BTS = torch.ones(T, S, dtype=torch.bool, device=q_BTHN.device).tril().unsqueeze(0)
     if mask_BTS is not None:

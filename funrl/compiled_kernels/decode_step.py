@@ -1,9 +1,9 @@
 """One forward pass of a dense decoder over a paged key-value cache, in one C++ call.
 
-For Llama, Qwen2 and Qwen3 on one tensor rank, in float32 or bfloat16, on the CPU. Prompts and decoding rows alike are
-tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits depend neither on
-the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads: prefill equals
-decode bit for bit. `decode_reference` is the same pass in torch.
+For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32 or bfloat16, on the CPU. Prompts and decoding
+rows alike are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
+depend neither on the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads:
+prefill equals decode bit for bit. `decode_reference` is the same pass in torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 
 PAGE = 16  # tokens of a page
 ROPE_STEP = 1024  # positions by which the table of rotations grows at least
+AS_COMPILED = {  # switches of a decoder that the kernel does not know, as it has them
+    "norms": "pre", "norm_offset": 0.0, "activation": "silu", "local_rope_theta": None, "rotates": None,
+    "qk_norm_over": "head", "attention_scale": None, "attention_cap": None, "embed_scale": 1.0, "residual_scale": 1.0,
+    "logit_divisor": 1.0, "logit_cap": None,
+}  # fmt: skip
 _PROBLEMS = (
     None,
     "a token is not in the vocabulary",
@@ -81,6 +86,9 @@ def kernel_problem(config: Any, dtype: torch.dtype) -> str | None:
     """The reason why `packed_decoder` has no kernel for this model here; None: it has one, if the compiler works."""
     if dtype not in BITS:
         return f"the C++ decoding step has float32 and bfloat16, not {dtype}"
+    for name, value in AS_COMPILED.items():
+        if getattr(config, name) != value:
+            return f"the C++ decoding step does not take {name}={getattr(config, name)}"
     return library_problem()
 
 

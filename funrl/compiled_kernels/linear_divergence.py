@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.divergence import check_divergence_beta, divergence, log_mixture
 from funrl.compiled_kernels.linear import product, sum_of_products
-from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.linear_logprob import cap_slope, project
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
@@ -26,6 +26,7 @@ def linear_divergence(
     mesh: Mesh = SINGLE,
     temperature: float = 1.0,
     chunk: int = 512,
+    caps: tuple[float | None, float | None] = (None, None),
 ) -> Tensor:
     """`divergence` of q = softmax(hidden unembed^T / temperature) from the teacher's p, token by token.
 
@@ -37,6 +38,7 @@ def linear_divergence(
       mesh: the vocabulary is split over "tensor".
       temperature: of both, above 0.
       chunk: tokens at a time; about six tensors [chunk, V / tensor ranks] in float32 are alive together.
+      caps: of the student's logits and of the teacher's: x becomes cap tanh(x / cap), before the temperature.
 
     Returns: [T] in nats, in float32 or wider. The student's hidden and unembedding have a gradient, complete for
       hidden on every tensor rank; the teacher has none.
@@ -58,7 +60,7 @@ def linear_divergence(
             "a divergence compares the same tokens"
         )
     teacher = teacher_hidden_TE.detach(), teacher_unembed_VE.detach()
-    value_T, *_ = _LinearDivergence.apply(hidden_TD, unembed_VD, *teacher, beta, mesh, temperature, chunk)
+    value_T, *_ = _LinearDivergence.apply(hidden_TD, unembed_VD, *teacher, beta, mesh, temperature, chunk, caps)
     return value_T
 
 
@@ -80,10 +82,10 @@ def linear_divergence_reference(
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(hidden_TD, unembed_VD, teacher_TE, teacher_VE, beta, mesh, temperature, chunk):
+    def forward(hidden_TD, unembed_VD, teacher_TE, teacher_VE, beta, mesh, temperature, chunk, caps):
         rows = []
         for h_CD, t_CE in zip(hidden_TD.split(chunk), teacher_TE.split(chunk), strict=True):
-            z_2CV = _logits(h_CD, unembed_VD, temperature), _logits(t_CE, teacher_VE, temperature)
+            z_2CV = _logits(h_CD, unembed_VD, temperature, caps[0]), _logits(t_CE, teacher_VE, temperature, caps[1])
             normalizer_2C = _normalizers(*z_2CV, mesh)
             logp_CV, teacher_CV = (z.sub_(n[:, None]) for z, n in zip(z_2CV, normalizer_2C, strict=True))
             rows.append(torch.cat([_sums(logp_CV, teacher_CV, beta), normalizer_2C]))
@@ -100,26 +102,29 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_T, *_):
         hidden_TD, unembed_VD, teacher_TE, teacher_VE, to_student_T, normalizer_T, teacher_T = ctx.saved_tensors
-        beta, mesh, temperature, chunk = ctx.args
+        beta, mesh, temperature, chunk, caps = ctx.args
         d_hidden, d_unembed = [], None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
         for low in range(0, max(1, len(hidden_TD)), chunk):
             part = slice(low, low + chunk)
-            logp_CV = _logits(hidden_TD[part], unembed_VD, temperature).sub_(normalizer_T[part, None])
-            teacher_CV = _logits(teacher_TE[part], teacher_VE, temperature).sub_(teacher_T[part, None])
+            logp_CV = _logits(hidden_TD[part], unembed_VD, temperature, caps[0])
+            slope_CV = None if caps[0] is None else cap_slope(logp_CV * temperature, caps[0])
+            logp_CV = logp_CV.sub_(normalizer_T[part, None])
+            teacher_CV = _logits(teacher_TE[part], teacher_VE, temperature, caps[1]).sub_(teacher_T[part, None])
             d_CV = _d_logits(logp_CV, teacher_CV, to_student_T[part, None], beta)
+            d_CV = d_CV if slope_CV is None else d_CV.mul_(slope_CV)
             d_CV = d_CV.mul_(grad_T[part, None] / temperature).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_CV, unembed_VD.T))
             if d_unembed is not None:
                 d_unembed += sum_of_products(d_CV, hidden_TD[part])
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
-        return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
+        return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 7
 
 
-def _logits(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tensor:
-    x_CV = project(hidden_CD, unembed_VD)
+def _logits(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: float | None) -> Tensor:
+    x_CV = project(hidden_CD, unembed_VD, cap)
     return x_CV if temperature == 1 else x_CV.div_(temperature)  # a pass less
 
 

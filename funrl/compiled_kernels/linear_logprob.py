@@ -38,6 +38,7 @@ def linear_logprob(
     chunk: int = 1024,
     want: tuple[str, ...] = ("logp",),
     topk_TK: Tensor | None = None,
+    cap: float | None = None,
 ) -> TokenScores:
     """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2, and log p of further
     tokens; all differentiable.
@@ -51,6 +52,7 @@ def linear_logprob(
       chunk: tokens at a time.
       want: some of "logp", "entropy", "sum_pi_squared".
       topk_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
+      cap: logits x become cap tanh(x / cap), before the temperature; None: they stay.
 
     Returns: [T] each, [T, K] for `topk_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
       rank.
@@ -65,7 +67,7 @@ def linear_logprob(
         raise ValueError(f"temperature is {temperature}, it must be above 0")
     ids_TN = targets_T[:, None] if topk_TK is None else torch.cat([targets_T[:, None], topk_TK], 1)
     extras = tuple(name for name in EXTRAS if name in want)
-    logp_TN, *rest, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras)
+    logp_TN, *rest, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras, cap)
     found = dict(zip(extras, rest, strict=True))
     if "logp" in want:
         found["logp"] = logp_TN[:, 0]
@@ -75,7 +77,13 @@ def linear_logprob(
 
 
 def topk(
-    hidden_TD: Tensor, unembed_VD: Tensor, k: int, mesh: Mesh = SINGLE, temperature: float = 1.0, chunk: int = 1024
+    hidden_TD: Tensor,
+    unembed_VD: Tensor,
+    k: int,
+    mesh: Mesh = SINGLE,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k most probable tokens and their log-probabilities, [T, k] each, in descending order; without a gradient.
 
@@ -83,7 +91,7 @@ def topk(
     """
     ids, tops = [], []
     for hidden_CD in hidden_TD.detach().split(chunk):
-        x_CV = _tempered(hidden_CD, unembed_VD.detach(), temperature)
+        x_CV = _tempered(hidden_CD, unembed_VD.detach(), temperature, cap)
         top_CK, row_CK = x_CV.topk(min(k, x_CV.shape[1]), -1)
         tops.append(top_CK)
         ids.append(row_CK + mesh.index("tensor") * unembed_VD.shape[0])
@@ -93,26 +101,42 @@ def topk(
     topk_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
     targets_T = topk_TK[:, 0]
     with torch.no_grad():
-        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), topk_TK)
+        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), topk_TK, cap)
     assert scores.topk_logp is not None
     return topk_TK, scores.topk_logp
 
 
 def linear_logprob_reference(
-    hidden_TD: Tensor, unembed_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
+    hidden_TD: Tensor, unembed_VD: Tensor, targets_T: Tensor, temperature: float = 1.0, cap: float | None = None
 ) -> TokenScores:
     """All of `linear_logprob` on one device with whole logits."""
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    logp_TV = (hidden_TD.to(wide) @ unembed_VD.to(wide).T / temperature).log_softmax(-1)
+    logits_TV = hidden_TD.to(wide) @ unembed_VD.to(wide).T
+    if cap is not None:
+        logits_TV = cap * (logits_TV / cap).tanh()
+    logp_TV = (logits_TV / temperature).log_softmax(-1)
     logp_T = logp_TV.gather(1, targets_T[:, None])[:, 0]
     return TokenScores(logp_T, -(logp_TV.exp() * logp_TV).sum(-1), (2 * logp_TV).exp().sum(-1))
 
 
-def project(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
+def project(hidden_TD: Tensor, unembed_VD: Tensor, cap: float | None = None) -> Tensor:
     """hidden unembed^T in float32 or wider, [T, V]; sums are not rounded to 16 bits. Without a gradient for 16 bits.
 
     Engines take their logits from here too, so that theirs and the trainer's are the same numbers.
+
+    Args:
+      cap: logits x become cap tanh(x / cap), without a gradient; None: they stay.
     """
+    x_TV = _products(hidden_TD, unembed_VD)
+    return x_TV if cap is None else x_TV.div_(cap).tanh_().mul_(cap)
+
+
+def cap_slope(capped: Tensor, cap: float) -> Tensor:
+    """Derivative of cap tanh(x / cap) by x, from its value."""
+    return 1 - (capped / cap).square_()
+
+
+def _products(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
     if hidden_TD.element_size() > 2:
         return product(hidden_TD, unembed_VD)
     if hidden_TD.is_cuda:
@@ -124,10 +148,10 @@ class _LinearLogprob(torch.autograd.Function):
     """(logp [T, N], those of `extras`, the logarithm of the normalizer [T]); the last has no gradient."""
 
     @staticmethod
-    def forward(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras):
+    def forward(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras, cap):
         row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
         parts = [
-            _sums(h, unembed_VD, row, temperature, extras)
+            _sums(h, unembed_VD, row, temperature, extras, cap)
             for h, row in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True)
         ]
         top_T, picked_TN, sum_T, *more = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -156,31 +180,34 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         hidden_TD, unembed_VD, ids_TN, *rows, normalizer_T = ctx.saved_tensors
-        mesh, temperature, chunk, extras = ctx.args
+        mesh, temperature, chunk, extras, cap = ctx.args
         names = ("logp", *extras)
         grads = (None if g is None else g / temperature for g in grads[:-1])
         given = {n: (_columns(x), _columns(g)) for n, x, g in zip(names, rows, grads, strict=True) if g is not None}
         if not given:
-            return (None,) * 7
+            return (None,) * 8
         row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
         d_hidden, d_unembed = [], None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
         for low in range(0, max(1, ids_TN.shape[0]), chunk):
             part = slice(low, low + chunk)
+            x_CV = _tempered(hidden_TD[part], unembed_VD, temperature, cap)
+            slope_CV = None if cap is None else cap_slope(x_CV * temperature, cap)
             d_logits = _d_logits(
-                _tempered(hidden_TD[part], unembed_VD, temperature).sub_(normalizer_T[part, None]),
+                x_CV.sub_(normalizer_T[part, None]),
                 row_TN[part],
                 mine_TN[part],
                 {n: x[part] for n, (x, _) in given.items()},
                 {n: g[part] for n, (_, g) in given.items()},
-            ).to(hidden_TD.dtype)
+            )
+            d_logits = (d_logits if slope_CV is None else d_logits.mul_(slope_CV)).to(hidden_TD.dtype)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_logits, unembed_VD.T))
             if d_unembed is not None:
                 d_unembed += sum_of_products(d_logits, hidden_TD[part])
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
-        return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), None, None, None, None, None
+        return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -195,15 +222,22 @@ def _local(ids_TN: Tensor, unembed_VD: Tensor, mesh: Mesh) -> tuple[Tensor, Tens
     return torch.where(mine_TN, row_TN, 0), mine_TN
 
 
-def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float) -> Tensor:
+def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: float | None) -> Tensor:
     """Logits over the temperature; a pass over them less where it is 1."""
-    x_CV = project(hidden_CD, unembed_VD)
+    x_CV = project(hidden_CD, unembed_VD, cap)
     return x_CV if temperature == 1 else x_CV.div_(temperature)
 
 
-def _sums(hidden_CD: Tensor, unembed_VD: Tensor, row_CN: Tensor, temperature: float, extras: tuple[str, ...]):
+def _sums(
+    hidden_CD: Tensor,
+    unembed_VD: Tensor,
+    row_CN: Tensor,
+    temperature: float,
+    extras: tuple[str, ...],
+    cap: float | None,
+):
     """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; of the extras sum x e^x, sum e^2x."""
-    x_CV = _tempered(hidden_CD, unembed_VD, temperature)
+    x_CV = _tempered(hidden_CD, unembed_VD, temperature, cap)
     top_C = x_CV.amax(-1)
     x_CV.sub_(top_C.unsqueeze(-1))
     picked_CN = x_CV.gather(1, row_CN)

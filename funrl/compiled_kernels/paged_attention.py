@@ -17,6 +17,8 @@ from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
 
+CAPPED_QUERIES = 256  # new tokens of a sequence at a time where logits are capped
+
 
 class Paging(NamedTuple):
     """Places of the new tokens of a pass; N tokens of S sequences, in their order.
@@ -89,10 +91,13 @@ def paged_attention(
     cache: tuple[Tensor, Tensor],
     paging: Paging,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, where a token sees itself and the tokens before it in its own sequence.
+    """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
-    On CUDA and ROCm 16-bit tensors go to torch's variable-length kernel; everything else is gathered group by group.
+    On CUDA and ROCm 16-bit tensors go to torch's variable-length kernel, which knows no cap; everything else is
+    gathered group by group.
     Without a gradient.
 
     Args:
@@ -100,10 +105,12 @@ def paged_attention(
       cache: keys and values, pages [P, page, K, D]; the new ones are written to it, in place.
       paging: places of the tokens.
       window: how many tokens a token sees at most, itself included; None: all.
+      scale: None: 1 / sqrt(D).
+      cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
 
     Returns: [N, H, D].
     """
-    return _paged_attention(q_NHD, k_NKD, v_NKD, *cache, *paging, window or 0)
+    return _paged_attention(q_NHD, k_NKD, v_NKD, *cache, *paging, window or 0, scale or 0.0, cap or 0.0)
 
 
 def paged_attention_reference(
@@ -113,6 +120,8 @@ def paged_attention_reference(
     cache: tuple[Tensor, Tensor],
     paging: Paging,
     window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`paged_attention`, sequence by sequence, with the whole matrix of weights."""
     outs, page = [], cache[0].shape[1]
@@ -124,7 +133,7 @@ def paged_attention_reference(
         keys, values = (x[paging.table_SP[s]].flatten(0, 1)[None, :end] for x in cache)
         behind_TS = torch.arange(end - (stop - begin), end)[:, None] - torch.arange(end)
         seen = (behind_TS >= 0) & (behind_TS < (window or end))
-        outs.append(attention_reference(q_NHD[None, begin:stop], keys, values, seen[None])[0])
+        outs.append(attention_reference(q_NHD[None, begin:stop], keys, values, seen[None], scale=scale, cap=cap)[0])
     return torch.cat(outs)
 
 
@@ -142,35 +151,42 @@ def _paged_attention(
     ends: Tensor,
     groups: Tensor,
     window: int,
+    scale: float = 0.0,
+    cap: float = 0.0,
 ) -> Tensor:
     for new, x in ((k, keys), (v, values)):
         x.view(-1, *x.shape[2:]).index_copy_(0, places, new)
-    kernel = _paged_kernel() if q.is_cuda and q.element_size() == 2 else None
+    kernel = _paged_kernel() if q.is_cuda and q.element_size() == 2 and not cap else None
     if kernel is not None:
-        return _by_kernel(kernel, q, keys, values, table, offsets, ends, groups, window)
+        return _by_kernel(kernel, q, keys, values, table, offsets, ends, groups, window, scale)
     out, page = torch.empty_like(q), keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():
         part = slice(first, first + rows * count)
         pages_RP = table[low : low + rows, :pages]
         k_RSKD, v_RSKD = (x[pages_RP].flatten(1, 2) for x in (keys, values))
-        behind_RTS = positions[part].view(rows, count, 1) - torch.arange(pages * page, device=q.device)
-        seen_RTS = behind_RTS >= 0
-        if window:
-            seen_RTS &= behind_RTS < window
-        out[part] = attention(q[part].unflatten(0, (rows, count)), k_RSKD, v_RSKD, seen_RTS).flatten(0, 1)
+        q_RTHD, at_RT, out_RTHD = (x[part].view(rows, count, *x.shape[1:]) for x in (q, positions, out))
+        for begin in range(0, count, CAPPED_QUERIES if cap else count):
+            tokens = slice(begin, begin + CAPPED_QUERIES if cap else count)
+            behind_RTS = at_RT[:, tokens, None] - torch.arange(pages * page, device=q.device)
+            seen_RTS = behind_RTS >= 0
+            if window:
+                seen_RTS &= behind_RTS < window
+            out_RTHD[:, tokens] = attention(
+                q_RTHD[:, tokens], k_RSKD, v_RSKD, seen_RTS, scale=scale or None, cap=cap or None
+            )
     return out
 
 
 @_paged_attention.register_fake
-def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, window):
+def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, window, scale=0.0, cap=0.0):
     return torch.empty_like(q)
 
 
-def _by_kernel(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int) -> Tensor:
+def _by_kernel(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int, scale: float) -> Tensor:
     most_new, most = (int(x) for x in (groups[:, 3].max(), groups[:, 4].max() * keys.shape[1]))
     return kernel(
         q, keys, values, offsets, None, most_new, most, window_size=(window - 1 if window else -1, 0),
-        enable_gqa=True, seqused_k=ends, block_table=table.int(), num_splits=1,
+        scale=scale or None, enable_gqa=True, seqused_k=ends, block_table=table.int(), num_splits=1,
     )  # fmt: skip
 
 

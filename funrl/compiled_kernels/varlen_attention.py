@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funrl.compiled_kernels.attention import attention_reference
+from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
 
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
-_BLOCK = 256  # queries at a time where a window is shorter than a segment
+_BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
+_MATRIX_TOKENS = 4096  # of short segments that are computed together by a whole matrix of weights
 
 
 def varlen_attention(
@@ -31,11 +32,14 @@ def varlen_attention(
     offsets: Tensor,
     window: int | None = None,
     longest: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(N)) v, where a token sees itself and the tokens before it in its own segment.
+    """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own segment.
 
     On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row. On CUDA and ROCm
-    16-bit tensors go to the kernel that `flash_kernel` finds; wider ones are computed segment by segment.
+    16-bit tensors go to the kernel that `flash_kernel` finds; wider ones, and capped ones where it has no cap, are
+    computed segment by segment.
 
     Args:
       q_1THN: queries of a packed row of T tokens.
@@ -44,15 +48,24 @@ def varlen_attention(
         Segments may be empty. Tokens behind the last offset are padding: their output and gradients are 0.
       window: how many tokens a token sees at most, itself included; None: all of its segment.
       longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: T, which is slower.
+      scale: None: 1 / sqrt(N).
+      cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
 
     Returns: [1, T, H, N] in the dtype of q; differentiable once.
     """
     q, k, v = q_1THN[0], k_1TKN[0], v_1TKN[0]
-    return _VarlenAttention.apply(q, k, v, offsets, window or 0, longest or q.shape[0])[0].unsqueeze(0)
+    numbers = window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0
+    return _VarlenAttention.apply(q, k, v, offsets, *numbers)[0].unsqueeze(0)
 
 
 def varlen_attention_reference(
-    q_1THN: Tensor, k_1TKN: Tensor, v_1TKN: Tensor, offsets: Tensor, window: int | None = None
+    q_1THN: Tensor,
+    k_1TKN: Tensor,
+    v_1TKN: Tensor,
+    offsets: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`varlen_attention` with the whole matrix of weights of each segment."""
     outs = []
@@ -60,7 +73,8 @@ def varlen_attention_reference(
         part = slice(begin, end)
         q, k, v = q_1THN[:, part], k_1TKN[:, part], v_1TKN[:, part]
         seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
-        outs.append(attention_reference(q, k, v, seen if window is None else seen.triu(1 - window)))
+        seen = seen if window is None else seen.triu(1 - window)
+        outs.append(attention_reference(q, k, v, seen, scale=scale, cap=cap))
     padding = q_1THN.new_zeros(1, q_1THN.shape[1] - int(offsets[-1]), *q_1THN.shape[2:])
     return torch.cat([*outs, padding], 1)
 
@@ -87,11 +101,14 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: who provides it.
-      forward: (q, k, v, offsets, longest, window) -> out, lse [H, T], and what `backward` needs of the generator.
-      backward: (d_out, q, k, v, out, lse, offsets, longest, window, generator) -> d_q, d_k, d_v.
+      forward: (q, k, v, offsets, longest, window, scale, cap) -> out, lse [H, T], and what `backward` needs of the
+        generator.
+      backward: (d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap) -> d_q, d_k, d_v.
+      caps: whether it can cap logits.
     """
 
     name: str
+    caps: bool
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -102,11 +119,11 @@ def flash_kernel() -> Kernel:
     try:
         from flash_attn import flash_attn_interface as flash  # type: ignore[import-not-found]
     except ImportError:
-        kernel = Kernel(f"torch {torch.__version__}", _torch_forward, _torch_backward)
+        kernel = Kernel(f"torch {torch.__version__}", False, _torch_forward, _torch_backward)
     else:
         forward, backward = flash._flash_attn_varlen_forward, flash._flash_attn_varlen_backward
         kernel = Kernel(
-            "flash-attn", functools.partial(_flash_forward, forward), functools.partial(_flash_backward, backward)
+            "flash-attn", True, functools.partial(_flash_forward, forward), functools.partial(_flash_backward, backward)
         )
     log.info("variable-length attention on the GPU is by %s", kernel.name)
     return kernel
@@ -124,13 +141,22 @@ def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
 
 @torch.library.custom_op("funrl::varlen_attention", mutates_args=(), device_types="cpu")
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int, longest: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    window: int,
+    longest: int,
+    scale: float = 0.0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if cap:
+        return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
     for block in _blocks(offsets, window, q):
         band = block.band
         found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(block, q, k, v), 0.0, band is None, attn_mask=band
+            *_heads_first(block, q, k, v), 0.0, band is None, attn_mask=band, scale=scale or None
         )
         out[block.queries], lse[:, block.queries] = _tokens_first(found), sums.transpose(0, 1).flatten(1)
     return out, lse, q.new_empty(0, dtype=torch.uint64)
@@ -148,15 +174,20 @@ def _backward(
     window: int,
     longest: int,
     generator: Tensor,
+    scale: float = 0.0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if cap:
+        return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for block in _blocks(offsets, window, q):
         queries, band = block.queries, block.band
         d_out_part, out_part = (_segments_of(x, queries, block.count) for x in (d_out, out))
         sums = lse[:, queries].unflatten(1, (block.count, -1)).transpose(0, 1).contiguous()
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out_part.contiguous(), *_heads_first(block, q, k, v), out_part, sums, 0.0, band is None, attn_mask=band
-        )
+            d_out_part.contiguous(), *_heads_first(block, q, k, v), out_part, sums, 0.0, band is None,
+            attn_mask=band, scale=scale or None,
+        )  # fmt: skip
         d_q[queries] = _tokens_first(found[0])
         for whole, part in ((d_k, found[1]), (d_v, found[2])):
             # Keys within a window are seen by the queries of several blocks.
@@ -165,44 +196,57 @@ def _backward(
 
 
 @_forward.register_kernel("cuda")
-def _forward_cuda(q, k, v, offsets, window, longest):
-    if q.element_size() == 2:
-        out, lse, generator = flash_kernel().forward(q, k, v, offsets, longest, window)
-        return _without_padding(out, offsets), lse, generator
-    out = torch.zeros_like(q)
-    for block in _blocks(offsets, window, q):
-        out[block.queries] = _by_matrix(q[block.queries], k[block.keys], v[block.keys], block)
-    return out, q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q)), q.new_empty(0, dtype=torch.uint64)
+def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
+    if not _is_for_flash(q, cap):
+        return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
+    out, lse, generator = flash_kernel().forward(q, k, v, offsets, longest, window, scale, cap)
+    return _without_padding(out, offsets), lse, generator
 
 
 @_backward.register_kernel("cuda")
-def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator):
-    if q.element_size() == 2:
-        d_out = d_out.contiguous()
-        grads = flash_kernel().backward(d_out, q, k, v, out, lse, offsets, longest, window, generator)
-        return tuple(_without_padding(grad, offsets) for grad in grads)
+def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, cap=0.0):
+    if not _is_for_flash(q, cap):
+        return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
+    d_out = d_out.contiguous()
+    grads = flash_kernel().backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap)
+    return tuple(_without_padding(grad, offsets) for grad in grads)
+
+
+def _is_for_flash(q: Tensor, cap: float) -> bool:
+    """True if a tensor on a GPU goes to the kernel of `flash_kernel`."""
+    return q.element_size() == 2 and (not cap or flash_kernel().caps)
+
+
+def _forward_by_matrix(q, k, v, offsets, window, scale, cap):
+    out = torch.zeros_like(q)
+    for block in _blocks(offsets, window, q, cap > 0):
+        out[block.queries] = _by_matrix(q[block.queries], k[block.keys], v[block.keys], block, scale, cap)
+    return out, q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q)), q.new_empty(0, dtype=torch.uint64)
+
+
+def _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap):
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for block in _blocks(offsets, window, q):
-        queries, keys = block.queries, block.keys
-        with torch.enable_grad():
-            q_part, k_part, v_part = (x.detach().requires_grad_() for x in (q[queries], k[keys], v[keys]))
-            out_part = _by_matrix(q_part, k_part, v_part, block)
-            found = torch.autograd.grad(out_part, (q_part, k_part, v_part), d_out[queries])
-        d_q[queries] = found[0]
-        d_k[keys] += found[1]
-        d_v[keys] += found[2]
+    for block in _blocks(offsets, window, q, True):
+        queries, keys, count = block.queries, block.keys, block.count
+        d_part, q_part = (x[queries].unflatten(0, (count, -1)) for x in (d_out, q))
+        k_part, v_part = (x[keys].unflatten(0, (count, -1)) for x in (k, v))
+        factor = scale or q.shape[-1] ** -0.5
+        found = attention_gradients(d_part, q_part, k_part, v_part, block.seen, factor, cap or None)
+        d_q[queries] = found[0].flatten(0, 1)
+        d_k[keys] += found[1].flatten(0, 1)
+        d_v[keys] += found[2].flatten(0, 1)
     return d_q, d_k, d_v
 
 
 @_forward.register_fake
-def _(q, k, v, offsets, window, longest):
+def _(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
-    seed = 2 if q.device.type == "cuda" and q.element_size() == 2 else 0
+    seed = 2 if q.device.type == "cuda" and _is_for_flash(q, cap) else 0
     return torch.empty_like(q), lse, q.new_empty(seed, dtype=torch.uint64)
 
 
 @_backward.register_fake
-def _(d_out, q, k, v, out, lse, offsets, window, longest, generator):
+def _(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, cap=0.0):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -210,12 +254,12 @@ class _VarlenAttention(torch.autograd.Function):
     """Not `register_autograd`: `torch.func` refuses what that makes."""
 
     @staticmethod
-    def forward(q, k, v, offsets, window, longest):
-        return _forward(q, k, v, offsets, window, longest)
+    def forward(q, k, v, offsets, window, longest, scale, cap):
+        return _forward(q, k, v, offsets, window, longest, scale, cap)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, offsets, ctx.window, ctx.longest = inputs
+        q, k, v, offsets, ctx.window, ctx.longest, *ctx.logits = inputs
         ctx.save_for_backward(q, k, v, *output, offsets)
         ctx.mark_non_differentiable(*output[1:])
 
@@ -223,8 +267,8 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx, d_out, *_):
         q, k, v, out, lse, generator, offsets = ctx.saved_tensors
         with torch.no_grad():
-            grads = _backward(d_out, q, k, v, out, lse, offsets, ctx.window, ctx.longest, generator)
-        return *grads, None, None, None
+            grads = _backward(d_out, q, k, v, out, lse, offsets, ctx.window, ctx.longest, generator, *ctx.logits)
+        return *grads, *(None,) * 5
 
 
 class _Block(NamedTuple):
@@ -239,22 +283,33 @@ class _Block(NamedTuple):
     count: int
     band: Tensor | None
 
+    @property
+    def seen(self) -> Tensor | None:
+        """The mask as `attention` takes it."""
+        return None if self.band is None else (self.band == 0).unsqueeze(0)
 
-def _blocks(offsets: Tensor, window: int, q: Tensor) -> Iterator[_Block]:
-    """All queries: neighbouring segments of one length together, `_BLOCK` of them where the window is shorter."""
+
+def _blocks(offsets: Tensor, window: int, q: Tensor, small: bool = False) -> Iterator[_Block]:
+    """All queries: neighbouring segments of one length together, `_BLOCK` of them where the window is shorter.
+
+    Args:
+      small: because the whole matrix of weights of each block is made.
+    """
     for start, count, length in _runs(offsets):
-        if not 0 < window < length:
-            whole = slice(start, start + count * length)
-            yield _Block(whole, whole, count, None)
+        if not 0 < window < length and (not small or length <= _BLOCK):
+            most = max(1, _MATRIX_TOKENS // length) if small else count
+            for first in range(0, count, most):
+                some = min(most, count - first)
+                whole = slice(start + first * length, start + (first + some) * length)
+                yield _Block(whole, whole, some, None)
             continue
+        reach = window or length
         for segment in range(start, start + count * length, length):
             for begin in range(segment, segment + length, _BLOCK):
                 end = min(begin + _BLOCK, segment + length)
-                first = max(segment, begin - window + 1)
+                first = max(segment, begin - reach + 1)
                 behind = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-                band = torch.zeros_like(behind, dtype=q.dtype).masked_fill(
-                    (behind < 0) | (behind >= window), -torch.inf
-                )
+                band = torch.zeros_like(behind, dtype=q.dtype).masked_fill((behind < 0) | (behind >= reach), -torch.inf)
                 yield _Block(slice(begin, end), slice(first, end), 1, band)
 
 
@@ -274,13 +329,18 @@ def _heads_first(block: _Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     return _segments_of(q, block.queries, block.count), keys, values
 
 
-def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> Tensor:
-    """Attention of a block, of which q, k and v are the tokens, by torch's own function."""
+def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap: float) -> Tensor:
+    """Attention of a block, of which q, k and v are the tokens, by torch's own function; capped, by a whole matrix."""
+    if cap:
+        q, k, v = (x.unflatten(0, (block.count, -1)) for x in (q, k, v))
+        return attention(q, k, v, block.seen, block.band is None, scale or None, cap).flatten(0, 1)
     everything = block._replace(queries=slice(None), keys=slice(None))
     queries, keys, values = _heads_first(everything, q, k, v)
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (keys, values))
     return _tokens_first(
-        F.scaled_dot_product_attention(queries, keys, values, block.band, is_causal=block.band is None)
+        F.scaled_dot_product_attention(
+            queries, keys, values, block.band, is_causal=block.band is None, scale=scale or None
+        )
     )
 
 
@@ -298,34 +358,45 @@ def _window(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 
-def _torch_forward(q, k, v, offsets, longest, window):
+def _torch_forward(q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
     out, lse, generator, _, _ = _aten._flash_attention_forward(
-        q, k, v, offsets, offsets, longest, longest, 0.0, not window, False, **_window(window)
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        not window,
+        False,
+        scale=scale or None,
+        **_window(window),
     )
     return out, lse, generator
 
 
-def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator):
+def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
     unused = q.new_empty(0)
     return _aten._flash_attention_backward(
         d_out, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, not window, generator, unused,
-        **_window(window),
+        scale=scale or None, **_window(window),
     )  # fmt: skip
 
 
-def _flash_forward(forward, q, k, v, offsets, longest, window):
+def _flash_forward(forward, q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
     out, lse, *_ = forward(
-        q, k, v, offsets, offsets, longest, longest, dropout_p=0.0, softmax_scale=q.shape[-1] ** -0.5,
-        causal=not window, **_window(window),
+        q, k, v, offsets, offsets, longest, longest, dropout_p=0.0,
+        softmax_scale=scale or q.shape[-1] ** -0.5, causal=not window, softcap=cap, **_window(window),
     )  # fmt: skip
     return out, lse, q.new_zeros(2, dtype=torch.uint64)
 
 
-def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator):
+def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
     d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     backward(
         d_out, q, k, v, out, lse, d_q, d_k, d_v, offsets, offsets, longest, longest, dropout_p=0.0,
-        softmax_scale=q.shape[-1] ** -0.5, causal=not window, **_window(window), softcap=0.0, alibi_slopes=None,
-        deterministic=False,
+        softmax_scale=scale or q.shape[-1] ** -0.5, causal=not window, **_window(window), softcap=cap,
+        alibi_slopes=None, deterministic=False,
     )  # fmt: skip
     return d_q, d_k, d_v

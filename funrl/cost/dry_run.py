@@ -79,7 +79,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     Raises:
       ValueError: the first thing that cannot work.
     """
-    sizes = meshes.parse(settings.mesh)
+    sizes, settings = meshes.parse(settings.mesh), jobs.located(settings)
     model = decoder_model(arithmetic.model_config()) if settings.model is None else read_model(settings.model)
     kind = run_kind(algorithm, settings.data)
     settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")

@@ -24,7 +24,7 @@ from funrl.mesh.explain import explain, kinds
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.picture import plan_picture
 from funrl.mesh.plan import RANKS_PER_NODE, plan
-from funrl.models import decoder_model
+from funrl.models import decoder_model, hf
 from funrl.models.config import ModelError, config_from_hf
 
 
@@ -76,7 +76,8 @@ def resharding_report(
     Raises:
       ModelError: the model cannot be read. MeshError: a mesh cannot be built, or a tensor does not divide over it.
     """
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    folder = hf.find_directory(model)
+    path = folder / "config.json" if folder.is_dir() else folder
     if not path.is_file():
         raise ModelError(f"--model={model}: there is no {path}")
     try:

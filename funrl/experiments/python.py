@@ -221,15 +221,10 @@ def find_model(model: str | Path) -> Path:
     Raises:
       SettingsError: there is neither.
     """
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(model), local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache") from error
+    found = hf.find_directory(model)
+    if not found.exists():
+        raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache")
+    return found
 
 
 def load(directory: str | Path) -> TrainedModel:

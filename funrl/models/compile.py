@@ -60,7 +60,7 @@ def compile_layer(
 
 def _mark_dynamic(x_BTD, context) -> None:
     """Let rows and tokens vary, a size of 1 being a case of its own; and pages, as one operator takes them."""
-    rotations = [(x, x.dim() - 2) for x in context.rope]
+    rotations = [(x, x.dim() - 2) for x in context.rope or ()]
     for x, dims in [(x_BTD, 2), *rotations, (context.attention_mask_BTS, 3)]:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])

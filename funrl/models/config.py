@@ -1,24 +1,18 @@
 """Sizes and switches of a decoder: one frozen record, from and to a Hugging Face config.json.
 
-| family | what it adds to a pre-norm decoder with rotary positions, grouped key-value heads and a gated SiLU mlp |
-|---|---|
-| llama | attention bias (q, k, v and o) where the config has it |
-| qwen2 | bias on q, k, v; a sliding window on the upper layers where the config has it |
-| qwen3 | q and k normalised per head, free head size, the sliding window of qwen2 |
+What is peculiar to a Hugging Face family is in `families.py`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-Family = Literal["llama", "qwen2", "qwen3"]
+from funrl.models.families import FAMILIES, FULL, SLIDING, HFFamily, ModelError
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-class ModelError(ValueError):
-    """A model that cannot be used; the message names the file or field, its value and what is supported."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +34,18 @@ class RopeScaling:
     original: int = 8192
 
 
+class LayerKind(NamedTuple):
+    """Properties of one layer besides its weights.
+
+    Attributes:
+      window: the number of tokens that a token sees, itself and those before it; None: all of them.
+      rotates: whether q and k are rotated by their positions.
+    """
+
+    window: int | None
+    rotates: bool
+
+
 @dataclass(frozen=True)
 class Config:
     """Sizes and switches of a decoder.
@@ -47,15 +53,27 @@ class Config:
     Attributes:
       vocab, embed, layers, heads, kv_heads, head, mlp: sizes V, D, L, H, K, N, F.
       norm_eps: added to the mean square in every norm.
+      norm_offset: added to the weight of every norm.
+      norms: where they are: "pre", before attention and mlp; "post", behind them; "sandwich", both.
+      activation: of the mlp's gate; "gelu" is the approximation by tanh.
       rope_theta: base of the rotary frequencies.
       rope_scaling: stretching of these; None: none.
-      qk_norm: q and k of each head are normalised before rotation.
+      local_rope_theta: base in layers with a window, which are not stretched; None: these are like the others.
+      rotates: per layer, whether q and k are rotated; None: in all of them.
+      qk_norm: q and k are normalised before rotation.
+      qk_norm_over: "head", each head by itself; "projection", all heads of q together, and of k.
       attention_bias, output_bias: q, k, v have a bias; the attention's output has one.
+      attention_scale: factor of q k^T; None: 1 / sqrt(N).
+      attention_cap: attention logits x become cap tanh(x / cap); None: they stay.
+      embed_scale: factor of the embeddings.
+      residual_scale: factor of what attention and mlp add to the residual stream.
+      logit_divisor: divides the logits; the hidden states that leave the model are divided by it already.
+      logit_cap: as attention_cap, of the logits.
       tied: the unembedding is the embedding.
-      windows: per layer, the number of tokens that a token sees, itself and those before it; None: all of them.
+      windows: per layer, as in `LayerKind`; None: there is none.
       max_positions: longest sequence that the model was made for.
       dtype: of the weights in the file.
-      family: which Hugging Face architecture this is.
+      family: its model_type in transformers.
       bos, eos, pad: token ids; there may be several that end a sequence.
       generation: the JSON text of the model's generation_config.json; "" where it has none.
     """
@@ -77,11 +95,23 @@ class Config:
     windows: tuple[int | None, ...] | None = None
     max_positions: int = 2048
     dtype: str = "float32"
-    family: Family = "llama"
+    family: str = "llama"
     bos: int | None = None
     eos: tuple[int, ...] = ()
     pad: int | None = None
     generation: str = ""
+    norm_offset: float = 0.0
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    activation: Literal["silu", "gelu"] = "silu"
+    local_rope_theta: float | None = None
+    rotates: tuple[bool, ...] | None = None
+    qk_norm_over: Literal["head", "projection"] = "head"
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
@@ -91,12 +121,18 @@ class Config:
             raise ModelError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head % 2:
             raise ModelError(f"head is {self.head}, rotary positions need an even head size")
-        if self.windows is not None and len(self.windows) != self.layers:
-            raise ModelError(f"windows has {len(self.windows)} entries for {self.layers} layers")
+        for name in ("windows", "rotates"):
+            one = getattr(self, name)
+            if one is not None and len(one) != self.layers:
+                raise ModelError(f"{name} has {len(one)} entries for {self.layers} layers")
 
     def window(self, layer: int) -> int | None:
         """Attention window of one layer; None: it sees all tokens before."""
         return None if self.windows is None else self.windows[layer]
+
+    def kind(self, layer: int) -> LayerKind:
+        """Properties of one layer besides its weights."""
+        return LayerKind(self.window(layer), self.rotates is None or self.rotates[layer])
 
     def attention_cost(self, parameters: int) -> float:
         """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.
@@ -109,19 +145,8 @@ class Config:
     def with_layers(self, layers: int) -> Config:
         """The same sizes with only the first `layers` layers."""
         windows = None if self.windows is None else self.windows[:layers]
-        return replace(self, layers=layers, windows=windows)
-
-
-# Values that transformers takes for fields that config.json lacks.
-_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
-_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
-_QWEN = _QWEN | {"sliding_window": 4096, "max_window_layers": 28}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "qwen2": _COMMON | _QWEN,
-    "qwen3": _COMMON | _QWEN | {"head_dim": 128},
-}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+        rotates = None if self.rotates is None else self.rotates[:layers]
+        return replace(self, layers=layers, windows=windows, rotates=rotates)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Config:
@@ -130,14 +155,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     Raises:
       ModelError: a field has a value that is not supported, or is missing.
     """
-    family = raw.get("model_type")
-    if family not in DEFAULTS:
-        raise ModelError(f"model_type is {family!r}, supported are {sorted(DEFAULTS)}")
-    got = DEFAULTS[family] | dict(raw)
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ModelError(f"model_type is {name!r}, supported are {sorted(FAMILIES)}")
+    family = FAMILIES[name]
+    got = {**family.defaults, **raw}
     _refuse(family, got)
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    theta, scaling = _rope(got)
-    bias = bool(got.get("attention_bias", False))
     eos = got.get("eos_token_id")
     return Config(
         vocab=_size(got, "vocab_size"),
@@ -148,26 +172,24 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         head=embed // heads if got.get("head_dim") is None else _size(got, "head_dim"),
         mlp=_size(got, "intermediate_size"),
         norm_eps=float(got["rms_norm_eps"]),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm=family == "qwen3",
-        attention_bias=bias or family == "qwen2",
-        output_bias=bias and family != "qwen2",
         tied=bool(got["tie_word_embeddings"]),
-        windows=_windows(got, layers),
+        windows=_windows(family, got, layers),
         max_positions=_size(got, "max_position_embeddings"),
         dtype=_dtype(got),
-        family=family,
+        family=name,
         bos=got.get("bos_token_id"),
         eos=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
         pad=got.get("pad_token_id"),
+        **_rotary(family, got),
+        **family.read(got),
     )
 
 
 def config_to_hf(config: Config) -> dict[str, Any]:
     """The fields of this model's config.json, readable by transformers 4 and 5."""
+    family = FAMILIES[config.family]
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
@@ -187,13 +209,9 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         "dtype": config.dtype,
         "torch_dtype": config.dtype,
     }
-    expected = config_from_hf(raw)  # what the family implies; the rest is written
     if config.rope_scaling is not None:
         raw["rope_scaling"] = _rope_to_hf(config.rope_scaling)
-    if config.output_bias != expected.output_bias:
-        raw["attention_bias"] = config.output_bias
-    if config.windows is not None:
-        raw |= _windows_to_hf(config)
+    raw |= family.write(config)
     written = replace(config_from_hf(raw), generation=config.generation)  # which has a file of its own
     if written != config:
         lost = [k for k, v in vars(written).items() if v != getattr(config, k)]
@@ -203,21 +221,17 @@ def config_to_hf(config: Config) -> dict[str, Any]:
     return raw
 
 
-def _refuse(family: str, got: Mapping[str, Any]) -> None:
-    supported = {
+def _refuse(family: HFFamily, got: Mapping[str, Any]) -> None:
+    supported: dict[str, Any] = {
         "hidden_act": ("silu",),
         "mlp_bias": (False, None),
         "partial_rotary_factor": (1, 1.0, None),
         "pretraining_tp": (1, None),
         "quantization_config": (None,),
     }
-    for name, values in supported.items():
+    for name, values in (supported | dict(family.supported)).items():
         if got.get(name) not in values:
             raise ModelError(f"{name} is {got[name]!r}, supported is {values[0]!r}")
-    if family == "qwen2" and got.get("attention_bias") is False:
-        raise ModelError("attention_bias is False, qwen2 always has a bias on q, k and v")
-    if family == "llama" and got.get("sliding_window") is not None:
-        raise ModelError(f"sliding_window is {got['sliding_window']!r}, llama has none")
 
 
 def _size(got: Mapping[str, Any], name: str) -> int:
@@ -227,20 +241,42 @@ def _size(got: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _rope(got: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    # transformers 5 writes both into rope_parameters; 4 wrote rope_theta and rope_scaling.
+def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
+    """The base and the stretching of rotary frequencies; where the family has them, the base of local layers too."""
+    # transformers 5 writes everything into rope_parameters; 4 wrote rope_theta and rope_scaling.
     name = "rope_parameters" if got.get("rope_parameters") else "rope_scaling"
-    rope = got.get(name) or {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ModelError(f"{name} is given per layer type ({sorted(rope)}), supported is one for all layers")
+    rope, local = got.get(name) or {}, got.get("rope_local_base_freq")
+    per_layer = any(isinstance(value, Mapping) for value in rope.values())
+    if local is None:
+        if per_layer:
+            raise ModelError(f"{name} is given per layer type ({sorted(rope)}), supported is one for all layers")
+        theta, scaling = _rope(family, name, rope, got["rope_theta"])
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    if rope and name == "rope_parameters" and not per_layer:
+        raise ModelError(f"{name} is {json.dumps(rope)}, it must be given per layer type ({FULL}, {SLIDING})")
+    theta, scaling = _rope(family, name, rope.get(FULL) or {} if per_layer else rope, got["rope_theta"])
+    local, stretched = _rope(family, name, rope.get(SLIDING) or {} if per_layer else {}, local)
+    if stretched is not None:
+        raise ModelError(f"{name}.{SLIDING}.rope_type is {stretched.kind!r}, supported is 'default'")
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
+
+
+def _rope(
+    family: HFFamily, name: str, rope: Mapping[str, Any], default_theta: float
+) -> tuple[float, RopeScaling | None]:
+    """The base and the stretching of one kind of layers.
+
+    Args:
+      name: of the field of config.json.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = float(rope.get("rope_theta", got["rope_theta"]))
+    theta = float(rope.get("rope_theta", default_theta))
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ModelError(f"{name}.partial_rotary_factor is {rope['partial_rotary_factor']!r}, supported is 1.0")
+    if kind not in family.rope_types:
+        raise ModelError(f"{name}.rope_type is {kind!r}, supported: {', '.join(map(repr, family.rope_types))}")
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3"):
-        raise ModelError(f"{name}.rope_type is {kind!r}, supported are 'default', 'linear' and 'llama3'")
     wanted = {"factor": "factor"}
     if kind == "llama3":
         wanted |= {"low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
@@ -258,34 +294,20 @@ def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
     return raw
 
 
-def _windows(got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
+def _windows(family: HFFamily, got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
     window = got.get("sliding_window") if got.get("use_sliding_window") else None
     kinds = got.get("layer_types")
-    if kinds is None:
-        first = got.get("max_window_layers", layers)
-        kinds = ["sliding_attention" if window is not None and i >= first else "full_attention" for i in range(layers)]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    kinds = family.kinds(got, layers) if kinds is None else kinds
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
     if unknown:
         raise ModelError(f"layer_types has {unknown[0]!r}, supported are 'full_attention' and 'sliding_attention'")
     if len(kinds) != layers:
         raise ModelError(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
-    if "sliding_attention" not in kinds:
+    if SLIDING not in kinds:
         return None
     if window is None:
         raise ModelError("layer_types has 'sliding_attention' but sliding_window is off")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _windows_to_hf(config: Config) -> dict[str, Any]:
-    windows = config.windows or ()
-    sizes = {w for w in windows if w is not None}
-    if len(sizes) > 1:
-        raise ModelError(f"windows has sizes {sorted(sizes)}, config.json can say only one")
-    kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
-    first = kinds.index("sliding_attention") if sizes else config.layers
-    return {"use_sliding_window": True, "sliding_window": next(iter(sizes), None), "layer_types": kinds} | {
-        "max_window_layers": first
-    }
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _dtype(got: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as pure functions of a tree of weights: Llama, Qwen2 and Qwen3.
+"""A decoder-only transformer as pure functions of a tree of weights: all families of `families.py`.
 
 `decoder_model` puts them into a `Model`. Weights are [out, in] with heads as a dim of their own; `axes` names their
 dims. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It sees local shards: under tensor
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,12 @@ from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.config import Config, ModelError
+from funrl.models.config import Config, LayerKind, ModelError
 from funrl.models.fsdp import regathering
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
+
+_ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
 
 class Cache(NamedTuple):
@@ -42,7 +44,7 @@ class Context(NamedTuple):
     """Inputs of a layer besides its weights and hidden states.
 
     Attributes:
-      rope: rotations of the tokens' positions.
+      rope: rotations of the tokens' positions; None: the layer has none.
       attention_mask_BTS: bool, true where token t sees token s; None: every token, or those up to t where `causal`.
       causal: without a mask, token t sees tokens up to t.
       kv_cache: this layer's keys and values [P, page, K, N], written in place.
@@ -51,7 +53,7 @@ class Context(NamedTuple):
       window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
     """
 
-    rope: Rotary
+    rope: Rotary | None
     attention_mask_BTS: Tensor | None
     causal: bool
     kv_cache: tuple[Tensor, Tensor] | None = None
@@ -61,7 +63,7 @@ class Context(NamedTuple):
 
 
 def decoder_model(config: Config) -> Model:
-    """The Llama, Qwen2 or Qwen3 of these sizes."""
+    """The decoder of these sizes and switches."""
     tree = shapes(config)
     return Model(
         config=config,
@@ -88,25 +90,29 @@ def shapes(config: Config) -> trees.Tree:
     if config.output_bias:
         attn |= {"o_bias": (D,)}
     if config.qk_norm:
-        attn |= {"q_norm": (N,), "k_norm": (N,)}
+        whole = config.qk_norm_over == "projection"
+        attn |= {"q_norm": (H, N) if whole else (N,), "k_norm": (K, N) if whole else (N,)}
+    norms = {"pre": _BEFORE, "post": _BEHIND, "sandwich": _BEFORE + _BEHIND}[config.norms]
     mlp = {"gate": (F_, D), "up": (F_, D), "down": (D, F_)}
 
     def empty(sizes: dict) -> dict:
         return {k: torch.empty(v, device="meta") for k, v in sizes.items()}
 
     layers = tuple(
-        {**empty({"attn_norm": (D,), "mlp_norm": (D,)}), "attn": empty(attn), "mlp": empty(mlp)}
-        for _ in range(config.layers)
+        {**empty(dict.fromkeys(norms, (D,))), "attn": empty(attn), "mlp": empty(mlp)} for _ in range(config.layers)
     )
     return {**empty({"embed": (V, D), "norm": (D,)} | ({} if config.tied else {"unembed": (V, D)})), "layers": layers}
 
 
+_BEFORE, _BEHIND = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
 _AXES = {
     "embed": ("vocab", "embed"),
     "unembed": ("vocab", "embed"),
     "norm": ("norm",),
     "attn_norm": ("norm",),
     "mlp_norm": ("norm",),
+    "attn_out_norm": ("norm",),
+    "mlp_out_norm": ("norm",),
     "q": ("heads", "head", "embed"),
     "k": ("kv_heads", "head", "embed"),
     "v": ("kv_heads", "head", "embed"),
@@ -125,11 +131,12 @@ _AXES = {
 
 def axes(config: Config) -> trees.Tree:
     """The logical axes of every weight, a tuple of names per tensor."""
-    return trees.map_named(lambda name, _: _AXES[name.rsplit("/", 1)[-1]], shapes(config))
+    own = {} if config.qk_norm_over == "head" else {"q_norm": _AXES["q_bias"], "k_norm": _AXES["k_bias"]}
+    return trees.map_named(lambda name, _: (_AXES | own)[name.rsplit("/", 1)[-1]], shapes(config))
 
 
 def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree:
-    """Random weights, whole: normal with variance 1 / fan-in, norms 1, biases 0.
+    """Random weights, whole: normal with variance 1 / fan-in, norms the identity, biases 0.
 
     The numbers are drawn in float32, so every dtype begins with the same model.
     """
@@ -138,7 +145,7 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
     def draw(name: str, x: Tensor) -> Tensor:
         last = name.rsplit("/", 1)[-1]
         if last.endswith("norm"):
-            return torch.ones(x.shape, dtype=dtype, device=generator.device)
+            return torch.full(x.shape, 1 - config.norm_offset, dtype=dtype, device=generator.device)
         if last.endswith("bias"):
             return torch.zeros(x.shape, dtype=dtype, device=generator.device)
         fan_in = {"o": config.heads * config.head, "down": config.mlp}.get(last, config.embed)
@@ -188,16 +195,17 @@ def apply(
     with regathering(layers):
         weights = iter(layers)
         for i in range(config.layers):
-            context = contexts[config.window(i)]
+            context = contexts[config.kind(i)]
             if cache is not None:
                 context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             x_BTD = layer(config, mesh, next(weights), x_BTD, context)
-    return Output(rms_norm(x_BTD, params["norm"], config.norm_eps), cache, {})
+    x_BTD = _norm(config, x_BTD, params["norm"])
+    return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, {})
 
 
 def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context) -> Tensor:
-    """One layer: x + attention(norm(x)), then the same with the mlp.
+    """One layer: x + attention(norm(x)), then the same with the mlp; the norms are where `Config.norms` says.
 
     Args:
       config, mesh: as in `apply`.
@@ -205,53 +213,105 @@ def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor,
       x_BTD: output of the layer before.
       context: positions, mask and cache.
     """
-    h_BTD = pbroadcast(rms_norm(x_BTD, params["attn_norm"], config.norm_eps), mesh, "tensor")
-    x_BTD = x_BTD + _attend(config, mesh, params["attn"], h_BTD, context)
-    h_BTD = pbroadcast(rms_norm(x_BTD, params["mlp_norm"], config.norm_eps), mesh, "tensor")
+    h_BTD = pbroadcast(_norm(config, x_BTD, params.get("attn_norm")), mesh, "tensor")
+    x_BTD = _add(config, x_BTD, _attend(config, mesh, params["attn"], h_BTD, context), params.get("attn_out_norm"))
+    h_BTD = pbroadcast(_norm(config, x_BTD, params.get("mlp_norm")), mesh, "tensor")
     mlp = params["mlp"]
-    inner_BTF = F.silu(linear(h_BTD, mlp["gate"])) * linear(h_BTD, mlp["up"])
-    return x_BTD + psum(linear(inner_BTF, mlp["down"]), mesh, "tensor")
+    inner_BTF = _ACTIVATIONS[config.activation](linear(h_BTD, mlp["gate"])) * linear(h_BTD, mlp["up"])
+    return _add(config, x_BTD, psum(linear(inner_BTF, mlp["down"]), mesh, "tensor"), params.get("mlp_out_norm"))
 
 
-def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[int | None, Context]:
-    """The context of layers with each attention window, less their caches."""
+def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
+    """A norm over the last dim; None: there is none here."""
+    return x if weight is None else rms_norm(x, weight, config.norm_eps, config.norm_offset)
+
+
+def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None) -> Tensor:
+    """The residual stream with what a branch adds to it."""
+    branch_BTD = _norm(config, branch_BTD, out_norm)
+    return x_BTD + (branch_BTD if config.residual_scale == 1 else branch_BTD * config.residual_scale)
+
+
+def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerKind, Context]:
+    """The context of each kind of layers, less their caches."""
     tokens_BT, positions, segments, offsets, paging = inputs
     T, device = tokens_BT.shape[1], tokens_BT.device
-    wide = torch.promote_types(dtype, torch.float32)
-    frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide, device)
     if paging is not None:
         positions = paging.positions_N
-    rope = rotary(torch.arange(T, device=device) if positions is None else positions, frequency, dtype)
-    windows = set(config.windows or (None,))
-    if offsets is not None or paging is not None:
-        return {w: Context(rope, None, True, paging=paging, offsets=offsets, window=w) for w in windows}
+    positions = torch.arange(T, device=device) if positions is None else positions
     contexts = {}
-    for window in windows:
-        if segments is None and (window is None or window >= T):
-            contexts[window] = Context(rope, None, T > 1)
+    for kind in {config.kind(i) for i in range(config.layers)}:
+        rope, window = _rope(config, kind, positions, dtype), kind.window
+        if offsets is not None or paging is not None:
+            contexts[kind] = Context(rope, None, True, paging=paging, offsets=offsets, window=window)
+        elif segments is None and (window is None or window >= T):
+            contexts[kind] = Context(rope, None, T > 1)
         else:
-            contexts[window] = Context(rope, _attention_mask(T, segments, window, device), False)
+            contexts[kind] = Context(rope, _attention_mask(T, segments, window, device), False)
     return contexts
 
 
+def _rope(config: Config, kind: LayerKind, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
+    """Rotations in layers of a kind."""
+    if not kind.rotates:
+        return None
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if kind.window is not None and config.local_rope_theta is not None:
+        theta, scaling = config.local_rope_theta, None
+    wide = torch.promote_types(dtype, torch.float32)
+    return rotary(positions, frequencies(config.head, theta, scaling, wide, positions.device), dtype)
+
+
 def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
-    heads = params["q"].shape[0]
-    q_BTHN = _project(h_BTD, params["q"], params.get("q_bias"))
-    k_BTKN = _project(h_BTD, *_kv_heads(config, mesh, heads, params["k"], params.get("k_bias")))
-    v_BTKN = _project(h_BTD, *_kv_heads(config, mesh, heads, params["v"], params.get("v_bias")))
-    if config.qk_norm:
-        q_BTHN = rms_norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"), config.norm_eps)
-        k_BTKN = rms_norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"), config.norm_eps)
-    q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
+    q_BTHN, k_BTKN, v_BTKN = _heads(config, mesh, params, h_BTD)
+    if context.rope is not None:
+        q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
+    how: dict[str, Any] = {"scale": config.attention_scale, "cap": config.attention_cap}
     if context.kv_cache is not None and context.paging is not None:
         new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
-        out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window).unsqueeze(0)
+        out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
     elif context.offsets is not None:
-        out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window)
+        out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window, **how)
     else:
-        out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal)
+        out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
     out_BTD = psum(linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
+
+
+def _heads(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of this rank's heads, [B, T, heads, N] each, not rotated yet."""
+    used = _used_kv_heads(config, mesh, params["q"].shape[0], params["k"])
+    q_BTHN = _project(h_BTD, params["q"], params.get("q_bias"))
+    v_BTKN = _project(h_BTD, *_own_heads(params, "v", used, mesh))
+    if config.qk_norm and config.qk_norm_over == "projection":
+        q_BTHN = _norm_all_heads(config, mesh, q_BTHN, params["q_norm"], config.heads)
+        return q_BTHN, _normed_keys(config, mesh, params, h_BTD, used), v_BTKN
+    k_BTKN = _project(h_BTD, *_own_heads(params, "k", used, mesh))
+    if config.qk_norm:
+        q_BTHN = _norm(config, q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"))
+        k_BTKN = _norm(config, k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"))
+    return q_BTHN, k_BTKN, v_BTKN
+
+
+def _normed_keys(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, used: Tensor | None) -> Tensor:
+    """Keys of this rank's heads, normalised together with those of all heads."""
+    weight, bias, norm = params["k"], params.get("k_bias"), params["k_norm"]
+    if used is not None:  # every rank norms all of them; its gradient is that of those it uses
+        weight, norm = pbroadcast(weight, mesh, "tensor"), pbroadcast(norm, mesh, "tensor")
+        bias = None if bias is None else pbroadcast(bias, mesh, "tensor")
+    k_BTKN = _norm_all_heads(config, mesh, _project(h_BTD, weight, bias), norm, config.kv_heads)
+    return k_BTKN if used is None else k_BTKN.index_select(2, used)
+
+
+def _norm_all_heads(config: Config, mesh: Mesh, x_BTHN: Tensor, weight_HN: Tensor, heads: int) -> Tensor:
+    """A norm over all `heads` heads of a token, of which this rank may have a part."""
+    if weight_HN.shape[0] == heads:
+        return _norm(config, x_BTHN.flatten(2), weight_HN.flatten()).view(x_BTHN.shape)
+    wide_BTHN = x_BTHN.to(torch.promote_types(x_BTHN.dtype, torch.float32))
+    total_BT11 = psum(wide_BTHN.square().sum((-2, -1), keepdim=True), mesh, "tensor")
+    mean_BT11 = pbroadcast(total_BT11, mesh, "tensor") / (heads * config.head)
+    weight_HN = weight_HN + config.norm_offset if config.norm_offset else weight_HN
+    return (wide_BTHN * torch.rsqrt(mean_BT11 + config.norm_eps)).to(x_BTHN.dtype) * weight_HN
 
 
 def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -261,6 +321,13 @@ def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
+    found_BTD = _embedding(config, w_VD, tokens_BT, mesh)
+    # Rounded to the dtype before, as in transformers.
+    return found_BTD if config.embed_scale == 1 else found_BTD * found_BTD.new_tensor(config.embed_scale)
+
+
+def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
+    """The rows of the tokens; each rank has some of the table."""
     if w_VD.shape[0] == config.vocab:
         return F.embedding(tokens_BT, w_VD)
     row_BT = tokens_BT - mesh.index("tensor") * w_VD.shape[0]
@@ -277,16 +344,22 @@ def _kv_count(heads: int, group: int) -> int:
     return 1 if group % heads == 0 else heads // group if heads % group == 0 else heads
 
 
-def _kv_heads(
-    config: Config, mesh: Mesh, heads: int, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The key-value heads that this rank's query heads use, where every rank holds all of them."""
+def _used_kv_heads(config: Config, mesh: Mesh, heads: int, weight: Tensor) -> Tensor | None:
+    """Numbers of the key-value heads that this rank's `heads` query heads use, where every rank holds all of them;
+    None: it uses those that it holds."""
     if mesh.size("tensor") == 1 or weight.shape[0] != config.kv_heads:
-        return weight, bias
+        return None
     group = config.heads // config.kv_heads
     count = _kv_count(heads, group)
     first = mesh.index("tensor") * heads + torch.arange(count, device=weight.device) * (heads // count)
-    used = torch.div(first, group, rounding_mode="floor")
+    return torch.div(first, group, rounding_mode="floor")
+
+
+def _own_heads(params: trees.Tree, name: str, used: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of keys or values: of the used heads, where every rank holds all of them."""
+    weight, bias = params[name], params.get(f"{name}_bias")
+    if used is None:
+        return weight, bias
     # Each rank's gradient reaches the heads it used; their sum is the whole one.
     own = pbroadcast(weight, mesh, "tensor").index_select(0, used)
     return own, None if bias is None else pbroadcast(bias, mesh, "tensor").index_select(0, used)

@@ -21,16 +21,17 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
-from funrl.models.config import ARCHITECTURES, Config, ModelError, config_from_hf, config_to_hf
+from funrl.models.config import Config, ModelError, config_from_hf, config_to_hf
 from funrl.models.decoder import decoder_model
+from funrl.models.families import FAMILIES
 from funrl.models.generation_config import GENERATION, with_generation_config
 from funrl.models.model import Model
-from funrl.models.names import UNEMBED
+from funrl.models.names import UNEMBED, Stored, fused, stored_in
 from funrl.models.value_head import with_value_head
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "BF16", "F16")
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+CLASSIFIER = "ForSequenceClassification"
 
 
 def load_model(path: str | Path) -> Model:
@@ -61,6 +62,22 @@ def load_model(path: str | Path) -> Model:
         raise ModelError(f"{file}: {error}") from None
 
 
+def find_directory(model: str | Path) -> Path:
+    """Directory of a model that is given by it, or by its name in the local Hugging Face cache; nothing is downloaded.
+
+    What is neither comes back as it is, for the caller to refuse.
+    """
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return Path(model)
+
+
 def check_directory(path: str | Path) -> Model:
     """The model of a directory, after a check of everything but the numbers: a few milliseconds, no weight is read.
 
@@ -75,7 +92,7 @@ def check_directory(path: str | Path) -> Model:
     for file, table in _tables(folder).items():
         for name, entry in table.items():
             found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
-    expected = dict(model.names.values())
+    expected = {one.name: one.shape for one in stored_in(config.family, model.names).values()}
     missing = sorted(set(expected) - set(found))
     extra = sorted(n for n in set(found) - set(expected) if not _redundant(n, config))
     if missing:
@@ -113,14 +130,15 @@ def load(
     device = torch.device("cpu") if mesh is None else mesh.device
     where = {name: file for file, table in _tables(folder).items() for name in table}
     opened: dict[Path, Any] = {}
+    stored = stored_in(model.config.family, model.names)
 
     def read(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
-        theirs, _ = model.names[name]
-        file = where[theirs]
+        one = stored[name]
+        file = where[one.name]
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
         box = layout.box(mesh.rank) if layout is not None and mesh is not None else tuple((0, n) for n in x.shape)
-        part = _slice(opened[file].get_slice(theirs), tuple(x.shape), box)
+        part = _slice(opened[file].get_slice(one.name), one, tuple(x.shape), box)
         return part.to(device=device, dtype=wanted)
 
     rest = () if layouts is None else (layouts,)
@@ -151,6 +169,12 @@ def save(
     write(path, model, named, tokenizer, max_shard_bytes)
 
 
+def check_savable(model: Model) -> None:
+    """Raise ModelError where `save` would, as far as the model alone tells."""
+    config_to_hf(model.config)
+    _architecture(model)
+
+
 def write(
     path: str | Path,
     model: Model,
@@ -164,7 +188,7 @@ def write(
     folder, config = Path(path), model.config
     folder.mkdir(parents=True, exist_ok=True)
     dtype, partials, shards, total = config.dtype, [], [], 0
-    for shard in _split(named_weights, max_shard_bytes):
+    for shard in _split(fused(config.family, model.names, named_weights), max_shard_bytes):
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
         partials[-1].write_bytes(b"")
@@ -201,7 +225,7 @@ def write(
 def _directory(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a directory")
+        raise ModelError(f"{folder} is not a directory, nor the name of a model in the local Hugging Face cache")
     if not any(folder.iterdir()):
         raise ModelError(f"{folder} is empty; a model directory has config.json and *.safetensors")
     return folder
@@ -220,8 +244,11 @@ def _is_classifier(raw: Mapping[str, Any]) -> bool:
 
 def _architecture(model: Model) -> str:
     """The name in transformers of the class of this model."""
-    name = ARCHITECTURES[model.config.family]
-    return name if model.value is None else name.replace(CAUSAL, CLASSIFIER)
+    family = FAMILIES[model.config.family]
+    name = family.architecture if model.value is None else family.classifier
+    if name is None:
+        raise ModelError(f"transformers has no sequence classifier for {model.config.family}: it cannot hold a reward")
+    return name
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -281,20 +308,26 @@ def _redundant(name: str, config: Config) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == UNEMBED)
 
 
-def _slice(stored: Any, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:
-    """The part `box` of our tensor of `shape`, read from a stored one in which some neighbouring dims are one."""
+def _slice(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:
+    """The part `box` of our tensor of `shape`, read from rows of a stored one in which some neighbouring dims are one.
+
+    Args:
+      tensor: a slice object of safetensors.
+    """
     index, part, rest, dim = [], [], [], 0
-    for length in stored.get_shape():
+    begin, end = stored.rows
+    for length in (end - begin, *stored.shape[1:]):
         merged = 1
         first = dim
         while merged < length or dim == first:
             merged, dim = merged * shape[dim], dim + 1
         inner = math.prod(shape[first + 1 : dim])
         low, high = box[first]
-        index.append(slice(low * inner, high * inner))
+        index.append(slice(begin + low * inner, begin + high * inner))
+        begin = 0  # of the dims behind the first
         part += [high - low, *shape[first + 1 : dim]]
         rest += [slice(None), *(slice(*b) for b in box[first + 1 : dim])]
-    return stored[tuple(index)].reshape(part)[tuple(rest)]
+    return tensor[tuple(index)].reshape(part)[tuple(rest)]
 
 
 def _split(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

@@ -18,9 +18,9 @@ from funrl import trees
 from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config
+from funrl.models.names import Names
 
 Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]
-Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
 
 
 class Inputs(NamedTuple):
@@ -86,7 +86,8 @@ class Model:
       config: sizes and switches.
       shapes: the tree of whole weights, as tensors without memory.
       axes: the same tree with the logical axes of every weight, a tuple of names per tensor.
-      names: for each weight, its name and shape in a Hugging Face file; some neighbouring dims may be merged there.
+      names: for each weight, its name and shape in transformers; some neighbouring dims may be merged there. A file may
+        hold several as one tensor (`names.stored_in`).
       init: `(generator, dtype=float32)` -> random weights, whole.
       apply: `(params, inputs, mesh=SINGLE, cache=None, layer=None)` -> `Output`. `params` are this rank's shards of the
         weights, or what `fsdp.gathered` makes of them; `layer` replaces `Model.layer`. With a cache and

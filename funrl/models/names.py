@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from funrl import trees
+from funrl.models.families import FAMILIES
+
+Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
+_OF_HEADS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 _LAYER = {
     "attn_norm": "input_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
+    "attn_out_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
@@ -26,28 +37,90 @@ _LAYER = {
 }
 EMBED, UNEMBED = "model.embed_tokens.weight", "lm_head.weight"
 _TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
+_MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 _VALUE = "score.weight"  # of transformers' ForSequenceClassification
 
 
-def hf_names(shapes: trees.Tree) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+def hf_names(shapes: trees.Tree) -> Names:
     """For each weight of a decoder, or of one with a value head: its name and shape in a Hugging Face file.
 
     The tensor here is the one there with the heads as a dim of their own.
 
     Example: {"layers/0/attn/q": ("model.layers.0.self_attn.q_proj.weight", (H * N, D)), ...}
     """
-    return {name: (_hf_name(name), _hf_shape(name, tuple(x.shape))) for name, x in trees.named(shapes)}
+    named = trees.named(shapes)
+    layer = dict(_LAYER)
+    if any(name.endswith("mlp_out_norm") for name, _ in named):  # else norms before and behind would have one name
+        layer["mlp_norm"] = _MLP_NORM_OF_FOUR
+    return {name: (_hf_name(name, layer), _hf_shape(name, tuple(x.shape))) for name, x in named}
 
 
-def _hf_name(name: str) -> str:
+class Stored(NamedTuple):
+    """Place of a weight in a file.
+
+    Attributes:
+      name, shape: of the file's tensor.
+      rows: of its first dim, those that are the weight: first and last but one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+
+
+def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
+    """For each weight of `hf_names`, where a file has it: some families' files hold several as one tensor.
+
+    Example: {"layers/0/attn/k": Stored("model.layers.0.self_attn.qkv_proj.weight", (3 * H * N, D), (H * N, 2 * H * N))}
+    """
+    shapes, found = dict(names.values()), {}
+    for whole, parts in _fused_tensors(family, shapes).items():
+        rows = list(itertools.accumulate((shapes[part][0] for part in parts), initial=0))
+        shape = (rows[-1], *shapes[parts[0]][1:])
+        found |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
+    return {
+        ours: found.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])))
+        for ours, (theirs, shape) in names.items()
+    }
+
+
+def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names of `hf_names` as the tensors of a file; parts wait for one another."""
+    tensors = _fused_tensors(family, dict(names.values()))
+    whole_of = {part: whole for whole, parts in tensors.items() for part in parts}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, x in named:
+        whole = whole_of.get(name)
+        if whole is None:
+            yield name, x
+            continue
+        there = waiting.setdefault(whole, {})
+        there[name] = x
+        if len(there) == len(tensors[whole]):
+            yield whole, torch.cat([there[part] for part in tensors[whole]])
+            del waiting[whole]
+
+
+def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """The tensors of a file that hold several weights, with these in order."""
+    found = {}
+    for whole, parts in FAMILIES[family].fused.items():
+        for name in shapes:
+            if name.endswith(parts[0]):
+                layer = name.removesuffix(parts[0])
+                found[layer + whole] = [layer + part for part in parts]
+    return found
+
+
+def _hf_name(name: str, layer: Mapping[str, str]) -> str:
     if name == "value":
         return _VALUE
     parts = name.removeprefix("decoder/").split("/")
-    return _TOP[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{_LAYER[parts[-1]]}"
+    return _TOP[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{layer[parts[-1]]}"
 
 
 def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     last = name.rsplit("/", 1)[-1]
-    if last in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+    if last in _OF_HEADS and len(shape) > 1:
         return (math.prod(shape[:2]), *shape[2:])
-    return (shape[0], math.prod(shape[1:])) if last == "o" else shape
+    return (*shape[:1], math.prod(shape[1:])) if last == "o" else shape

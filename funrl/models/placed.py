@@ -79,12 +79,15 @@ class Placed:
         hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
         topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N].long()
         after_N = batch.tokens[:, 1:].flatten()[at_N].long()
-        scores = linear_logprob(hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK)
+        scores = linear_logprob(
+            hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK, cap=self.model.config.logit_cap
+        )
         if teacher is not None:
             with torch.no_grad():
                 teacher_NE, teacher_VE, *_ = teacher.placed._before_tokens(teacher.params, batch)
+            caps = self.model.config.logit_cap, teacher.placed.model.config.logit_cap
             divergence_N = linear_divergence(
-                hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature
+                hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature, caps=caps
             )
             scores = scores._replace(divergence=divergence_N)
         return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
@@ -98,7 +101,7 @@ class Placed:
         """
         with torch.no_grad():
             hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
-            ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature)
+            ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.config.logit_cap)
             return _spread(ids_NK, at_N, batch), _spread(logp_NK, at_N, batch)
 
     def values(self, params: trees.Tree, batch: Batch) -> Tensor:

@@ -146,7 +146,7 @@ class TorchBackend:
         parts = []
         for low in range(0, len(source_R), count):
             some = slice(low, low + count)
-            logits_RV = project(found_M[source_R[some]], self._unembed_VD)
+            logits_RV = project(found_M[source_R[some]], self._unembed_VD, self.model.config.logit_cap)
             logits_RV = all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
             noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
             parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))

@@ -17,7 +17,7 @@ from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import Config, config_to_hf
 from funrl.models.model import Model
-from funrl.models.names import EMBED, UNEMBED
+from funrl.models.names import fused, stored_in
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
@@ -37,7 +37,7 @@ class HFEngine:
     def __init__(self, config: Config, weights: WeightSpec, model: Any):
         self.weights, self.model = weights, model
         self.version, self.paused = None, False
-        self._config = config
+        self._config, self._stored = config, stored_in(config.family, weights.names)
         self._waiting: list[Request] = []
         self._passes = self._decoded = 0
 
@@ -51,15 +51,18 @@ class HFEngine:
         self.version = None
         expected = {name: torch.empty(shape, device="meta") for name, shape in self.weights.names.values()}
         state = trees.from_named(expected, named_weights)
-        if self._config.tied:
-            state[UNEMBED] = state[EMBED]
-        self.model.load_state_dict(state, strict=True)
+        tensors = dict(fused(self._config.family, self.weights.names, state.items()))
+        found = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded as the embedding
+        lacking = set(found.missing_keys) - set(self.model.all_tied_weights_keys)
+        if lacking or found.unexpected_keys:
+            raise KeyError(f"transformers' model lacks {found.unexpected_keys} and misses {sorted(lacking)}")
         self.version = version
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights of the transformers model; see `Engine`."""
-        held = self.model.state_dict()
-        return ((name, held[name]) for name, _ in self.weights.names.values())
+        held, names = self.model.state_dict(), self.weights.names
+        return ((there, held[one.name][slice(*one.rows)]) for (there, _), one in zip(
+            names.values(), (self._stored[name] for name in names), strict=True))  # fmt: skip
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine can complete."""

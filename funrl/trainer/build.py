@@ -122,7 +122,7 @@ def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]
         url = parts(settings.engine_url)[int(mesh.index(mesh.row_axes))]
         engine = vllm_client(url, *how, compiled, decode, settings.engine_timeout or ENGINE_TIMEOUT_S)
     else:
-        engine = native_engine(*how, layer=layer, decode=decode, note=note)
+        engine = native_engine(*how, layer=layer, decode=decode, speculate=settings.speculate, note=note)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from funrl.trainer.job_data import (
     Given,
     Task,
     Texts,
+    check_budget,
     check_cache,
     check_prompt_lengths,
     fields_of_texts,
@@ -104,6 +106,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     kind = run_kind(algorithm, settings.data)
     settings = for_kind(settings, kind)
     check_settings(settings)
+    settings = located(settings)
     sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
@@ -112,6 +115,9 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     model, tokenizer = first_model(settings, given)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
+    lead = "policy" if "policy" in models else next(iter(algorithm.losses))
+    with blaming(f"model={settings.model}"):
+        hf.check_savable(models[lead])
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Texts):
@@ -120,6 +126,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
+        check_budget(settings, sampling.max_new_tokens)
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
         mesh = Mesh(generating, device=torch.device(device))
@@ -132,6 +139,13 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
     )  # fmt: skip
+
+
+def located(settings: Settings) -> Settings:
+    """The settings with directories instead of names of models in the local Hugging Face cache."""
+    given = {name: getattr(settings, name) for name in ("model", "teacher", "reward_model")}
+    found = {name: str(hf.find_directory(model)) for name, model in given.items() if model is not None}
+    return dataclasses.replace(settings, **found)
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
@@ -202,6 +216,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     available |= set(fields_by("source") if source is None else source)
     if settings.teacher is None:
         available.discard("divergence")  # the step computes it with a teacher beside the policy
+    if settings.new_tokens_per_step is None:
+        available.discard("version")  # all tokens of a step are of the same weights
     try:
         check(algorithm, available)
     except ValueError as error:

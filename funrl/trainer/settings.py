@@ -96,6 +96,11 @@ class Settings:
         above(0), kinds=RL, chosen="half of the memory that is free then",
     )  # fmt: skip
     decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
+    speculate: int = flag(
+        0, "devices", "tokens of a completion that are drafted by what followed before in its text, and drawn in one "
+        "pass where few rows are decoded; 0: none. A draft changes no completion",
+        at_least(0), kinds=RL,
+    )  # fmt: skip
     queue: str = flag(
         "tickets", "devices", "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, "
         "by their numbers, which a run on GPUs needs to be repeated exactly",
@@ -105,7 +110,12 @@ class Settings:
         "auto", "devices", "compile one decoder layer; auto: where it pays, on CUDA", one_of("on", "off", "auto")
     )
 
-    model: str | None = flag(None, "job", "Hugging Face directory", chosen="a small decoder from scratch")
+    model: str | None = flag(
+        None,
+        "job",
+        "Hugging Face directory, or name of a model in its local cache",
+        chosen="a small decoder from scratch",
+    )
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
@@ -196,6 +206,11 @@ class Settings:
     max_new_tokens: int | None = flag(
         None, "rollout", "tokens a completion may have", at_least(1), kinds=RL,
         chosen="the embedded task's; with --prompts 64, or 32 without --model",
+    )  # fmt: skip
+    new_tokens_per_step: int | None = flag(
+        None, "rollout", "tokens that a completion may be continued by in a step, fewer than --max_new_tokens; the "
+        "rest is written in later steps, by their weights",
+        at_least(1), kinds=RL, chosen="whole completions",
     )  # fmt: skip
     temperature: float = flag(
         1.0, "rollout", "of sampling; the trainer's log-probabilities use it too", above(0), kinds=RL

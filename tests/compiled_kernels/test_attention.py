@@ -35,6 +35,27 @@ def test_attention_equals_reference(heads, kv_heads, kind):
     assert all((g - e).abs().max() < 1e-12 for g, e in grads)
 
 
+@pytest.mark.parametrize("kind", ["causal", "all", "mask", "one token"])
+@pytest.mark.parametrize("scale,cap", [(0.3, None), (None, 0.7), (0.3, 0.7)])
+def test_scales_and_caps_of_logits(kind, scale, cap):
+    T = 1 if kind == "one token" else 7
+    q, k, v = _draw(3, T, 6, 8), _draw(3, 7, 2, 8, seed=1), _draw(3, 7, 2, 8, seed=2)
+    mask = torch.ones(1, T, 7, dtype=torch.bool).tril().triu(-2) if kind == "mask" else None
+    out, expected = (f(q, k, v, mask, kind == "causal", scale, cap) for f in (attention, attention_reference))
+    assert (out - expected).abs().max() < 1e-12
+    grads = zip(*(torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected)), strict=True)
+    assert all((g - e).abs().max() < 1e-12 for g, e in grads)
+    low = attention(*(x.bfloat16() for x in (q, k, v)), mask, kind == "causal", scale, cap)
+    assert low.dtype == torch.bfloat16 and (low - expected).abs().max() < 3e-2
+
+
+def test_a_cap_by_hand():
+    # Logits 0 and 10 are 0 and 2 tanh(5) = 1.99982 under a cap of 2: the second weight is 1 / (1 + e^-1.99982).
+    q, k = torch.tensor([1.0, 0]).view(1, 1, 1, 2), torch.tensor([[0.0, 0], [10.0, 0]]).view(1, 2, 1, 2)
+    v = torch.tensor([[0.0, 0], [1.0, 0]]).view(1, 2, 1, 2)
+    assert attention(q, k, v, scale=1.0, cap=2.0)[0, 0, 0, 0].item() == pytest.approx(0.8807780, abs=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("masked", [False, True])

@@ -35,12 +35,26 @@ def test_equals_reference(beta, chunk, temperature):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_finite_differences(beta):
+@pytest.mark.parametrize("caps", [(None, None), (0.8, None), (1.5, 0.6)])
+def test_finite_differences(beta, caps):
     (hidden, unembed, *teacher), _ = _inputs()
     teacher = [x.detach() for x in teacher]
     assert torch.autograd.gradcheck(
-        lambda h, w: linear_divergence(h, w, *teacher, beta, temperature=1.3, chunk=4), (hidden, unembed)
+        lambda h, w: linear_divergence(h, w, *teacher, beta, temperature=1.3, chunk=4, caps=caps), (hidden, unembed)
     )
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_capped_logits(beta):
+    (hidden, unembed, *teacher), _ = _inputs()
+    got = linear_divergence(hidden, unembed, *teacher, beta, temperature=0.7, caps=(0.8, 0.5))
+
+    def capped(x, w, cap):  # as logits of an unembedding that is the identity
+        return cap * ((x @ w.T) / cap).tanh()
+
+    eye = torch.eye(V, dtype=torch.float64)
+    logits = capped(hidden, unembed, 0.8), eye, capped(*teacher, 0.5), eye
+    assert (got - linear_divergence_reference(*logits, beta, 0.7)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp4", "dp2,tp4"])
@@ -105,7 +119,7 @@ def test_bfloat16_accumulates_in_float32(beta):
 def test_logits_are_never_whole(monkeypatch):
     inputs, _ = _inputs()
     rows, project = [], kernel.project
-    monkeypatch.setattr(kernel, "project", lambda h, w: rows.append(len(h)) or project(h, w))
+    monkeypatch.setattr(kernel, "project", lambda h, w, cap: rows.append(len(h)) or project(h, w, cap))
     linear_divergence(*inputs, chunk=5).sum().backward()
     assert rows == [5, 5, 5, 5, 3, 3] * 2
 

@@ -45,11 +45,26 @@ def test_equals_reference(want, chunk):
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(grads, grads_expected, strict=True))
 
 
-def test_finite_differences():
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+@pytest.mark.parametrize("want", [("logp",), WANTS])
+def test_capped_logits_equal_the_reference(cap, want):
+    hidden, unembed, targets, cotangent = _inputs()
+    got = linear_logprob(hidden, unembed, targets, temperature=0.7, chunk=5, want=want, cap=cap)
+    whole = linear_logprob_reference(hidden, unembed, targets, 0.7, cap)
+    expected = type(whole)(*(x if name in want else None for name, x in whole._asdict().items()))
+    (got, grads), (expected, grads_expected) = (_with_grads(s, (hidden, unembed), cotangent) for s in (got, expected))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip((*got, *grads), (*expected, *grads_expected), strict=True))
+    ids, logp = topk(hidden, unembed, 3, temperature=0.7, cap=cap)
+    best = linear_logprob_reference(hidden, unembed, ids[:, 0], 0.7, cap).logp
+    assert (logp[:, 0] - best).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("cap", [None, 0.8])
+def test_finite_differences(cap):
     hidden, unembed, targets, _ = _inputs()
 
     def scores(h, w):
-        return torch.stack(known(linear_logprob(h, w, targets, temperature=1.3, chunk=4, want=WANTS)))
+        return torch.stack(known(linear_logprob(h, w, targets, temperature=1.3, chunk=4, want=WANTS, cap=cap)))
 
     assert torch.autograd.gradcheck(scores, (hidden, unembed))
 
@@ -121,7 +136,7 @@ def test_logits_are_never_whole(monkeypatch):
     hidden, unembed, targets, _ = _inputs()
     rows = []
     project = kernel.project
-    monkeypatch.setattr(kernel, "project", lambda h, w: rows.append(len(h)) or project(h, w))
+    monkeypatch.setattr(kernel, "project", lambda h, w, cap: rows.append(len(h)) or project(h, w, cap))
     linear_logprob(hidden, unembed, targets, chunk=5).logp.sum().backward()
     assert rows == [5, 5, 3] * 2
 

@@ -52,13 +52,13 @@ def scene(sequences, heads=4, kv_heads=2, page=4, size=8, dtype=torch.float64):
     return q, k, v, cache, paging_of(counts, ends, table, page)
 
 
-def both(q, k, v, cache, paging, window=None, to=lambda x: x):
+def both(q, k, v, cache, paging, window=None, to=lambda x: x, **how):
     """Outputs and caches behind a pass, and those of the reference."""
     results = []
     for f in (paged_attention, paged_attention_reference):
         own = tuple(x.clone() if f is paged_attention else to(x.clone()) for x in cache)
         new = (q, k, v) if f is paged_attention else (to(q), to(k), to(v))
-        results.append((f(*new, own, paging, window), *own))
+        results.append((f(*new, own, paging, window, **how), *own))
     return results
 
 
@@ -73,6 +73,15 @@ def test_any_pass_equals_the_reference(sequences, window, heads, kv_heads):
     assert all(torch.equal(a, b) for a, b in zip(caches, expected_caches, strict=True))
     before = rest[2]
     assert all(not torch.equal(a, b) for a, b in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize("sequences", PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scale,cap", [(0.2, None), (None, 0.7), (0.2, 0.7)])
+def test_scales_and_caps_of_logits(sequences, window, scale, cap, monkeypatch):
+    monkeypatch.setattr(kernels, "CAPPED_QUERIES", 16)
+    (out, *_), (expected, *_) = both(*scene(sequences, 6, 2), window, scale=scale, cap=cap)
+    assert (out - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -214,7 +223,7 @@ def test_shapes_without_numbers():
 def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
               window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
     """torch's kernel with its published signature, one sequence and one token at a time."""
-    assert cu_seq_k is None and return_aux is None and scale is None and enable_gqa and num_splits == 1
+    assert cu_seq_k is None and return_aux is None and enable_gqa and num_splits == 1
     assert window_size[1] == 0 and block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
     assert max_q == max(cu_seq_q.diff()) and max_k >= max(seqused_k)
     out = torch.empty_like(query)
@@ -227,17 +236,17 @@ def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux
             last = end - (stop - i)
             first = 0 if window_size[0] < 0 else max(0, last - window_size[0])
             part = slice(first, last + 1)
-            weights = ((keys[part] * query[i]).sum(-1) / query.shape[-1] ** 0.5).softmax(0)
+            weights = ((keys[part] * query[i]).sum(-1) * (scale or query.shape[-1] ** -0.5)).softmax(0)
             out[i] = (weights[..., None] * values[part]).sum(0)
     return out
 
 
-@pytest.mark.parametrize("window", [None, 1, 7])
-def test_torchs_kernel_is_called_as_it_wants(window):
+@pytest.mark.parametrize("window,scale", [(None, None), (1, None), (7, 0.2)])
+def test_torchs_kernel_is_called_as_it_wants(window, scale):
     q, k, v, cache, paging = scene(PASSES["all together"])
-    (expected, *caches), _ = both(q, k, v, cache, paging, window)
+    (expected, *caches), _ = both(q, k, v, cache, paging, window, scale=scale)
     _, _, table, offsets, ends, groups = paging
-    out = kernels._by_kernel(published, q, *caches, table, offsets, ends, groups, window or 0)
+    out = kernels._by_kernel(published, q, *caches, table, offsets, ends, groups, window or 0, scale or 0.0)
     assert (out - expected).abs().max() < 1e-12
 
 
@@ -256,7 +265,7 @@ def test_torchs_kernel_takes_pages():
 
     q, _, _, cache, (_, _, *rest) = scene([(1, 300), (5, 800)], page=256, size=64, dtype=torch.bfloat16)
     for window in (0, 100):
-        out = kernels._by_kernel(on_a_gpu, q, *cache, *rest, window)
+        out = kernels._by_kernel(on_a_gpu, q, *cache, *rest, window, 0.2)
         assert out.shape == q.shape and out.is_cuda and out.dtype == torch.bfloat16
 
 

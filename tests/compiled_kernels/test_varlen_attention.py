@@ -61,6 +61,34 @@ def test_any_structure_equals_the_reference(structure, window, heads, kv_heads):
             assert (x[:, sum(lengths) :] == 0).all()
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("window,scale", [(None, None), (3, 0.2), (100, 0.9)])
+@pytest.mark.parametrize("capped", [False, True])
+def test_scales_and_caps_of_logits(structure, window, scale, capped):
+    lengths, padding = STRUCTURES[structure]
+    q, k, v, d_out = draw(sum(lengths) + padding, 6, 2)
+    offsets, how = offsets_of(lengths), {"scale": scale, "cap": 0.8 if capped else None}
+    out = varlen_attention(q, k, v, offsets, window, **how)
+    expected = varlen_attention_reference(q, k, v, offsets, window, **how)
+    assert (out - expected).abs().max() < 1e-12
+    if capped and max(lengths) > 1:
+        assert (out - varlen_attention(q, k, v, offsets, window, scale=scale)).abs().max() > 1e-3
+    if sum(lengths):
+        pairs = zip(gradients(out, (q, k, v), d_out), gradients(expected, (q, k, v), d_out), strict=True)
+        assert all((got - want).abs().max() < 1e-12 for got, want in pairs)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_caps_over_several_blocks(window, monkeypatch):
+    monkeypatch.setattr(kernels, "_MATRIX_TOKENS", 300)
+    q, k, v, d_out = draw(1000)
+    offsets = offsets_of([400, 100, 100, 100, 100, 190])
+    out, expected = (f(q, k, v, offsets, window, cap=0.5) for f in (varlen_attention, varlen_attention_reference))
+    assert (out - expected).abs().max() < 1e-12
+    pairs = zip(gradients(out, (q, k, v), d_out), gradients(expected, (q, k, v), d_out), strict=True)
+    assert all((got - want).abs().max() < 1e-12 for got, want in pairs)
+
+
 @pytest.mark.parametrize("window", [200, 300])
 def test_windows_over_several_blocks(window):
     q, k, v, d_out = draw(700)
@@ -175,11 +203,11 @@ def test_a_gpu_takes_wide_dtypes_segment_by_segment():
     """What is registered for CUDA, called here on the CPU."""
     q, k, v, d_out = (x.detach()[0] for x in draw(20))
     offsets = offsets_of([0, 13, 5])
-    for window in (0, 3):
-        ours = kernels._forward_cuda(q, k, v, offsets, window, 20)
-        theirs = kernels._forward(q, k, v, offsets, window, 20)
+    for window, scale, cap in ((0, 0.0, 0.0), (3, 0.2, 0.0), (3, 0.2, 0.5)):
+        ours = kernels._forward_cuda(q, k, v, offsets, window, 20, scale, cap)
+        theirs = kernels._forward(q, k, v, offsets, window, 20, scale, cap)
         assert (ours[0] - theirs[0]).abs().max() < 1e-12
-        grads = [f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2]) for f, x in (
+        grads = [f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2], scale, cap) for f, x in (
             (kernels._backward_cuda, ours), (kernels._backward, theirs))]  # fmt: skip
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
 

@@ -67,6 +67,26 @@ def test_so_it_does_whatever_the_flags(name, given):
     assert fake.resting == real.resting
 
 
+SWITCHES = {
+    "gemma2": {
+        "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 5.0, "logit_cap": 3.0,
+        "embed_scale": 6.0, "attention_scale": 0.3, "windows": (7, None), "local_rope_theta": 100.0, "tied": True,
+    },
+    "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "rotates": (True, False)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SWITCHES)
+def test_so_it_does_whatever_the_family(family, tmp_path):
+    job = small("grpo", sizes=SWITCHES[family])
+    fake, real = (trace(job, 8, 16, real) for real in (False, True))
+    assert_alike(fake.phases, real.phases)
+    changes = {"head_dim": 8} | ({"sliding_window": 7} if family == "gemma2" else {})
+    model = write_config(tmp_path, model_type=family, **changes)
+    found = dry_run.estimate(plain("grpo", model=model, mesh="dp2,tp2", generate_mesh="dp2,tp2"), 8, CPU)
+    assert {"generate", "score_reference", "update_policy", "reshard"} <= set(found.phases)
+
+
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
     rows, budget = 128, 256

@@ -31,6 +31,11 @@ CONFIG = Config(
     attention_bias=True, output_bias=True,
 )  # fmt: skip
 TIED = dataclasses.replace(CONFIG, tied=True)
+GEMMA = dataclasses.replace(
+    TIED, norms="sandwich", norm_offset=1.0, activation="gelu", attention_cap=0.8, logit_cap=1.5, embed_scale=4.0,
+    attention_scale=0.4, windows=(3, None, 3, None), local_rope_theta=100.0,
+)  # fmt: skip
+OLMO = dataclasses.replace(CONFIG, norms="post", qk_norm_over="projection", rotates=(True, True, True, False))
 COMPILED = torch.compile(decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -85,6 +90,8 @@ CASES = {
     "dp2,tp2 computed again, but for matmuls": ("dp2,tp2", "data", "selective", CONFIG),
     "dp2,ep2 in groups of 2, twice": ("dp2,ep2", "expert", "none", CONFIG),
     "dp2,ep2 over both": ("dp2,ep2", ("data", "expert"), "none", CONFIG),
+    "dp2 gemma": ("dp2", "data", "none", GEMMA),
+    "dp2,tp2 norms over heads": ("dp2,tp2", "data", "full", OLMO),
     "tp2 whole, computed again": ("tp2", None, "selective", CONFIG),
 }
 

@@ -199,6 +199,30 @@ def test_a_model_without_its_weights(tmp_path, params):
         load_model(tmp_path / "nowhere")
 
 
+def test_a_name_in_the_local_cache_opens_like_a_directory(tmp_path, params, monkeypatch):
+    from huggingface_hub import constants
+
+    from funrl.algos.recipes import recipe
+    from funrl.cost.dry_run import plain_job
+    from funrl.trainer.settings import Settings
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    hf.save(snapshot, MODEL, params)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
+    assert hf.find_directory("some/model") == snapshot
+    assert hf.check_directory(hf.find_directory("some/model")).config == CONFIG
+    job = plain_job(Settings(model="some/model"), recipe("grpo")(), 1e12)
+    assert job.settings.model == str(snapshot) and job.model.config == CONFIG
+    for unknown in ("some/other", "no such model"):
+        assert str(hf.find_directory(unknown)) == unknown
+        with pytest.raises(
+            ModelError, match="not a directory, nor the name of a model in the local Hugging Face cache"
+        ):
+            hf.check_directory(hf.find_directory(unknown))
+
+
 def test_a_classifier_with_more_labels_is_refused(tmp_path, params):
     hf.save(tmp_path, MODEL, params)
     for labels in ({}, {"num_labels": 3}, {"id2label": {"0": "a", "1": "b", "2": "c"}}):

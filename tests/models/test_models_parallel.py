@@ -19,6 +19,10 @@ def _config(heads, kv_heads, **more) -> Config:
     return Config(vocab=24, embed=12, layers=2, heads=heads, kv_heads=kv_heads, head=4, mlp=16, **more)
 
 
+GEMMA = {
+    "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 0.8, "logit_cap": 1.5,
+    "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
+}  # fmt: skip
 CASES = {
     "tp2": ("tp2", _config(4, 2)),
     "tp2 tied": ("tp2", _config(4, 4, tied=True)),
@@ -28,6 +32,13 @@ CASES = {
     "tp2 three kv heads": ("tp2", _config(6, 3)),  # a rank's heads end within a group
     "tp4 six kv heads": ("tp4", _config(12, 6)),
     "dp2,tp2": ("dp2,tp2", _config(4, 1, windows=(None, 3))),
+    "tp2 norms over heads": ("tp2", _config(4, 2, qk_norm_over="projection", norms="post", rotates=(True, False))),
+    "tp4 norms over shared heads": ("tp4", _config(8, 2, qk_norm_over="projection", norms="post")),
+    "tp2 gemma": ("tp2", _config(4, 2, **GEMMA)),
+    "tp4 multipliers": (
+        "tp4",
+        _config(4, 1, embed_scale=3.0, residual_scale=0.4, attention_scale=0.3, logit_divisor=2.0),
+    ),
 }
 
 
@@ -96,7 +107,10 @@ def test_tensor_parallel_equals_one_device(case, packed):
             assert (g - e).abs().max() < 1e-9, (name, rank)
 
 
-@pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp2 three kv heads", "dp2,tp2"])
+DECODED = ["tp2", "tp4 two kv heads", "tp2 three kv heads", "dp2,tp2", "tp4 norms over shared heads", "tp2 gemma"]
+
+
+@pytest.mark.parametrize("case", DECODED)
 def test_decode_over_pages_equals_forward(case):
     text, config = CASES[case]
     model, params, tokens_BT = decoder_model(config), _params(config), _tokens(config)

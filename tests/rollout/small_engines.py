@@ -78,8 +78,9 @@ class Kind(NamedTuple):
         return load(self.make(decoder_model(config), mesh, self.dtype), weights(config, self.dtype, seed), version)
 
 
-def _native(packed):
-    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, decode=decode, packed=packed)
+def _native(packed, speculate=0):
+    how = {"decode": decode, "packed": packed, "speculate": speculate}
+    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, **how)
 
 
 _vllm_cores = {}
@@ -121,6 +122,7 @@ def _vllm_server(model, mesh, dtype):
 
 KINDS = {
     "packed float32": Kind(_native(True), same=0),
+    "packed float32, drafts": Kind(_native(True, 4), same=0),
     "torch float32": Kind(_native(False)),
     "torch float64": Kind(_native(False), torch.float64, 1e-10, 1e-12),
     "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),

@@ -1,0 +1,48 @@
+"""The native engine over families that the compiled step does not take: transformers' tokens, the trainer's numbers."""
+
+import pytest
+import torch
+from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
+
+from funrl.batch import Batch
+from funrl.models import Config, decoder_model, place
+from funrl.rollout.backends import PackedBackend, TorchBackend
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.sampling_parameters import Sampling
+
+GEMMA = {
+    "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "embed_scale": 32**0.5, "attention_scale": 9**-0.5,
+    "windows": (6, None), "tied": True,
+}  # fmt: skip
+CONFIGS = {
+    "gemma2": Config(**SMALL, **GEMMA, family="gemma2", attention_cap=0.7, logit_cap=2.0),
+    "gemma3": Config(**SMALL, **GEMMA, family="gemma3_text", qk_norm=True, local_rope_theta=100.0, rope_theta=1e6),
+    "olmo2": Config(**SMALL, family="olmo2", norms="post", qk_norm=True, qk_norm_over="projection"),
+    "smollm3": Config(**SMALL, family="smollm3", rotates=(True, False)),
+    "granite": Config(
+        **SMALL, family="granite", embed_scale=2.0, residual_scale=0.5, attention_scale=0.2, logit_divisor=3.0
+    ),
+    "phi3": Config(**SMALL, family="phi3", windows=(6, 6)),
+    "mistral": Config(**SMALL | {"head": 16}, family="mistral", windows=(6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_completions_are_those_of_transformers(name):
+    config = CONFIGS[name]
+    engine, how = engine_of(config), Sampling(greedy=True, max_new_tokens=32)
+    assert isinstance(engine._backend, (PackedBackend if name in ("phi3", "mistral") else TorchBackend))
+    peer = load(hf_engine(decoder_model(config)), weights(config))
+    assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_log_probabilities_are_the_trainers(name):
+    config, how = CONFIGS[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
+    placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)
+    for number, one in enumerate(completed(engine_of(config, torch.float64), PROMPTS, how)):
+        prompt = PROMPTS[number // 2]
+        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
+        for temperature, got in ((0.7, one.sampling_logp), (1.0, one.raw_logp)):
+            logp = placed.token_scores(params, batch, temperature=temperature).logp[0, len(prompt) :]
+            assert (logp - got).abs().max() < 1e-10
