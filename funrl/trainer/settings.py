@@ -205,16 +205,14 @@ class Settings:
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
-        "native", "rollout", "what generates: native; vllm, in the trainer's processes; vllm_server, in its own; hf, "
-        "transformers' generate, which is slow",
-        one_of("native", "vllm", "vllm_server", "hf"), kinds=RL,
+        "native", "rollout", "what generates", one_of("native", "vllm", "vllm_server", "hf"), kinds=RL
     )  # fmt: skip
     engine_url: str | None = flag(
-        None, "rollout", "servers of --engine=vllm_server, one for each data rank, with commas between",
+        None, "rollout", "addresses of a vllm_server for each data rank",
         kinds=RL,
     )  # fmt: skip
     engine_timeout: float | None = flag(
-        None, "rollout", "seconds that a server may take to answer or to come back", above(0),
+        None, "rollout", "seconds that such a server may be silent", above(0),
         kinds=RL, chosen="600", requires="engine_url",
     )  # fmt: skip
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
