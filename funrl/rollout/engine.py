@@ -55,6 +55,7 @@ class EngineCost(NamedTuple):
       prefilled, cached, decoded: prompt tokens that were computed, prompt tokens that were found in the cache, and
         tokens that were drawn.
       preempted: requests that were put back because there were no pages, and computed again.
+      drafted, accepted: tokens of drafts, and those of them that were drawn; see `native_engine`.
     """
 
     cache_bytes: int
@@ -68,6 +69,8 @@ class EngineCost(NamedTuple):
     cached: int
     decoded: int
     preempted: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funrl.rollout.backends import Backend
+from funrl.rollout.prompt_lookup import PromptLookup
 from funrl.rollout.requests import Completion, Finish, Request
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
@@ -34,6 +35,7 @@ class LiveRequest:
       pages: that hold its keys and values, in order.
       siblings: requests of the same prompt that begin when its prompt is computed.
       computed: whether its pages hold all its tokens but the last, which nothing was drawn behind.
+      lookup: its text, where drafts are made of it.
     """
 
     request: Request
@@ -44,6 +46,7 @@ class LiveRequest:
     pages: list[int] = dataclasses.field(default_factory=list)
     siblings: list[LiveRequest] = dataclasses.field(default_factory=list)
     computed: bool = False
+    lookup: PromptLookup | None = None
 
     @property
     def untouched(self) -> bool:
@@ -81,12 +84,14 @@ class Flights:
       numbers: flights by the number of the request.
       decode: token ids -> text; None: there are no stop strings.
       decoded: tokens that were drawn and kept, since it was made.
+      drafted, accepted: tokens that drafts had, and those of them that were drawn.
       lengths: [seats] tokens of each sequence, those that were not looked at included.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None):
         self.numbers: dict[int, LiveRequest] = {}
         self.decode, self.decoded, self._device = decode, 0, device
+        self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
         self._seated: list[LiveRequest | None] = []
         self._free: list[int] = []
@@ -160,9 +165,9 @@ class Flights:
         self._seated[seat], flight.seat = None, -1
         self._free.append(seat)
 
-    def new_tokens(self, flight: LiveRequest, begin: int, count: int) -> np.ndarray:
-        """Some tokens of a flight with a seat, which have been looked at."""
-        return self._tokens[flight.seat, begin : begin + count]
+    def tokens_at(self, seat: int, begin: int, count: int) -> np.ndarray:
+        """Some tokens of a seat, which have been looked at; a draft is behind them."""
+        return self._tokens[seat, begin : begin + count]
 
     def last_tokens(self, seats: np.ndarray) -> Tensor:
         """The token that each seat drew last, on the device."""
@@ -172,24 +177,49 @@ class Flights:
         """The first tokens of a flight with a seat."""
         return self._tokens[flight.seat, :count].tolist()
 
-    def draw(self, backend: Backend, found_M: Tensor, seats: Sequence[int], sources: Sequence[int]) -> None:
-        """Draw one token for each of some seats.
+    def draft(self, flight: LiveRequest, most: int) -> int:
+        """Put tokens behind a flight's text that may be the next ones; how many. All draws have been looked at."""
+        seat, length = flight.seat, int(self.lengths[flight.seat])
+        steps = (length - len(flight.request.prompt)) % NOISE_STEPS
+        most = min(most, flight.limit - length - 1, NOISE_STEPS - 1 - steps)  # the noise of a seat is of one block
+        if flight.lookup is None:
+            flight.lookup = PromptLookup()
+        flight.lookup.extend(self._tokens[seat, flight.lookup.length : length].tolist())
+        tokens = flight.lookup.draft(most)
+        self._tokens[seat, length : length + len(tokens)] = tokens
+        self.drafted += len(tokens)
+        return len(tokens)
+
+    def draw(
+        self,
+        backend: Backend,
+        found_M: Tensor,
+        seats: Sequence[int],
+        sources: Sequence[int],
+        ahead: Sequence[int] | None = None,
+    ) -> None:
+        """Draw one token for each of some seats, or also one behind each token of a seat's draft.
 
         Args:
           found_M: what the backend computed.
-          sources: the row of it of each seat.
+          sources: the row of it of each draw.
+          ahead: tokens of the seat's draft before each draw, ascending, where the draws of a seat are neighbours. What
+            is drawn behind a token that is not the drawn one is dropped. None: there are no drafts.
         """
         if not len(seats):
             return
         at_R = np.asarray(seats, dtype=np.int64)
-        source_R, noise_R = torch.tensor(sources, device=self._device), self._noise_of(at_R)
-        kinds, seats_R = list(self._kinds), torch.from_numpy(at_R).to(self._device)
+        ahead_R = np.zeros_like(at_R) if ahead is None else np.asarray(ahead, dtype=np.int64)
+        lengths_R = self.lengths[at_R] + ahead_R
+        source_R, noise_R = torch.tensor(sources, device=self._device), self._noise_of(at_R, lengths_R)
+        kinds = list(self._kinds)
         used, parts, order = np.unique(self._kind[at_R]), [], []
         for kind in used:  # nearly always there is one
             some, how = np.flatnonzero(self._kind[at_R] == kind), kinds[kind]
             here = torch.from_numpy(some).to(self._device)
             noise_here = None if how.greedy else noise_R[here]
-            parts.append(backend.draw(found_M, source_R[here], noise_here, how, self._seen(how, at_R[some], backend)))
+            seen = self._seen(how, at_R[some], lengths_R[some], backend)
+            parts.append(backend.draw(found_M, source_R[here], noise_here, how, seen))
             order.append(here)
         if len(used) == 1:
             found = parts[0]
@@ -197,11 +227,39 @@ class Flights:
             back = torch.argsort(torch.cat(order))
             token_R, sampling_R, raw_R = (torch.cat(x)[back] for x in zip(*parts, strict=True))
             found = token_R, sampling_R, raw_R
-        self._last.index_copy_(0, seats_R, found[0])
-        self._pending.append(_Drawn(at_R, self.lengths[at_R], found))
-        self.lengths[at_R] += 1
+        if ahead is None:
+            self._keep(at_R, found)
+        else:
+            self._keep_right(at_R, ahead_R, found)
         full = bool((self.lengths[at_R] >= self._limits[at_R]).any())
         self.must_look |= full or any(kinds[kind].repetition_penalty != 1 for kind in used)
+
+    def _keep(self, at_R: np.ndarray, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Append one token to each of some seats."""
+        self._last.index_copy_(0, torch.from_numpy(at_R).to(self._device), found[0])
+        self._pending.append(_Drawn(at_R, self.lengths[at_R], found))
+        self.lengths[at_R] += 1
+
+    def _keep_right(self, at_R: np.ndarray, ahead_R: np.ndarray, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Append what was drawn up to the first token that is not the draft's, that one included."""
+        drafted_R = self._tokens[at_R, self.lengths[at_R] + ahead_R]
+        right_R, kept_R = found[0].cpu().numpy() == drafted_R, ahead_R == 0
+        for level in range(1, int(ahead_R.max()) + 1):
+            here = np.flatnonzero(ahead_R == level)
+            kept_R[here] = kept_R[here - 1] & right_R[here - 1]
+        for begin in np.flatnonzero((ahead_R == 0) & (np.append(ahead_R[1:], 0) == 1)).tolist():
+            end = begin + 1
+            while end < len(ahead_R) and ahead_R[end]:
+                end += 1
+            flight, accepted = self._seated[at_R[begin]], int(kept_R[begin + 1 : end].sum())
+            assert flight is not None and flight.lookup is not None
+            flight.lookup.settle(end - begin - 1, accepted)
+            self.accepted += accepted
+        for level in range(int(ahead_R.max()) + 1):
+            some = np.flatnonzero(kept_R & (ahead_R == level))
+            here = torch.from_numpy(some).to(self._device)
+            token_R, sampling_R, raw_R = (x[here] for x in found)
+            self._keep(at_R[some], (token_R, sampling_R, raw_R))
 
     def look(self) -> None:
         """Read what was drawn; see `gone` and `ended` for what ended by it.
@@ -286,22 +344,22 @@ class Flights:
         text = self.decode(self._tokens[seat, begin : at + 1].tolist())
         return any(string in text for string in strings)
 
-    def _seen(self, how: Sampling, seats: np.ndarray, backend: Backend) -> Tensor | None:
+    def _seen(self, how: Sampling, seats: np.ndarray, lengths: np.ndarray, backend: Backend) -> Tensor | None:
         """Mask [R, V] of the tokens that each sequence has, where they are penalised."""
         if how.repetition_penalty == 1:
             return None
         seen = torch.zeros(len(seats), backend.vocab, dtype=torch.bool)
-        for row, seat in zip(seen, seats, strict=True):
-            row[torch.from_numpy(self._tokens[seat, : self.lengths[seat]])] = True
+        for row, seat, length in zip(seen, seats, lengths, strict=True):
+            row[torch.from_numpy(self._tokens[seat, :length])] = True
         return seen.to(self._device)
 
-    def _noise_of(self, seats: np.ndarray) -> Tensor:
-        """The next number of each seat's stream."""
-        steps = self.lengths[seats] - self._prompts[seats]
-        old = seats[self._noise_block[seats] != steps // NOISE_STEPS]
-        seats_R = torch.from_numpy(seats).to(self._device)
+    def _noise_of(self, seats: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """The number of each seat's stream for the token behind so many."""
+        steps = lengths - self._prompts[seats]
+        lacking = self._noise_block[seats] != steps // NOISE_STEPS
+        old, seats_R = seats[lacking], torch.from_numpy(seats).to(self._device)
         if len(old):
-            block = (self.lengths[old] - self._prompts[old]) // NOISE_STEPS
+            block = steps[lacking] // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
             fresh = stream_noise(torch.from_numpy(self._seeds[old])[:, None], steps_RS)
             self._noise[torch.from_numpy(old).to(self._device)] = fresh.to(self._device)

@@ -30,6 +30,7 @@ from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.scheduler import Scheduler
 
 LOOK_EVERY = {"cpu": 1}  # passes between looks at what was drawn; asking a GPU (8) makes the host wait for it
+DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU takes 128 in about the time of one
 FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
 log = logging.getLogger(__name__)
 
@@ -67,13 +68,18 @@ class NativeEngine:
         max_rows: int,
         cache_bytes: int,
         decode: Callable[[list[int]], str] | None,
+        speculate: int = 0,
     ):
         device = weights.mesh.device
         self.weights, self.version, self.paused = weights, None, False
         self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
         self._flights = Flights(device, weights.dtype, decode)
-        self._scheduler = Scheduler(self._flights, max_rows, backend.page_tokens, pass_tokens(device.type))
-        self._look_every, self._passes, self._pages = LOOK_EVERY.get(device.type, 8), 0, 0
+        few_rows = DRAFTED_ROWS.get(device.type, 128)
+        self._scheduler = Scheduler(
+            self._flights, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
+        )
+        self._look_every = 1 if speculate else LOOK_EVERY.get(device.type, 8)
+        self._passes = self._pages = 0
         self._limit: int | None = None  # pages that the cache may have, once it is known
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
@@ -146,7 +152,8 @@ class NativeEngine:
         if plan.copies:
             self._backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
         self._passes += 1
-        self._flights.draw(self._backend, found, plan.drawing, plan.sources)
+        self._flights.draw(self._backend, found, plan.drawing, plan.sources, plan.ahead)
+        self._scheduler.settle()
         if self._passes % self._look_every == 0 or self._flights.must_look:
             self._look()
         return self._flights.ended()
@@ -185,6 +192,7 @@ class NativeEngine:
             cache_bytes=self._pages * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
             used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
             prefilled=s.prefilled, cached=s.cached, decoded=self._flights.decoded, preempted=s.preempted,
+            drafted=self._flights.drafted, accepted=self._flights.accepted,
         )  # fmt: skip
 
     def _look(self) -> None:
@@ -233,6 +241,7 @@ def native_engine(
     layer: Layer | None = None,
     decode: Callable[[list[int]], str] | None = None,
     packed: bool = True,
+    speculate: int = 0,
     note: Callable[[str], None] = log.info,
 ) -> NativeEngine:
     """An engine without weights yet.
@@ -246,6 +255,9 @@ def native_engine(
       layer: a replacement of `model.layer`, such as a compiled one.
       decode: token ids -> text, for stop strings.
       packed: use the compiled decoding step where there is one.
+      speculate: tokens of a request that are drafted at most, by what followed in its text when its last tokens were
+        there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and drawn in one pass where
+        few rows are decoded; 0: none. A completion stays the same: its tokens are drawn as without a draft.
       note: told why there is none.
 
     Raises:
@@ -268,7 +280,9 @@ def native_engine(
             f"generation runs in torch: {problem}"
         )
         backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type))
-    return NativeEngine(model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode)
+    return NativeEngine(
+        model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode, speculate
+    )
 
 
 def free_bytes(mesh: Mesh) -> int:

@@ -26,12 +26,14 @@ class PassPlan(NamedTuple):
       work: for the backend.
       drawing: seats that draw a token.
       sources: the row of what the backend finds of each of them.
+      ahead: tokens of the seat's draft before each of them; None: there are no drafts.
       copies: (from, to) pages to copy behind the pass.
     """
 
     work: PassWork
     drawing: Sequence[int]
     sources: Sequence[int]
+    ahead: Sequence[int] | None
     copies: Sequence[tuple[int, int]]
 
 
@@ -44,8 +46,16 @@ class Scheduler:
       prefilled, cached, preempted: as in `EngineCost`.
     """
 
-    def __init__(self, flights: Flights, max_rows: int, page_tokens: int, pass_tokens: int):
+    def __init__(
+        self, flights: Flights, max_rows: int, page_tokens: int, pass_tokens: int, speculate: int = 0, few_rows: int = 0
+    ):
+        """
+        Args:
+          speculate: tokens of a draft at most.
+          few_rows: tokens of a pass, drafts included, up to which there are drafts.
+        """
         self.max_rows, self.pool = max_rows, PagePool(0, page_tokens)
+        self._speculate, self._few_rows = speculate, few_rows
         self.prefilled = self.cached = self.preempted = 0
         self._peak, self._wanted = 0, 0
         self._flights, self._page, self._pass_tokens = flights, page_tokens, pass_tokens
@@ -111,28 +121,63 @@ class Scheduler:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
         decoding = decoding[np.argsort(self._known[decoding], kind="stable")]  # those of about one length together
+        drafts = self._drafts(decoding)
         seats = [*decoding.tolist(), *(flight.seat for flight, _ in chunks)]
-        counts = [1] * len(decoding) + [count for _, count in chunks]
+        counts = [*(drafts + 1).tolist(), *(count for _, count in chunks)]
         ends = (self._known[seats] + counts).tolist()
-        tokens = [self._flights.last_tokens(decoding)]
-        tokens += [
-            torch.from_numpy(self._flights.new_tokens(flight, int(self._known[flight.seat]), count)).to(
-                tokens[0].device
-            )
-            for flight, count in chunks
-        ]
+        tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[seats, : self._read(max(ends))])
         self._known[seats] = ends
-        known = self._known[seats] == self._flights.lengths[seats]
-        draws, drawing = (np.cumsum(counts) - 1)[known].tolist(), np.asarray(seats)[known].tolist()
+        draws, drawing, ahead = _draws(seats, counts, self._flights.lengths[seats] - ends, len(decoding))
         sources, copies = list(range(len(draws))), []
         leaders = {flight.seat: flight for flight in self._running if flight.siblings}
         for source, seat in enumerate(drawing[:] if leaders else ()):
             for flight in self._fork(leaders[seat], copies) if seat in leaders else ():
                 drawing.append(flight.seat)
                 sources.append(source)
+                ahead.append(0)
         self.prefilled += sum(count for _, count in chunks)
-        return PassPlan(PassWork(torch.cat(tokens), counts, ends, table_SP, draws), drawing, sources, copies)
+        work = PassWork(tokens, counts, ends, table_SP, draws)
+        return PassPlan(work, drawing, sources, ahead if drafts.any() else None, copies)
+
+    def settle(self) -> None:
+        """Forget the keys and values of drafts that were not drawn."""
+        if self._speculate:
+            seats = self._seats()
+            self._known[seats] = np.minimum(self._known[seats], self._flights.lengths[seats] - 1)
+
+    def _drafts(self, decoding: np.ndarray) -> np.ndarray:
+        """Tokens of a draft that each decoding seat has now, with pages for them. Where many rows are decoded together
+        there are none: a pass takes about as much longer as it has tokens more."""
+        drafts = np.zeros(len(decoding), dtype=np.int64)
+        left = self._few_rows - len(decoding) if self._speculate else 0
+        running = {flight.seat: flight for flight in self._running} if left > 0 else {}
+        for i, seat in enumerate(decoding.tolist() if left > 0 else ()):
+            flight, needed = running[seat], int(self._known[seat]) + 1
+            room = int(self._owned[seat]) * self._page - needed
+            spare = self.pool.available > len(running)
+            most = min(self._speculate, left, room + self._page * spare)
+            drafts[i] = self._flights.draft(flight, most) if most > 0 else 0
+            left -= int(drafts[i])
+            if drafts[i] > room:
+                self._give(flight, self.pool.take(1))
+        return drafts
+
+    def _tokens_of(
+        self, decoding: np.ndarray, drafts: np.ndarray, chunks: Sequence[tuple[LiveRequest, int]]
+    ) -> torch.Tensor:
+        """The new tokens of a pass."""
+        last = self._flights.last_tokens(decoding)
+        if drafts.any():
+            pairs = zip(decoding.tolist(), drafts.tolist(), strict=True)
+            some = [self._flights.tokens_at(seat, int(self._known[seat]), count + 1) for seat, count in pairs]
+            tokens = [torch.from_numpy(np.concatenate(some)).to(last.device)]
+        else:
+            tokens = [last]
+        for flight, count in chunks:
+            new = self._flights.tokens_at(flight.seat, int(self._known[flight.seat]), count)
+            tokens.append(torch.from_numpy(new).to(last.device))
+        return torch.cat(tokens)
 
     def _read(self, end: int) -> int:
         return read_pages(end, self._page)
@@ -264,3 +309,23 @@ class Scheduler:
 def _siblings(one: LiveRequest, other: LiveRequest) -> bool:
     """True if two requests begin with the same prompt and nothing behind it."""
     return other.untouched and len(one.text) == len(other.text) and bool((one.text == other.text).all())
+
+
+def _draws(
+    seats: Sequence[int], counts: Sequence[int], lacking: np.ndarray, decoding: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Numbers of the tokens of a pass behind which something is drawn, their seats, and the draft's tokens before each.
+
+    Args:
+      seats, counts: of each sequence, its new tokens.
+      lacking: tokens of each sequence that are not computed by this pass.
+      decoding: the first so many sequences draw behind each of their tokens.
+    """
+    draws, drawing, ahead, end = [], [], [], 0
+    for i, (seat, count) in enumerate(zip(seats, counts, strict=True)):
+        begin, end = end, end + count
+        some = range(begin if i < decoding else end - 1, end) if i < decoding or not lacking[i] else range(0)
+        draws += some
+        drawing += [seat] * len(some)
+        ahead += range(len(some))
+    return draws, drawing, ahead

@@ -22,6 +22,7 @@ def complete_shared(
     take: Callable[[int], int],
     mesh: Mesh,
     finished: Callable[[Completion], None] | None = None,
+    own: Sequence[Request] = (),
 ) -> list[Completion]:
     """Complete the groups that this replica gets.
 
@@ -31,6 +32,7 @@ def complete_shared(
       take: a counter that the replicas share, see `mesh.counter.shared_counter`.
       mesh: of the engines: their replicas are its row axes.
       finished: told each completion as soon as it is there.
+      own: requests of this replica alone, such as those that it has begun; they come first.
 
     Returns: completions by their numbers.
 
@@ -39,6 +41,7 @@ def complete_shared(
     """
     replicas, first, at = mesh.size(mesh.row_axes), mesh.index("tensor") == 0, 0
     found: list[Completion] = []
+    engine.submit(own)
     try:
         while at < len(groups) or engine.in_flight():
             if at < len(groups) and engine.room():
@@ -49,7 +52,7 @@ def complete_shared(
                 if finished is not None:
                     finished(done)
     finally:
-        engine.cancel(request.number for group in groups for request in group)
+        engine.cancel(request.number for group in (own, *groups) for request in group)
     return sorted(found, key=lambda done: done.number)
 
 

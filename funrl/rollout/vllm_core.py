@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +34,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_sampler import NO_TOKEN, DrawParameters, RequestSampler
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
+PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
@@ -87,7 +89,14 @@ class CacheCounts(NamedTuple):
 
 
 class Core(Protocol):
-    """vLLM as `VLLMEngine` uses it, in this process or in a server."""
+    """vLLM as `VLLMEngine` uses it, in this process or in a server.
+
+    Attributes:
+      generation: changes where all requests have been lost and have to be added again.
+    """
+
+    @property
+    def generation(self) -> int: ...
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
         """Begin requests."""
@@ -99,6 +108,10 @@ class Core(Protocol):
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; numbers that are not there are left alone."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all requests."""
         ...
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -124,6 +137,8 @@ class Core(Protocol):
 
 def vllm_problem(config: Config, device: str, dtype: torch.dtype) -> str | None:
     """Reason why vLLM cannot generate with a model of these sizes; None where none is known."""
+    if config.family not in PROVEN_FAMILIES:
+        return f"model_type is {config.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
     if device == "cpu" and config.head not in CPU_HEADS:
@@ -175,12 +190,14 @@ class LocalCore:
       model: that it computes.
       tensor: ranks that share the model.
       page_bytes: of keys and values of a page on a rank.
+      generation: always 0: it loses no requests.
     """
 
     engine: Any
     model: Model
     tensor: int
     page_bytes: int
+    generation: int = 0
 
     def __post_init__(self) -> None:
         self.sampler = self.runner.sampler = RequestSampler(self.runner)
@@ -232,6 +249,10 @@ class LocalCore:
         self.engine.abort_request([str(number) for number in there])
         for number in there:
             self._forget(number)
+
+    def forget(self) -> None:
+        """Forget all requests; see `Core`."""
+        self.drop(list(self._ids))
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; see `Core`."""
@@ -369,7 +390,9 @@ def _contained(mesh: Mesh) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
+        devices = [mesh.device] if mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's names that vLLM still uses
             yield
     finally:
         torch.set_num_threads = threads

@@ -48,7 +48,7 @@ class Written:
 
 
 class VLLMEngine:
-    """An `Engine` over vLLM; made by `vllm_engine`, or over a server by `vllm_client`.
+    """An `Engine` over vLLM; made by `vllm_engine`, or over a server by `vllm_client.vllm_client`.
 
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
@@ -67,6 +67,7 @@ class VLLMEngine:
         self.version, self.paused = None, False
         self._config, self._max_rows, self._decode = config, max_rows, decode
         self._flights: dict[int, Written] = {}
+        self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
@@ -86,7 +87,8 @@ class VLLMEngine:
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """Weights that vLLM still has as they were given: on a CPU it packs those of products; see `Engine`."""
-        return self.core.held()
+        found = dict(self.core.held())
+        return ((name, found.get(name)) for name, _ in self.weights.names.values())
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""
@@ -111,6 +113,10 @@ class VLLMEngine:
             return []
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
+        if self._generation != self.core.generation:
+            self._generation = self.core.generation
+            for flight in self._flights.values():
+                flight.inside = False
         outside = [flight for flight in self._flights.values() if not flight.inside]
         self.core.add([_core_request(flight) for flight in outside])
         for flight in outside:

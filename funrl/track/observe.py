@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from funrl import trees
 from funrl.mesh.reshard import export_weights
 from funrl.models import Placed, hf
+from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, read_lines
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import join_trackers, jsonl, tensorboard
 from funrl.trainer.generation import Example
@@ -41,6 +42,7 @@ class RunObserver:
         self.on_step = on_step if rank == 0 else None
         self.warmstart: contextlib.AbstractContextManager[None] | None = None
         self.times_shown = 0
+        self.watch = Watch()
 
     def __enter__(self) -> RunObserver:
         if self.run is None:
@@ -98,6 +100,8 @@ class RunObserver:
             with _writing(self.run):
                 self.track(step, metrics)
             self.progress.update(step, metrics)
+            for finding in self.watch.look(step, metrics):
+                self.progress.note(str(finding))
         if self.on_step is not None:
             self.on_step(step, metrics)
 
@@ -108,6 +112,8 @@ class RunObserver:
         with _writing(self.run):
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)
+            for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
+                self.watch.look(row["step"], row)  # what was said is not said again
 
     def checkpoint_folder(self) -> str | None:
         """Folder in which rank 0 writes checkpoints."""

@@ -37,6 +37,7 @@ h3{font-size:14px;font-weight:600;color:var(--soft);margin:0 0 10px}
 section{margin-top:44px}
 .over{font-size:12px;font-weight:650;letter-spacing:.09em;text-transform:uppercase;color:var(--soft);margin-bottom:8px}
 .chips{list-style:none;display:flex;flex-wrap:wrap;gap:2px 20px;margin-top:12px;color:var(--soft);font-size:14px}
+.noticed{padding-left:20px;max-width:80ch;line-height:1.5}
 .chips b{color:var(--ink);font-weight:600;overflow-wrap:anywhere}
 .headline{font-size:clamp(19px,2.5vw,25px);line-height:1.36;letter-spacing:-.012em;margin-top:30px;max-width:36em;
 text-wrap:balance}

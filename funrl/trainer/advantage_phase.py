@@ -54,6 +54,7 @@ def describe(rows: Rows, made: Batch) -> dict[str, float]:
     score_B, scores_BK = batch.get("score"), batch.get("scores")
     if score_B is not None:
         out |= {"reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min()}
+        out |= equal_groups(score_B, batch.get("group"))
     if scores_BK is not None and scores_BK.shape[1] > 1:
         out |= {f"reward/{i}/mean": column.nanmean() for i, column in enumerate(scores_BK.unbind(1), 1)}
     count, peaks = total(torch.ones_like(mask, dtype=torch.float64), made.mask, batch), {}
@@ -79,6 +80,17 @@ def describe(rows: Rows, made: Batch) -> dict[str, float]:
         out["rollout/logprob_gap_mean"] = _mean((batch.old_logp - batch.rollout_logp).abs(), mask, batch)
         peaks["rollout/logprob_gap_max"] = (most.value.reshape(1), torch.ones(1, dtype=torch.bool), 1)
     return {name: float(value) for name, value in (out | _peaks(peaks, rows)).items()}
+
+
+def equal_groups(score_B: Tensor, group_B: Tensor | None) -> dict[str, Tensor]:
+    """The share of groups of several rows whose scores are all equal; nothing where there is no such group."""
+    if group_B is None:
+        return {}
+    _, at_B, count_G = group_B.unique(return_inverse=True, return_counts=True)
+    one_G = score_B.new_zeros(len(count_G)).scatter(0, at_B, score_B)  # of any row of the group
+    unlike_G = torch.bincount(at_B, weights=(score_B != one_G[at_B]).double(), minlength=len(count_G))
+    several_G = count_G > 1
+    return {"reward/equal_groups": (unlike_G == 0)[several_G].double().mean()} if several_G.any() else {}
 
 
 def _mean(x_bT: Tensor, mask_bT: Tensor, batch: Batch) -> Tensor:

@@ -21,13 +21,17 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
+from funrl.rollout.vllm_client import vllm_client
 from funrl.rollout.vllm_engine import vllm_engine
 from funrl.trainer.clock import Clock
+from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
 from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import LOSS_METRICS, Companion, Role, RoleState, writes_of
 from funrl.trainer.sharding import stored_rules
 from funrl.trainer.state import State
+
+ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
 
 class Generator(NamedTuple):
@@ -112,13 +116,16 @@ def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
     how = (placed.model, mesh, job.dtype, settings.decode_rows, cache_bytes)
+    compiled = settings.compile == "on" or (settings.compile == "auto" and mesh.device.type == "cuda")
     if settings.engine == "vllm":
-        compiled = settings.compile == "on" or (settings.compile == "auto" and mesh.device.type == "cuda")
-        engine = vllm_engine(*how, compiled=compiled, decode=decode)
+        engine = vllm_engine(*how, compiled, decode)
+    elif settings.engine == "vllm_server":
+        url = parts(settings.engine_url)[int(mesh.index(mesh.row_axes))]
+        engine = vllm_client(url, *how, compiled, decode, settings.engine_timeout or ENGINE_TIMEOUT_S)
     elif settings.engine == "hf" or placed.model.config.module:  # a dry run builds it too, and never loads it
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
-        engine = native_engine(*how, layer=layer, decode=decode, note=note)
+        engine = native_engine(*how, layer=layer, decode=decode, speculate=settings.speculate, note=note)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 

@@ -28,6 +28,7 @@ from funrl.trainer.build import Parts
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
+from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 
 TENSORS, NUMBERS = "state.safetensors", "state.json"
@@ -84,7 +85,8 @@ def load(path: str | Path, state: State, layouts: dict[str, Layout], mesh: Mesh)
     """The state of a checkpoint, each tensor in this rank's layout and in the dtype and on the device of `state`'s.
 
     Args:
-      state: of the same run before its first step: its names, shapes and dtypes count.
+      state: of the same run before its first step: its names, shapes and dtypes count. What is empty there may have
+        any sizes, in as many dims.
 
     Raises:
       CheckpointError: a file is missing or damaged, or holds another state; the message lists the names.
@@ -114,14 +116,15 @@ def shared_folder(observer: Observer, mesh: Mesh) -> str | None:
     return collectives.gather_objects(observer.checkpoint_folder(), mesh)[0]
 
 
-def save_when_due(job: Job, parts: Parts, state: State, folder: str | None) -> None:
+def save_when_due(job: Job, parts: Parts, source: Source, state: State, folder: str | None) -> None:
     """Save a state every `--save_every` steps, and after the last one."""
     every = job.settings.save_every
     if every and folder is not None and (state.step % every == 0 or state.step == job.settings.steps):
-        save(folder, state, state_layouts(parts, state), parts.mesh)
+        whole = state._replace(source=source.gathered(state.source))
+        save(folder, whole, state_layouts(parts, state), parts.mesh)
 
 
-def resumed(job: Job, parts: Parts, state: State, folder: str | None, observer: Observer) -> State:
+def resumed(job: Job, parts: Parts, source: Source, state: State, folder: str | None, observer: Observer) -> State:
     """The newest checkpoint's state where `--resume` is given and there is one; else the given one."""
     if not job.settings.resume or folder is None:
         return state
@@ -135,7 +138,8 @@ def resumed(job: Job, parts: Parts, state: State, folder: str | None, observer: 
     state = load(path, state, state_layouts(parts, state), parts.mesh)
     observer.resumed(state.step)
     observer.note(f"resumed after step {state.step} from {path}")
-    return state
+    # The engine is given the weights that it had: that load has been counted.
+    return state._replace(source=source.shared(state.source), version=state.version - 1)
 
 
 def _whole(tensors: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
@@ -164,6 +168,8 @@ def _read(file: Any, path: Path, name: str, x: Tensor, layout: Layout | None, me
     """This rank's part of a tensor."""
     stored = file.get_slice(name)
     shape = tuple(x.shape) if layout is None else layout.shape
+    if not x.numel() and len(stored.get_shape()) == len(shape):
+        return file.get_tensor(name).to(x)
     if tuple(stored.get_shape()) != shape:
         raise CheckpointError(f"{path}: {name} has shape {list(stored.get_shape())}, this run needs {list(shape)}")
     box = tuple((0, n) for n in shape) if layout is None else layout.box(mesh.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -40,12 +41,22 @@ class Clock:
         return taken
 
 
-def peak_memory_gb(mesh: Mesh) -> float:
-    """The largest memory that any rank has held so far, in 10^9 bytes: device memory on a GPU, else resident memory."""
+def memory_metrics(mesh: Mesh) -> dict[str, float]:
+    """Memory in 10^9 bytes, of the rank that has most: the peak so far, of the device where there is one, and what the
+    process holds on the host now."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     if mesh.device.type == "cuda":
         peak = float(torch.cuda.max_memory_allocated(mesh.device))
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    everyone = tuple(mesh.sizes)
-    return collectives.pmax(torch.tensor(peak, dtype=torch.float64, device=mesh.device), mesh, everyone).item() / 1e9
+    held = torch.tensor([peak, _resident()], dtype=torch.float64, device=mesh.device)
+    peak, now = (collectives.pmax(held, mesh, tuple(mesh.sizes)) / 1e9).tolist()
+    return {"memory/peak_gb": peak} | ({"memory/host_gb": now} if now else {})
+
+
+def _resident() -> float:
+    """Bytes that this process holds on the host; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    except OSError:
+        return 0.0

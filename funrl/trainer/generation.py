@@ -26,7 +26,7 @@ from funrl.mesh.sums import own_range
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Completed, Pool
 from funrl.rollout.engine import Engine, complete
-from funrl.rollout.requests import Completion, requests_of
+from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import complete_shared
 from funrl.trainer.pending_rewards import PendingRewards
@@ -104,37 +104,63 @@ def rollout(
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
     samples = sampling.samples
-    # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
-    asks = mesh.index("tensor") == 0 and bool(pool.rewards)
-    pending = _pending(pool, examples, samples, decode) if asks else None
-    finished = None if pending is None else pending.add
     requests = requests_of([example.tokens for example in examples], sampling, seed)
     groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
+    return fulfilled(engine, groups, (), examples, pool, decode, mesh, weights, queue)
+
+
+def fulfilled(
+    engine: Engine,
+    groups: Sequence[Sequence[Request]],
+    own: Sequence[Request],
+    examples: Sequence[Example],
+    pool: Pool,
+    decode: Callable[[list[int]], str],
+    mesh: Mesh,
+    weights: Sequence[float] = (1.0,),
+    queue: str = "tickets",
+    rows: int | None = None,
+) -> Rollout:
+    """Complete requests of several kinds and reward those that end; what is paused has no reward yet.
+
+    Args:
+      groups: of all replicas, shared out by `queue`.
+      own: requests of this replica alone.
+      examples: of all requests by their numbers, each of as many as the others.
+      rows: requests of all replicas, numbered from 0; None: those of the groups.
+
+    The others, and what is raised: as in `rollout`.
+    """
+    rows = sum(map(len, groups)) if rows is None else rows
+    # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
+    asks = mesh.index("tensor") == 0 and bool(pool.rewards)
+    pending = _pending(pool, examples, rows // len(examples), decode) if asks else None
     start = time.perf_counter()
     if queue == "tickets":
-        done = complete_shared(engine, groups, shared_counter(mesh), mesh, finished)
+        done = complete_shared(engine, groups, shared_counter(mesh), mesh, pending and pending.add, own)
     else:
-        mine = own_range(len(groups), mesh, mesh.row_axes)
-        done = complete(engine, requests[mine.start * samples : mine.stop * samples], finished)
+        share = own_range(len(groups), mesh, mesh.row_axes)
+        mine = [request for group in groups[share.start : share.stop] for request in group]
+        done = complete(engine, [*own, *mine], pending and pending.add)
     generated = rewarded = time.perf_counter()
-    problem, rewards = None, [[0.0] * len(weights)] * len(done)
+    problem, ended = None, np.array([one.finish != "paused" for one in done], dtype=bool)
+    rewards = np.zeros((len(done), len(weights)))
     if pending is not None:
         try:
-            rewards = pending.collect()
+            rewards[ended] = np.array(pending.collect(), dtype=np.float64).reshape(-1, len(weights))
         except RewardError as error:
             problem = str(error)
         rewarded = time.perf_counter()
     last_generated, last_rewarded = _raise_everywhere(problem, (generated - start, rewarded - start), mesh)
     reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
-    own = torch.tensor(rewards, dtype=torch.float64, device=mesh.device).view(len(done), len(weights))
-    own = collectives.psum(own, mesh, "tensor")
-    owner_R = torch.zeros(len(requests), dtype=torch.int64, device=mesh.device)
+    scores = collectives.psum(torch.from_numpy(rewards).to(mesh.device), mesh, "tensor")
+    owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
     owner_R[[one.number for one in done]] = int(mesh.index(mesh.row_axes))
     owner = collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
     columns = {
         "lengths": torch.tensor([len(one.tokens) for one in done], dtype=torch.int64, device=mesh.device),
         "finished": torch.tensor([one.finished for one in done], dtype=torch.bool, device=mesh.device),
-        "scores": own,
+        "scores": scores,
     }
     table = gather_table(columns, owner, mesh, mesh.row_axes)
     scores_RK = table["scores"]
@@ -187,31 +213,43 @@ def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callab
     return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
 
-def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad: int, first_group: int = 0) -> Rows:
+def to_rows(
+    examples: Sequence[Example],
+    done: Rollout,
+    sampling: Sampling,
+    pad: int,
+    first_group: int = 0,
+    versions: bool = False,
+) -> Rows:
     """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
 
     `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, whatever
     top_k, top_p, min_p and the repetition penalty left to draw from: a ratio of the two measures the gap between engine
-    and trainer alone.
+    and trainer alone, and between the weights that drew a token and the present ones where these differ.
+
+    Args:
+      versions: whether rows have the version of the weights that drew each token.
 
     Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
       their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
       https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for what was not drawn.
     """
     samples, own, device = sampling.samples, done.own, done.mesh.device
-    prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], device=device)
+    prompt_R = torch.tensor([len(e.tokens) for e in examples for _ in range(samples)], dtype=torch.int64, device=device)
     length_R = prompt_R + done.lengths
     prompts = [examples[number // samples].tokens for number in own.tolist()]
     longest = max((len(p) + len(one.tokens) for p, one in zip(prompts, done.completions, strict=True)), default=1)
     shape = (len(own), math.ceil(longest / 8) * 8)
     tokens = torch.full(shape, pad, dtype=TOKEN_INT)
     mask, rollout_logp = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=done.dtype)
+    version = torch.zeros(shape, dtype=TOKEN_INT)
     # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
     # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
     for row, (prompt, one) in enumerate(zip(prompts, done.completions, strict=True)):
         here = slice(len(prompt), len(prompt) + len(one.tokens))
         tokens[row, : len(prompt)], tokens[row, here], mask[row, here] = torch.tensor(prompt), one.tokens, True
         rollout_logp[row, here] = one.raw_logp if sampling.reshaped else one.sampling_logp
+        version[row, here] = one.versions.to(TOKEN_INT)
     scored = done.scores.shape[1] > 0
     batch = Batch(
         tokens=tokens.to(device),
@@ -222,6 +260,7 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, pad:
         scores=done.scores.to(done.dtype) if scored else None,
         truncated=~done.finished,
         rollout_logp=rollout_logp.to(device),
+        version=version.to(device) if versions else None,
     )
     return rows_of(batch, done.owner, done.mesh)
 

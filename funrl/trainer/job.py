@@ -24,11 +24,12 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError, run_kind
+from funrl.trainer.declaration import SettingsError, parts, run_kind
 from funrl.trainer.job_data import (
     Given,
     Task,
     Texts,
+    check_budget,
     check_cache,
     check_prompt_lengths,
     fields_of_texts,
@@ -126,6 +127,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
+        check_budget(settings, sampling.max_new_tokens)
         for name, one in models.items():
             check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
         mesh = Mesh(generating, device=torch.device(device))
@@ -152,7 +154,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if given.model is not None:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
-        head = arithmetic.VLLM_HEAD if settings.engine == "vllm" else arithmetic.HEAD
+        head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
         return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
@@ -215,6 +217,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     available |= set(fields_by("source") if source is None else source)
     if settings.teacher is None:
         available.discard("divergence")  # the step computes it with a teacher beside the policy
+    if settings.new_tokens_per_step is None:
+        available.discard("version")  # all tokens of a step are of the same weights
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -283,6 +287,10 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
     if settings.engine == "hf":
         if settings.dtype == "float64":
             raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
+        if settings.new_tokens_per_step is not None:
+            raise SettingsError(
+                f"--new_tokens_per_step={settings.new_tokens_per_step}: --engine=hf writes whole completions only"
+            )
         penalties = {one.repetition_penalty for one in (sampling, eval_sampling)} - {1.0}
         if penalties:
             raise SettingsError(
@@ -292,6 +300,14 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
         if mesh.size("tensor") > 1:
             raise SettingsError(f"--engine=hf holds whole weights; generate on a mesh without tp instead of {mesh}")
         return
+    if settings.engine == "vllm_server":
+        given, replicas = len(parts(settings.engine_url)), mesh.size(mesh.row_axes)
+        if given != replicas or mesh.size("tensor") > 1:
+            raise SettingsError(
+                f"--engine_url={settings.engine_url}: {given} servers, which hold whole models, for the generate mesh "
+                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
+            )
+        return  # the rest is for the server to say, which may have another device
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
     try:
         check_vllm(model.config, mesh.device.type, TORCH_DTYPES[settings.dtype], mesh.size("tensor"), cache_bytes)

@@ -233,6 +233,16 @@ def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: i
         )
 
 
+def check_budget(settings: Settings, new_tokens: int) -> None:
+    """Raise SettingsError where no completion could take more than one step."""
+    tokens = settings.new_tokens_per_step
+    if tokens is not None and tokens >= new_tokens:
+        raise SettingsError(
+            f"--new_tokens_per_step={tokens}: a completion has {new_tokens} tokens at most (--max_new_tokens), so none "
+            "would go on in a later step; give fewer, or leave it out"
+        )
+
+
 def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, dtype: torch.dtype) -> None:
     """Raise SettingsError where the longest prompt and its completion have more keys and values than --kv_cache_gb.
 

@@ -26,9 +26,10 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
-from funrl.trainer.generation import Example, Rollout, generating_ranks, rollout
+from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import has_workers
+from funrl.trainer.partial import Budgeted, partial_source
 from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
@@ -73,7 +74,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         decode=decode,
         prompts=task.prompts,
         heldout=task.heldout[: settings.eval_prompts],
-        solved=functools.partial(solved, task.weights[: len(task.rewards)]) if task.rewards else None,
+        solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
         rescore=rescoring(job, parts, frozen),
@@ -88,8 +89,11 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     if taken := inherited(job):
         how = ", ".join(f"{name} {value}" for name, value in taken.items())
         show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
-    source = prompt_source(generation, clock, show)
     assert parts.generator is not None
+    if settings.new_tokens_per_step is None:
+        source = prompt_source(generation, clock, show)
+    else:
+        source = partial_source(generation, budgeted(job, parts, decode, settings.new_tokens_per_step), clock, show)
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
@@ -100,6 +104,22 @@ def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampl
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
     engine, mesh, _ = parts.generator
     return rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, job.settings.queue)
+
+
+def budgeted(job: Job, parts: Parts, decode: Any, tokens: int) -> Budgeted:
+    """The engine and the rewards as rows need them that are written a part at a time."""
+    assert parts.generator is not None and isinstance(job.task, Task)
+    pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
+    engine, mesh, _ = parts.generator
+
+    def fulfil(groups: Any, own: Any, examples: Sequence[Example], rows: int) -> Rollout:
+        return fulfilled(engine, groups, own, examples, pool, decode, mesh, weights, job.settings.queue, rows)
+
+    none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
+    scores = torch.zeros(0, len(weights), dtype=torch.float64, device=mesh.device)
+    dtype = torch.promote_types(engine.weights.dtype, torch.float32)
+    nothing = Rollout((), none, none.bool(), scores.sum(1), scores, np.zeros(0, dtype=np.int64), mesh, dtype)
+    return Budgeted(fulfil, lambda: engine.version or 0, nothing, tokens)
 
 
 def rescoring(
@@ -117,16 +137,25 @@ def rescoring(
     )  # fmt: skip
 
 
-def solved(weights: Sequence[float], scores_RK: Tensor) -> Tensor:
-    """Mask of the completions that have all that the reward functions can give, where each gives 1 at most.
+def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
+    """A function of scores [R, K]: mask of the completions that have all that the reward functions can give.
+
+    It gives None from the first score on that is no verdict: neither 0 nor 1, nor NaN, where a function does not apply.
 
     Args:
-      weights: of the functions.
-      scores_RK: theirs come first.
+      weights: of the functions, whose scores come first.
     """
-    factors = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     full = sum(max(weight, 0.0) for weight in weights) - 1e-9
-    return (scores_RK[:, : len(weights)] * factors).nansum(1) >= full
+    graded = False
+
+    def solved(scores_RK: Tensor) -> Tensor | None:
+        nonlocal graded
+        own_RK = scores_RK[:, : len(weights)]
+        graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
+        factors = torch.tensor(weights, dtype=own_RK.dtype, device=own_RK.device)
+        return None if graded else (own_RK * factors).nansum(1) >= full
+
+    return solved
 
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:

@@ -22,7 +22,7 @@ from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import checkpoint, offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
-from funrl.trainer.clock import Clock, peak_memory_gb
+from funrl.trainer.clock import Clock, memory_metrics
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
@@ -78,7 +78,7 @@ def train_loop(
     settings = job.settings
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
     folder = checkpoint.shared_folder(observer, mesh)
-    state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, state, folder, observer))
+    state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, trainer.source, state, folder, observer))
     place = offload.mover(settings.offload, trainer.parts, observer.note)
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -100,8 +100,8 @@ def train_loop(
             if step % settings.eval_every == 0 or step == settings.steps:
                 last = trainer.source.evaluate(state.roles, step)
                 metrics |= last
-            observer.step(step, metrics | {"memory/peak_gb": peak_memory_gb(mesh)}, trainer.clock.take())
-            checkpoint.save_when_due(job, trainer.parts, state, folder)
+            observer.step(step, metrics | memory_metrics(mesh), trainer.clock.take())
+            checkpoint.save_when_due(job, trainer.parts, trainer.source, state, folder)
     except (RewardError, NotFiniteError, SyncError) as failure:
         error = str(failure)
     _, state = place(trainer, state, "save")

@@ -26,7 +26,9 @@ class PendingRewards:
         self._futures: dict[int, Future[list[float]]] = {}
 
     def add(self, done: Completion) -> None:
-        """Take a row that is complete; what `generate` calls as completions finish."""
+        """Take a row as its completion finishes; one that is only paused has no reward yet."""
+        if done.finish == "paused":
+            return
         row = self._completed(done)
         if self._pool.workers:
             self._futures[done.number] = score_rows(self._pool, [row])[0]

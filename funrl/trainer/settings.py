@@ -96,6 +96,11 @@ class Settings:
         above(0), kinds=RL, chosen="half of the memory that is free then",
     )  # fmt: skip
     decode_rows: int = flag(512, "devices", "completions that a rank decodes together at most", at_least(1), kinds=RL)
+    speculate: int = flag(
+        0, "devices", "tokens of a completion that are drafted by what followed before in its text, and drawn in one "
+        "pass where few rows are decoded; 0: none. A draft changes no completion",
+        at_least(0), kinds=RL,
+    )  # fmt: skip
     queue: str = flag(
         "tickets", "devices", "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, "
         "by their numbers, which a run on GPUs needs to be repeated exactly",
@@ -191,14 +196,26 @@ class Settings:
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
-        "native", "rollout", "what generates: native; vllm, inside of the trainer's processes; hf, transformers' "
-        "generate, which is slow",
-        one_of("native", "vllm", "hf"), kinds=RL,
+        "native", "rollout", "what generates; vllm is in the trainer's processes; hf is transformers' generate, slow",
+        one_of("native", "vllm", "vllm_server", "hf"), kinds=RL,
+    )  # fmt: skip
+    engine_url: str | None = flag(
+        None, "rollout", "servers of --engine=vllm_server, one for each data rank, with commas between",
+        kinds=RL,
+    )  # fmt: skip
+    engine_timeout: float | None = flag(
+        None, "rollout", "seconds that a server may take to answer or to come back", above(0),
+        kinds=RL, chosen="600", requires="engine_url",
     )  # fmt: skip
     samples_per_prompt: int = flag(8, "rollout", "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(
         None, "rollout", "tokens a completion may have", at_least(1), kinds=RL,
         chosen="the embedded task's; with --prompts 64, or 32 without --model",
+    )  # fmt: skip
+    new_tokens_per_step: int | None = flag(
+        None, "rollout", "tokens that a completion may be continued by in a step, fewer than --max_new_tokens; the "
+        "rest is written in later steps, by their weights",
+        at_least(1), kinds=RL, chosen="whole completions",
     )  # fmt: skip
     temperature: float = flag(
         1.0, "rollout", "of sampling; the trainer's log-probabilities use it too", above(0), kinds=RL

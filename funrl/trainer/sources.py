@@ -35,11 +35,15 @@ class Source(NamedTuple):
       init: () -> the source's state before the first step.
       draw: (source's state, step) -> (rows, source's state, metrics).
       evaluate: (states of the roles, step) -> metrics on held-out data.
+      gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
+      shared: a state that each rank has read from a checkpoint -> this rank's part of it.
     """
 
     init: Callable[[], trees.Tree]
     draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
+    gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
 
 
 class Show(Protocol):
@@ -59,7 +63,8 @@ class Generation(NamedTuple):
       roll: (examples, sampling, seed) -> completions, rewarded.
       decode: token ids without the stop token -> text.
       prompts, heldout: to train on, and to evaluate on.
-      solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation; None: that is not told.
+      solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation, or None where
+        scores are no verdicts; None: that is not told.
       sampling, eval_sampling: how completions are drawn.
       rescore: (rows, prompts) -> rows with what a reward model gives; None: there is none.
       filter: batch -> [B] bool, rows worth training on; None: all.
@@ -75,7 +80,7 @@ class Generation(NamedTuple):
     decode: Callable[[list[int]], str]
     prompts: Sequence[Example]
     heldout: Sequence[Example]
-    solved: Callable[[Tensor], Tensor] | None
+    solved: Callable[[Tensor], Tensor | None] | None
     sampling: Sampling
     eval_sampling: Sampling
     rescore: Callable[[Rows, Sequence[Example]], Rows] | None = None
@@ -105,11 +110,11 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             drawn = prompt_batch(g.prompts, min(room, most - sampled), g.seed, consumed)
             done, rows = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
             if not sampled and g.shows(step):
-                _show(g, show, step, drawn[:8], done, rows, g.sampling.samples)
-            kept_PS = _kept(g, rows, len(drawn))
+                show_samples(g, show, step, drawn[:8], done, rows, g.sampling.samples)
+            kept_PS = filtered_samples(g, rows, len(drawn))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed, sampled, room = consumed + len(drawn), sampled + len(drawn), room - len(useful)
-            found.append(_chosen(drawn, rows, useful, kept_PS))
+            found.append(chosen_rows(drawn, rows, useful, kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
         count = sum(len(one.examples) for one in found)
         metrics = {
@@ -120,23 +125,23 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         }
         if not count:
             show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
-            found = [_chosen(drawn, rows, np.arange(len(drawn)), np.ones_like(kept_PS))]
+            found = [chosen_rows(drawn, rows, np.arange(len(drawn)), np.ones_like(kept_PS))]
         elif count < g.batch_prompts:
             show.note(
                 f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {g.batch_prompts}; a "
                 f"--max_refills above {g.max_refills} may fill it"
             )
-        batch = _joined(g, [one for one in found if one.examples], begin, clock)
+        batch = one_step_of(g, [one for one in found if one.examples], begin, clock)
         return batch, {"prompts_consumed": consumed}, metrics if g.filter else {}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
-        _show(g, show, step, g.heldout[:8], done, rows, 1)
+        show_samples(g, show, step, g.heldout[:8], done, rows, 1)
         scores, told = rows.batch.get("scores"), {}
         if scores is not None:
             told["eval/reward"] = rows.batch.score.double().mean().item()
-        if g.solved is not None and scores is not None:
-            told["eval/accuracy"] = g.solved(scores.double()).double().mean().item()
+        if g.solved is not None and scores is not None and (right := g.solved(scores.double())) is not None:
+            told["eval/accuracy"] = right.double().mean().item()
         return told
 
     return Source(lambda: {"prompts_consumed": 0}, draw, evaluate)
@@ -203,7 +208,7 @@ def _rolled(
         return done, g.rescore(rows, examples)
 
 
-def _kept(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
+def filtered_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
     """[prompts, samples] bool, the rows that the filter keeps."""
     if g.filter is None:
         return np.ones((prompts, g.sampling.samples), dtype=bool)
@@ -218,14 +223,14 @@ class Chosen(NamedTuple):
     samples: np.ndarray
 
 
-def _chosen(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
+def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
     """The kept rows of some prompts."""
     samples = kept_PS.shape[1]
     numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
     return Chosen([examples[i] for i in prompts], take(rows, numbers), kept_PS[prompts].sum(1))
 
 
-def _joined(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock) -> Rows:
+def one_step_of(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock) -> Rows:
     """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps."""
     rows, counts = join_rows([one.rows for one in found]), np.concatenate([one.samples for one in found])
     device = rows.batch.group.device
@@ -238,7 +243,7 @@ def _joined(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock) ->
     return rows.with_fields(greedy_score=scores.to(rows.batch.score))
 
 
-def _show(
+def show_samples(
     g: Generation, show: Show, step: int, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
 ) -> None:
     """The first sample of each of the first prompts."""

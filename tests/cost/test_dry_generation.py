@@ -26,8 +26,8 @@ def test_the_cache_has_its_closed_form():
 def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth(tmp_path):
     job = plain(
         "grpo", H100.memory, model=write_config(tmp_path, **LLAMA_70B), mesh="dp64,tp8", generate_mesh="dp64,tp8",
-        dtype="bfloat16", batch_prompts=1024, samples_per_prompt=16, max_new_tokens=32768, token_budget=65536,
-        fsdp=True, kv_cache_gb=16.0,
+        dtype="bfloat16", batch_prompts=1024, samples_per_prompt=16, max_new_tokens=32768, token_budget=33280,
+        score_token_budget=33280, fsdp=True, kv_cache_gb=16.0,
     )  # fmt: skip
     found = dry_run.estimate(job, 512, H100).phases["generate"]
     row = 80 * 2 * (8 // 8) * 128 * 2 * (512 + 32768)  # layers, keys and values, a tensor rank's heads, bfloat16
@@ -45,6 +45,7 @@ def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth(tmp_
 def test_where_no_flag_says_so_the_cache_takes_half_of_what_is_left(tmp_path):
     how = {"model": write_config(tmp_path, **LLAMA_70B), "mesh": "dp2,tp8", "generate_mesh": "dp2,tp8", "fsdp": True}
     how |= {"dtype": "bfloat16", "batch_prompts": 512, "samples_per_prompt": 16, "max_new_tokens": 8192}
+    how |= {"token_budget": 8704, "score_token_budget": 8704}
     found = dry_run.estimate(plain("grpo", H100.memory, **how), 16, H100)
     cache = found.phases["generate"].peak["cache"]
     assert 0 < cache <= H100.memory / 2

@@ -123,7 +123,7 @@ def test_deep_models_are_on_the_line():
 
 
 def test_deep_sharded_models_are_on_the_line():
-    job = small("ppo", sizes={"layers": 9}, mesh="dp4", fsdp=True, remat="full", batch_prompts=16, token_budget=32)
+    job = small("ppo", sizes={"layers": 6}, mesh="dp4", fsdp=True, remat="full", batch_prompts=8, token_budget=32)
     shallow = dry_run.estimate(job, 8, CPU).phases
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)

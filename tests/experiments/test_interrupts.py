@@ -13,14 +13,30 @@ pytestmark = pytest.mark.gloo
 SMALL = ["--steps=100000", "--warmstart_steps=0", "--batch_prompts=4", "--samples_per_prompt=2", "--eval_prompts=4"]
 
 
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """End what a test that failed has left."""
+    yield
+    for run in STARTED:
+        for pid in processes(run.pid):
+            os.kill(pid, signal.SIGKILL)
+    STARTED.clear()
+
+
 def start(run_dir, *flags):
     command = [sys.executable, "-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL, *flags]
     scratch = run_dir.parent / "scratch"
     scratch.mkdir()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     run = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
+    STARTED.append(run)
     deadline = time.monotonic() + 60
     while len(lines(run_dir)) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,10 @@
 """Engines of small models with random weights, and what their completions are compared with."""
 
+import atexit
+import functools
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +20,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
+from funrl.rollout.vllm_client import vllm_client
 from funrl.rollout.vllm_core import start_vllm
 from funrl.rollout.vllm_engine import VLLMEngine, vllm_weights
 
@@ -73,8 +78,9 @@ class Kind(NamedTuple):
         return load(self.make(decoder_model(config), mesh, self.dtype), weights(config, self.dtype, seed), version)
 
 
-def _native(packed):
-    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, decode=decode, packed=packed)
+def _native(packed, speculate=0):
+    how = {"decode": decode, "packed": packed, "speculate": speculate}
+    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, **how)
 
 
 _vllm_cores = {}
@@ -90,13 +96,39 @@ def _vllm(model, mesh, dtype):
     return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, 64, decode)
 
 
+class ServerProcess:
+    """A server of vLLM in a process of its own."""
+
+    def __init__(self, port=0):
+        command = [sys.executable, "-m", "funrl.rollout.vllm_server", f"--port={port}"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)
+        self.url = self.process.stdout.readline().split()[-1]
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@functools.cache
+def _server():
+    return ServerProcess()
+
+
+def _vllm_server(model, mesh, dtype):
+    """An engine of its own over the server that the tests of a process share."""
+    return vllm_client(_server().url, model, mesh, dtype, 64, 1 << 24, decode=decode, timeout_s=120)
+
+
 KINDS = {
     "packed float32": Kind(_native(True), same=0),
+    "packed float32, drafts": Kind(_native(True, 4), same=0),
     "torch float32": Kind(_native(False)),
     "torch float64": Kind(_native(False), torch.float64, 1e-10, 1e-12),
     "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),
     "hf": Kind(hf_engine, close=3e-5, whole=True),
     "vllm": Kind(_vllm, config=WIDE),
+    "vllm server": Kind(_vllm_server, config=WIDE),
 }
 
 

@@ -28,6 +28,7 @@ WRONG = [
     ({"family": "qwen2", "qk_norm": False, "attention_bias": True}, torch.float32, "heads=4 of size 32 .* embed=32"),
     ({"windows": (None, 6)}, torch.float32, r"different attention windows, \(None, 6\)"),
     ({}, torch.float64, "vLLM has no float64"),
+    ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, qwen2, qwen3 so far"),
 ]
 
 

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from funrl.track import charts
-from funrl.track.report import ReportError, write_report
+from funrl.track.report import ReportError, read_run, render, write_report
 from funrl.track.run_directory import open_run
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl
@@ -63,6 +63,14 @@ def a_run(path, steps=60, keep=lambda key: True, every=10):
     tracker.close()
     samples.close()
     return run
+
+
+def test_what_guards_said_is_on_the_page(tmp_path):
+    assert "Noticed" not in checked(render(read_run(a_run(tmp_path / "healthy")))).text
+    run = a_run(tmp_path / "ill", keep=lambda key: key != "actor/pg_clipfrac")
+    rows = [row | {"actor/pg_clipfrac": 0.7} for row in read_run(run).rows]
+    text = checked(render(read_run(run)._replace(rows=rows))).text
+    assert "Noticed" in text and "step 4: the ratios of 70% of the tokens are clipped" in text
 
 
 def test_report_has_every_section_and_the_headline(tmp_path):

@@ -42,6 +42,21 @@ def test_flags_bound_the_engine_and_change_no_number():
         assert (batch.rollout_logp - whole.rollout_logp).abs().max() < 1e-12
 
 
+def test_drafts_take_fewer_passes_and_change_no_number():
+    texts = {"max_new_tokens": 40, "batch_prompts": 1, "samples_per_prompt": 2, "minibatches": 1}
+    job = small_job(GRPO, **texts)
+    job = job._replace(sampling=dataclasses.replace(job.sampling, stop=(), top_k=1))  # which ends in a loop
+    found = []
+    for speculate in (0, 5):
+        settings = dataclasses.replace(job.settings, speculate=speculate)
+        run, state = begin(job._replace(settings=settings), single())
+        rows, _, _ = draw_batch(run, state)
+        found.append((rows.batch, run.parts.generator.engine.cost()))
+    (whole, cost), (batch, fewer) = found
+    assert batch.tokens.equal(whole.tokens) and (batch.rollout_logp - whole.rollout_logp).abs().max() < 1e-12
+    assert fewer.passes < cost.passes and cost.drafted == 0 < fewer.accepted <= fewer.drafted
+
+
 def test_a_cache_that_the_longest_prompt_does_not_fit_into_is_refused_before_the_run():
     job = small_job(GRPO, max_new_tokens=40)
     longest = max(len(e.tokens) for e in (*job.task.prompts, *job.task.heldout)) + 40

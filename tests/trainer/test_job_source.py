@@ -1,9 +1,10 @@
-"""Given texts are read by the ranks that train on them, when they are drawn, and no text is read twice."""
+"""The source of a job: given texts are read once, by the ranks that train on them; what counts as solved."""
 
 import collections
 import collections.abc
 
 import pytest
+import torch
 from small_runs import begin, small_job
 
 from funrl.algos.recipes.sft import sft
@@ -11,6 +12,7 @@ from funrl.data.supervised import DataError, Text, TextExample
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.trainer.job_source import verdicts
 
 
 class Counted(collections.abc.Sequence):
@@ -58,3 +60,12 @@ def test_a_text_that_turns_out_too_long_when_it_is_drawn_is_named():
     run, state = begin(job._replace(task=job.task._replace(examples=[*job.task.examples[:3], long])), single())
     with pytest.raises(DataError, match=f"texts.jsonl, line 7: the text has {positions + 1} tokens, but the model has"):
         run.source.draw(state.source, 1)
+
+
+def test_accuracy_is_of_verdicts_alone_and_not_of_chance_ones_later():
+    nan = float("nan")
+    solved = verdicts([2.0, -1.0])
+    scores = torch.tensor([[1.0, 0.0, 0.3], [1.0, 1.0, 0.3], [nan, 0.0, 0.3], [1.0, nan, 0.3]])  # the last: a model's
+    assert solved(scores).tolist() == [True, False, False, True]
+    assert solved(torch.tensor([[1.0, 0.5, 0.0]])) is None
+    assert solved(scores) is None  # what gave 0.5 once gives numbers

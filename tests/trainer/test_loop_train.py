@@ -14,6 +14,7 @@ from funrl.algos import clipped_surrogate, token_mean
 from funrl.algos.core import reduce, scale
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
 from funrl.models import hf
 from funrl.track.observe import RunObserver
 from funrl.track.run_directory import open_run
@@ -48,7 +49,8 @@ def alone(tmp_path_factory):
 def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
     outcome, lines, run_dir = alone
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert ["eval/accuracy" in line for line in lines] == [True, True, True]
+    assert ["eval/reward" in line for line in lines] == [True, True, True]
+    assert not any("eval/accuracy" in line for line in lines)  # its reward is no verdict
     assert (lines[0]["eval/reward"], lines[2]["eval/reward"]) == (
         outcome.first["eval/reward"],
         outcome.last["eval/reward"],
@@ -79,6 +81,22 @@ def test_the_saved_model_is_the_one_that_was_trained(alone):
     model, saved = hf.load(alone[2] / "model", torch.float64)
     assert model.config.embed == 16
     assert gap(saved, run_steps(3)["weights"]["policy"]) < 1e-9
+
+
+def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, capsys):
+    def told(steps):
+        job = small_job(GRPO, steps=steps, reward=lambda prompt, completion, **fields: 0.5)
+        with RunObserver(job, str(tmp_path), 0) as observer:
+            observer.resumed(steps - 4)
+            train_loop(job, single(), observer)
+        return capsys.readouterr().out
+
+    (tmp_path / "model").mkdir()
+    first = told(4)
+    assert first.count("step 3: every reward of the last three steps was 0.5") == 1, first
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [line["reward/equal_groups"] for line in lines] == [1.0] * 4
+    assert "every reward" not in told(8)
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])

@@ -1,10 +1,15 @@
 """Runs that generate with vLLM inside of the trainer's processes: its log-probabilities are the trainer's."""
 
 import importlib.util
+import socket
+import subprocess
+import sys
 
 import pytest
-from small_runs import GRPO, PPO, run_steps, small_job
+from small_runs import GRPO, PPO, begin, run_steps, small_job
 
+from funrl.mesh.mesh import single
+from funrl.rollout.vllm_client import EngineServerError
 from funrl.trainer.declaration import SettingsError
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}
@@ -23,6 +28,46 @@ def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
     for one, other in zip(done["batches"], peer["batches"], strict=True):
         assert one.tokens.equal(other.tokens)
         assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+@needs_vllm
+def test_steps_with_a_server_are_those_of_the_native_engine():
+    command = [sys.executable, "-m", "funrl.rollout.vllm_server", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        try:
+            flags = {"engine": "vllm_server", "engine_url": url}
+            done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
+        finally:
+            server.kill()
+    peer = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32")
+    for one, other in zip(done["batches"], peer["batches"], strict=True):
+        assert one.tokens.equal(other.tokens)
+        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+def test_the_servers_of_a_run_are_one_for_each_data_rank():
+    flags = {"engine": "vllm_server", "dtype": "float32", "engine_url": "http://a:1,http://b:2"}
+    assert small_job(GRPO, mesh="dp2", **flags)
+    for more, message in (
+        ({"mesh": "dp1"}, "2 servers, which hold whole models, .* each of its 1 data ranks"),
+        ({"mesh": "dp2,tp2", "generate_mesh": "dp2,tp2"}, "a --generate_mesh without tp"),
+        ({"engine_url": "http://a"}, "http://a is not http://HOST:PORT"),
+        ({"engine_url": None}, "--engine=vllm_server needs --engine_url"),
+        ({"engine": "native"}, "does nothing without --engine=vllm_server"),
+        ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3.0 does nothing"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            small_job(GRPO, **{"mesh": "dp2"} | flags | more)
+
+
+def test_a_run_waits_for_its_server_and_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        flags = {"engine": "vllm_server", "dtype": "float32", "engine_url": url, "engine_timeout": 0.2}
+        with pytest.raises(EngineServerError, match=f"{url} has not answered for 0.2 s"):
+            begin(small_job(GRPO, **flags), single())
 
 
 @pytest.mark.skipif(VLLM, reason="vLLM is installed here")

@@ -7,7 +7,8 @@ that mean, negated and scaled, after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.masks import total, where_masked
-from funrl.batch import Batch
+from funrl.batch import CACHED, Batch
 from funrl.compiled_kernels.scan import reverse_linear_scan
 
 Lambda = Callable[[Tensor], Tensor]
@@ -46,6 +47,26 @@ def generalised_advantages(
       >>> generalised_advantages(reward, value, torch.tensor([[True, True]])).advantage.tolist()
       [[0.5, 0.75]]
     """
+    rows = max(1, CACHED // max(reward_BT.shape[1], 1))  # they are alone: a few at once stay in the cache
+
+    def by_rows(x: Any) -> Iterator[Any]:
+        return iter(x.split(rows)) if isinstance(x, Tensor) and x.dim() == 2 and len(x) > 1 else itertools.repeat(x)
+
+    inputs = (reward_BT, value_BT, mask_BT, gamma, gae_lambda, critic_lambda)
+    if len(reward_BT) <= rows:
+        return _advantages_of_rows(*inputs)
+    parts = [_advantages_of_rows(*some) for some in zip(*map(by_rows, inputs))]  # noqa: B905 (numbers are repeated)
+    return AdvantagesAndReturns(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _advantages_of_rows(
+    reward_BT: Tensor,
+    value_BT: Tensor,
+    mask_BT: Tensor,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    critic_lambda: float | Tensor | None,
+) -> AdvantagesAndReturns:
     reward_BT, value_BT = where_masked(reward_BT, mask_BT), where_masked(value_BT, mask_BT).to(reward_BT.dtype)
     delta_BT = where_masked(reward_BT + gamma * next_sampled(value_BT, mask_BT) - value_BT, mask_BT)
 

@@ -1,0 +1,271 @@
+"""Guards: functions of the metrics of a run that say, in plain words, what goes wrong and what helps.
+
+A guard looks at the rows of metrics.jsonl, newest last, and gives a line of plain words with the flag that helps, or
+None. A run asks them after every step and shows what each says once; the report asks them again.
+docs/troubleshooting.md has a paragraph for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+WINDOW = 5  # steps that are compared with steps before
+Row = Mapping[str, Any]
+Guard = Callable[[Sequence[Row]], str | None]
+
+
+class Finding(NamedTuple):
+    """Message of a guard.
+
+    Attributes:
+      step: the first at which it spoke.
+      cause: the guard's name, the heading of its paragraph in docs/troubleshooting.md.
+    """
+
+    step: int
+    cause: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.text} (docs/troubleshooting.md, {self.cause.replace('_', ' ')})"
+
+
+class Watch:
+    """Guards over a run that goes on: each speaks once."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.spoken: set[str] = set()
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Messages that are new with this step.
+
+        Args:
+          step: from 1.
+          metrics: of the step; those that no guard reads are not kept.
+        """
+        self.rows.append({name: value for name, value in metrics.items() if name in READ} | {"step": step})
+        found = []
+        for guard in GUARDS:
+            name = guard.__name__
+            if name not in self.spoken and (text := guard(self.rows)) is not None:
+                self.spoken.add(name)
+                found.append(Finding(step, name, text))
+        return found
+
+
+def findings(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Messages of all guards about a run, from its metrics, in the order of steps."""
+    watch = Watch()
+    for row in rows:
+        yield from watch.look(int(row["step"]), {name: row[name] for name in READ if row.get(name) is not None})
+
+
+# ---- resources
+
+
+def host_memory_grows(rows: Sequence[Row]) -> str | None:
+    begin, *_, last = _series(rows, "memory/host_gb", of=50) or (None, None)
+    if begin is None or last is None:
+        return None
+    marks = [_mean(part) for part in _quarters(_values(rows, "memory/host_gb")[10:])]
+    rises = all(a < b for a, b in itertools.pairwise(marks))
+    if rises and marks[-1] > 1.3 * marks[0] and marks[-1] - marks[0] > 0.2:
+        return (
+            f"the memory of the host has grown from {marks[0]:.1f} to {marks[-1]:.1f} GB and goes on: what a reward "
+            "function keeps between calls is one cause; --save_every and --resume begin with fresh processes"
+        )
+    return None
+
+
+# ---- communication
+
+
+def engine_gap_grows(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "rollout/logprob_gap_mean", of=3 * WINDOW)
+    if not values:
+        return None
+    before, now = statistics.median(values[:WINDOW]), statistics.median(values[-WINDOW:])
+    if now > 1e-3 and now > 3 * before:
+        return (
+            f"the engine's log-probabilities drift from the trainer's, {before:.2g} to {now:.2g} nats a token: an "
+            "algorithm with importance_weights bounds the harm, --dtype=float32 shows if it is "
+            "rounding, --probe_sync_every=1 if it is the weights"
+        )
+    return None
+
+
+# ---- the algorithm
+
+
+def equal_rewards(rows: Sequence[Row]) -> str | None:
+    recent = rows[-3:]
+    if len(recent) < 3 or any(row.get("reward/min") is None for row in recent):
+        return None
+    if len({row[name] for row in recent for name in ("reward/min", "reward/max")}) == 1:
+        return (
+            f"every reward of the last three steps was {recent[-1]['reward/min']:.4g}: there is nothing to learn from; "
+            "samples.jsonl has what the policy writes; a warm start (--warmstart_steps), easier prompts, more "
+            "--samples_per_prompt or a higher --temperature find other rewards"
+        )
+    return None
+
+
+def groups_without_difference(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "reward/equal_groups", of=WINDOW)
+    if not values or min(values[-WINDOW:]) < 0.75 or equal_rewards(rows) is not None:
+        return None
+    return (
+        f"in {_mean(values[-WINDOW:]):.0%} of the groups all completions have one reward, and learn nothing: prompts "
+        "are too easy or too hard; raise --samples_per_prompt, or sample other prompts for them as dapo does"
+    )
+
+
+def zero_gradient(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "actor/grad_norm", of=2)
+    if not values or any(values[-2:]):
+        return None
+    return (
+        "the policy's gradient was 0 in two steps: no token had an advantage (see equal rewards), or bounds of clips "
+        "and corrections left none"
+    )
+
+
+def clipped_tokens(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "actor/pg_clipfrac", of=WINDOW)
+    if not values or _mean(values[-WINDOW:]) < 0.4:
+        return None
+    return (
+        f"the ratios of {_mean(values[-WINDOW:]):.0%} of the tokens are clipped: the policy moves too far in a step; "
+        "lower --lr, or take fewer --epochs and --minibatches"
+    )
+
+
+def falling_reward(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "reward/mean", of=4 * WINDOW)
+    if not values:
+        return None
+    means = [_mean(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+    best, now, spread = max(means), means[-1], statistics.pstdev(values[: 2 * WINDOW])
+    rise = best - means[0]
+    if rise > 3 * spread / math.sqrt(WINDOW) and now < best - 0.5 * rise and now < best - 3 * spread:
+        return (
+            f"the reward has fallen from {best:.3g} to {now:.3g}: lower --lr, or hold the policy nearer to the "
+            "reference by a higher --kl_coef; --eval_every shows which checkpoint was best"
+        )
+    return None
+
+
+def running_kl(rows: Sequence[Row]) -> str | None:
+    for name, what in (("actor/kl_loss", "reference"), ("actor/reward_kl_penalty", "reference"), ("actor/ppo_kl", "")):
+        values = _series(rows, name, of=WINDOW)
+        if not values:
+            continue
+        now, bound = _mean([abs(value) for value in values[-WINDOW:]]), 1.0 if what else 0.2
+        if now > bound:
+            far = "its reference" if what else "the policy that sampled, within a step"
+            helps = "raise --kl_coef or lower --lr" if what else "lower --lr, or take fewer --epochs and --minibatches"
+            return f"the policy is {now:.2g} nats a token from {far}: {helps}"
+    return None
+
+
+def running_entropy(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "actor/entropy", of=2 * WINDOW)
+    if not values:
+        return None
+    before, now = _mean(values[:WINDOW]), _mean(values[-WINDOW:])
+    if before > 0.05 and now < 0.05 * before:
+        return (
+            f"the entropy has fallen from {before:.2g} to {now:.2g} nats a token: the policy no longer explores; lower "
+            "--lr, raise --entropy_coef or --clip_high, or sample at a higher --temperature"
+        )
+    if now > 2 * before + 1:
+        return (
+            f"the entropy has risen from {before:.2g} to {now:.2g} nats a token: the policy comes apart; lower --lr or "
+            "--entropy_coef, raise --kl_coef"
+        )
+    return None
+
+
+def long_completions(rows: Sequence[Row]) -> str | None:
+    cut, length = (_series(rows, f"response_length/{name}", of=WINDOW) for name in ("clip_ratio", "mean"))
+    if not cut or not length:
+        return None
+    share = _mean(cut[-WINDOW:])
+    if share > 0.9 or (share > 0.5 and _mean(length[-WINDOW:]) > 2 * _mean(length[:WINDOW])):
+        return (
+            f"{share:.0%} of the completions are cut off at --max_new_tokens, without an end: raise it, or give the "
+            "reward a price for length; a model that never ends needs its end token (--stop, eos_token_id)"
+        )
+    return None
+
+
+def stale_tokens(rows: Sequence[Row]) -> str | None:
+    values = _series(rows, "partial/staleness_mean", of=WINDOW)
+    if not values or _mean(values[-WINDOW:]) < 4:
+        return None
+    return (
+        f"tokens are trained {_mean(values[-WINDOW:]):.1f} steps after their weights on average: raise "
+        "--new_tokens_per_step, or use an algorithm with importance_weights"
+    )
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    found = (row.get(name) for row in rows)
+    return [value for value in found if isinstance(value, (int, float)) and math.isfinite(value)]
+
+
+def _series(rows: Sequence[Row], name: str, of: int) -> list[float]:
+    """The metric's values, where the newest row has one and there are enough; else none."""
+    value = rows[-1].get(name) if rows else None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return []
+    values = _values(rows, name)
+    return values if len(values) >= of else []
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _quarters(values: Sequence[float]) -> list[Sequence[float]]:
+    size = len(values) // 4
+    return [values[i * size : (i + 1) * size] for i in range(4)]
+
+
+GUARDS: tuple[Guard, ...] = (
+    host_memory_grows,
+    engine_gap_grows,
+    equal_rewards,
+    groups_without_difference,
+    zero_gradient,
+    clipped_tokens,
+    falling_reward,
+    running_kl,
+    running_entropy,
+    long_completions,
+    stale_tokens,
+)
+READ = frozenset(
+    {
+        "memory/host_gb",
+        "rollout/logprob_gap_mean",
+        "reward/min",
+        "reward/max",
+        "reward/mean",
+        "reward/equal_groups",
+        "actor/grad_norm",
+        "actor/pg_clipfrac",
+        "actor/kl_loss",
+        "actor/reward_kl_penalty",
+        "actor/ppo_kl",
+        "actor/entropy",
+        "response_length/clip_ratio",
+        "response_length/mean",
+        "partial/staleness_mean",
+    }
+)  # fmt: skip  (by guards)

@@ -1,0 +1,334 @@
+"""Partial rollouts: a completion is written over several steps, so that no step waits for the longest one.
+
+In a step each request may draw so many new tokens. What is not finished by then goes on in the next step with the
+weights of that step; its tokens, their log-probabilities and the versions of the weights that drew them stay. A prompt
+is trained on when all its samples are finished. Where fewer prompts are finished than a batch needs, further ones are
+begun, so a batch is full from the first step on; what is finished beyond a batch waits for the next one, the prompts
+that were drawn first before the others. None of this depends on the mesh or on time.
+
+What is begun is in the source's state. A rank holds its own rows of it, and rows that go on are dealt out anew in each
+step; in a checkpoint all are on the first rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.batch import Batch, as_dict
+from funrl.data.prompts import prompt_batch
+from funrl.mesh.mesh import Mesh
+from funrl.rollout.requests import Completion, Request
+from funrl.rollout.sampling import request_seed
+from funrl.seeds import derived_seed
+from funrl.trainer.clock import Clock
+from funrl.trainer.generation import Example, Rollout, to_rows
+from funrl.trainer.sources import (
+    Generation,
+    Show,
+    Source,
+    chosen_rows,
+    filtered_samples,
+    one_step_of,
+    prompt_source,
+    show_samples,
+)
+from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, split_rows, take
+
+
+class Budgeted(NamedTuple):
+    """The way in which rows are written a part at a time.
+
+    Attributes:
+      fulfil: (groups of requests that replicas share, this replica's own requests, examples, rows) -> the completions,
+        each example of as many rows as the others.
+      version: () -> number of the engine's weights.
+      nothing: completions of no prompts.
+      tokens: new tokens of a request in a step.
+    """
+
+    fulfil: Callable[[Sequence[Sequence[Request]], Sequence[Request], Sequence[Example], int], Rollout]
+    version: Callable[[], int]
+    nothing: Rollout
+    tokens: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """The generate mesh."""
+        return self.nothing.mesh
+
+
+class BegunPrompts(NamedTuple):
+    """Prompts that were begun and not trained on yet, in the order of their numbers.
+
+    Attributes:
+      places: [P] number of each among all prompts that were ever drawn.
+      seeds: [R] of each row's request; the rows of a prompt are neighbours.
+      paused: [R] rows that are not finished.
+      rows: R rows, without what a reward model gives.
+    """
+
+    places: np.ndarray
+    seeds: np.ndarray
+    paused: np.ndarray
+    rows: Rows
+
+    def ready(self, samples: int) -> np.ndarray:
+        """[P] prompts all of whose samples are finished."""
+        return ~np.asarray(self.paused.reshape(-1, samples).any(1))
+
+    def some(self, prompts: np.ndarray, samples: int) -> BegunPrompts:
+        """Some prompts, by their places here."""
+        numbers = (prompts[:, None] * samples + np.arange(samples)).flatten()
+        return BegunPrompts(self.places[prompts], self.seeds[numbers], self.paused[numbers], take(self.rows, numbers))
+
+
+class Examined(NamedTuple):
+    """Finished prompts that the filter has seen: their places, rows with all scores, and samples [P, S] kept."""
+
+    places: np.ndarray
+    rows: Rows
+    kept_PS: np.ndarray
+
+
+def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show: Show) -> Source:
+    """Rows that the policy writes over several steps; evaluated as `prompt_source` does, by whole completions."""
+    g, empty = generation, to_rows((), budget.nothing, generation.sampling, generation.pad, versions=True)
+    nothing = BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), empty)
+    whole = prompt_source(g, clock, show)
+
+    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        begin = state["prompts_consumed"]
+        held, consumed, examined, finished_early = _filled(g, budget, clock, _held(state["begun"], budget.mesh), begin)
+        seen = _joined_examined(examined)
+        useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
+        metrics = _metrics(g, held, seen, consumed - begin, finished_early)
+        if not len(useful):
+            show.note(f"step {step}: the filter dropped all of {len(seen.places)} prompts; some are used as they are")
+            useful, seen = np.arange(len(seen.places))[: g.batch_prompts], _unfiltered(seen)
+        elif len(useful) < g.batch_prompts:
+            show.note(f"step {step}: the filter kept {len(useful)} prompts, the batch needs {g.batch_prompts}")
+        examples = _examples(g, seen.places)
+        some = chosen_rows(examples, seen.rows, useful, seen.kept_PS)
+        dropped = seen.places[~seen.kept_PS.any(1)]
+        left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
+        held = held.some(left, g.sampling.samples)
+        rows = one_step_of(g, [some], begin, clock)
+        metrics |= _staleness(rows, budget.version())
+        if g.shows(step):
+            _show_first(g, show, step, some.examples[:8], rows, some.samples)
+        return rows, {"prompts_consumed": consumed, "begun": _tree(held)}, metrics
+
+    def gathered(state: trees.Tree) -> trees.Tree:
+        held = _held(state["begun"], budget.mesh)
+        rows = moved(held.rows, np.zeros_like(held.rows.owner), budget.mesh)
+        return {**state, "begun": _tree(held._replace(rows=rows))}
+
+    def shared(state: trees.Tree) -> trees.Tree:
+        begun = state["begun"]
+        owner = np.arange(len(begun["owner"])) % budget.mesh.size(budget.mesh.row_axes)
+        rows = split_rows(Batch(**begun["fields"]), owner, budget.mesh)
+        return {**state, "begun": _tree(_held(begun, budget.mesh)._replace(rows=rows))}
+
+    first = {"prompts_consumed": 0, "begun": _tree(nothing)}
+    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, gathered, shared)
+
+
+def _filled(
+    g: Generation, budget: Budgeted, clock: Clock, held: BegunPrompts, begin: int
+) -> tuple[BegunPrompts, int, list[Examined], int]:
+    """Write until enough prompts are finished.
+
+    First all that is begun goes on, and as many prompts are begun as a batch lacks of finished ones. Then further ones
+    are begun as they are missing, as long as no more will be left unfinished than the steps of the longest completion
+    train on; then the first ones of those that are not finished are finished beyond the budget.
+
+    Returns: all prompts that are begun or finished; how many were ever drawn; the finished ones; how many were finished
+      beyond the budget.
+    """
+    samples, batch, consumed, beyond = g.sampling.samples, g.batch_prompts, begin, 0
+    most = batch * g.max_refills if g.filter else None
+    under_way = batch * (-(-g.sampling.max_new_tokens // budget.tokens) - 1)
+    examined, kept, new = [], 0, max(0, batch - int(held.ready(samples).sum()))
+    held = _written(g, budget, clock, held, held.paused, begin, new, budget.tokens)
+    while True:
+        consumed += new
+        known = np.concatenate([np.zeros(0, np.int64), *(one.places for one in examined)])
+        fresh = np.flatnonzero(held.ready(samples) & ~np.isin(held.places, known))
+        if len(fresh):
+            examined.append(_examine(g, clock, held.some(fresh, samples)))
+            kept += int(examined[-1].kept_PS.any(1).sum())
+        missing, waiting = batch - kept, np.flatnonzero(~held.ready(samples))
+        may_begin = missing if most is None else min(missing, most - (consumed - begin))
+        new = max(0, min(may_begin, under_way + missing - len(waiting)))
+        if missing <= 0 or not (new or len(waiting)):
+            return held, consumed, examined, beyond
+        if new:
+            held = _written(g, budget, clock, held, np.zeros_like(held.paused), consumed, new, budget.tokens)
+        else:
+            oldest = np.isin(np.arange(len(held.paused)) // samples, waiting[:missing])
+            held = _written(g, budget, clock, held, held.paused & oldest, consumed, 0, None)
+            beyond += min(missing, len(waiting))
+
+
+def _written(
+    g: Generation, budget: Budgeted, clock: Clock, held: BegunPrompts, goes_on: np.ndarray, begin: int, new: int,
+    tokens: int | None,
+) -> BegunPrompts:  # fmt: skip
+    """The prompts that are held, after some more writing.
+
+    Args:
+      goes_on: [R] rows that are continued.
+      begin: number of the first new prompt.
+      new: prompts that are begun.
+      tokens: that each of these rows may draw; None: to its end.
+    """
+    samples, numbers = g.sampling.samples, np.flatnonzero(goes_on)
+    if not len(numbers) and not new:
+        return held
+    old = [example for example in _examples(g, held.places) for _ in range(samples)]
+    drawn = prompt_batch(g.prompts, new, g.seed, begin)
+    seed = derived_seed(g.seed, begin)
+    seeds = np.array([request_seed(seed, n) for n in range(new * samples)], dtype=np.int64)
+    held = held._replace(rows=_dealt(held.rows, numbers, budget.mesh))
+    mine = np.flatnonzero(goes_on & (held.rows.owner == held.rows.index))
+    own = [
+        Request(
+            int(np.searchsorted(numbers, n)), old[n].tokens, g.sampling, int(held.seeds[n]),
+            _completion(held.rows, n, old[n], "paused"), tokens,
+        )
+        for n in mine.tolist()
+    ]  # fmt: skip
+    first = len(numbers)
+    groups = [
+        [
+            Request(first + n, example.tokens, g.sampling, int(seeds[n]), None, tokens)
+            for n in range(i * samples, (i + 1) * samples)
+        ]
+        for i, example in enumerate(drawn)
+    ]
+    examples = [*(old[n] for n in numbers), *(example for example in drawn for _ in range(samples))]
+    with clock.phase("generate"):
+        done = budget.fulfil(groups, own, examples, len(examples))
+        rows = to_rows(examples, done, dataclasses.replace(g.sampling, samples=1), g.pad, versions=True)
+    if done.reward_s:
+        clock.move(done.reward_s, "generate", "reward")
+    paused = (~done.finished & (done.lengths < g.sampling.max_new_tokens)).cpu().numpy()
+    order = np.arange(len(old) + new * samples)
+    order[numbers], order[len(old) :] = len(old) + np.arange(first), len(old) + first + np.arange(new * samples)
+    return BegunPrompts(
+        np.concatenate([held.places, begin + np.arange(new)]),
+        np.concatenate([held.seeds, seeds]),
+        np.concatenate([held.paused, paused])[order],
+        take(join_rows([held.rows, rows]), order),
+    )
+
+
+def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
+    """Rows, some of them dealt out by their lengths: each rank has about as many, and as long ones."""
+    owner = rows.owner.copy()
+    owner[numbers[np.argsort(-rows.lengths[numbers], kind="stable")]] = np.arange(len(numbers)) % mesh.size(
+        mesh.row_axes
+    )
+    return moved(rows, owner, mesh)
+
+
+def _examine(g: Generation, clock: Clock, done: BegunPrompts) -> Examined:
+    """Finished prompts with all rewards and what the filter says."""
+    samples, rows = g.sampling.samples, done.rows
+    rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
+    if g.rescore is not None:
+        with clock.phase("score_reward_model"):
+            rows = g.rescore(rows, _examples(g, done.places))
+    return Examined(done.places, rows, filtered_samples(g, rows, len(done.places)))
+
+
+def _joined_examined(found: Sequence[Examined]) -> Examined:
+    """All of them in the order of their prompts."""
+    places, kept_PS = np.concatenate([one.places for one in found]), np.concatenate([one.kept_PS for one in found])
+    order, samples = np.argsort(places), kept_PS.shape[1]
+    numbers = (order[:, None] * samples + np.arange(samples)).flatten()
+    return Examined(places[order], take(join_rows([one.rows for one in found]), numbers), kept_PS[order])
+
+
+def _unfiltered(seen: Examined) -> Examined:
+    return seen._replace(kept_PS=np.ones_like(seen.kept_PS))
+
+
+def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyond: int) -> dict[str, float]:
+    """Numbers of a step's prompts."""
+    useful, unfinished = np.asarray(seen.kept_PS.any(1)), int((~held.ready(g.sampling.samples)).sum())
+    told: dict[str, float] = {
+        "partial/new_prompts": drawn,
+        "partial/unfinished_prompts": unfinished,
+        "partial/finished_prompts_left": max(0, int(useful.sum()) - g.batch_prompts),
+        "partial/prompts_beyond_budget": beyond,
+    }
+    if g.filter is None:
+        return told
+    return told | {
+        "filter_groups/kept_share": float(useful.mean()),
+        "filter_groups/sampled_prompts": len(useful),
+        "filter_groups/dropped_prompts": int((~useful).sum()),
+        "filter_groups/dropped_rows": int((~seen.kept_PS[useful]).sum()),
+    }
+
+
+def _staleness(rows: Rows, version: int) -> dict[str, float]:
+    """Loads of weights between the draw of a token and this step, over the sampled tokens of all rows."""
+    batch = on_cpu(rows).batch
+    lag_bT = (version - batch.version) * batch.mask
+    sums = batch.across.sums
+    count = max(1.0, float(sums(batch.mask).sum()))
+    largest = float(batch.across.kth_largest(lag_bT.double(), torch.tensor(1))) if len(rows.owner) else 0.0
+    return {"partial/staleness_mean": float(sums(lag_bT).sum()) / count, "partial/staleness_max": largest}
+
+
+def _show_first(
+    g: Generation, show: Show, step: int, examples: Sequence[Example], rows: Rows, samples: np.ndarray
+) -> None:
+    """The first sample of each of the first prompts."""
+    firsts = take(rows, np.cumsum([0, *samples])[: len(examples)])
+    truncated = firsts.batch.truncated.tolist()
+    done = [
+        _completion(firsts, n, examples[n], "length" if truncated[n] else "stop")._replace(number=n)
+        for n in firsts.own.tolist()
+    ]
+    empty = torch.zeros(0)
+    rolled = Rollout(done, empty, empty, empty, empty, firsts.owner, firsts.mesh)
+    show_samples(g, show, step, examples, rolled, firsts, 1)
+
+
+def _completion(rows: Rows, number: int, example: Example, finish: str) -> Completion:
+    """The tokens that are written of a row on this rank."""
+    (at,), batch = rows.local(np.array([number])), rows.batch
+    here = slice(len(example.tokens), int(batch.length[number]))
+    tokens, logp, versions = (x[at, here].cpu() for x in (batch.tokens, batch.rollout_logp, batch.version))
+    return Completion(number, tokens.long(), logp, logp, versions.long(), finish)  # type: ignore[arg-type]
+
+
+def _examples(g: Generation, places: np.ndarray) -> list[Example]:
+    """The prompts of these numbers."""
+    if not len(places):
+        return []
+    first = int(places.min())
+    drawn = prompt_batch(g.prompts, int(places.max()) + 1 - first, g.seed, first)
+    return [drawn[place - first] for place in places.tolist()]
+
+
+def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:
+    """Prompts that are held, as a tree of tensors."""
+    columns = {"places": held.places, "seeds": held.seeds, "paused": held.paused, "owner": held.rows.owner}
+    tensors: dict[str, Tensor] = {name: torch.from_numpy(x) for name, x in columns.items()}
+    return {**tensors, "fields": as_dict(held.rows.batch)}
+
+
+def _held(tree: dict[str, trees.Tree], mesh: Mesh) -> BegunPrompts:
+    rows = rows_of(Batch(**tree["fields"]), tree["owner"].numpy(), mesh)
+    return BegunPrompts(tree["places"].numpy(), tree["seeds"].numpy(), tree["paused"].numpy(), rows)

@@ -1,0 +1,171 @@
+"""A server of vLLM that is killed, one that is not there, and what the two sides tell each other."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from small_engines import KINDS, NO_VLLM, PROMPTS, WIDE, ServerProcess, assert_same, load, weights
+
+from funrl.mesh.mesh import Mesh, MeshError, parse
+from funrl.models import decoder_model
+from funrl.rollout.engine import complete
+from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm_client import EngineServerError, vllm_client
+from funrl.rollout.vllm_core import CacheCounts, CoreRequest, DrawnTokens
+from funrl.rollout.vllm_server import CoreHandler, CoreServer, plain_requests, request_of
+
+MODEL = decoder_model(WIDE)
+needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
+
+
+@needs_vllm
+def test_a_killed_server_rejoins_with_the_current_weights():
+    server, how = ServerProcess(), Sampling(max_new_tokens=24, samples=2)
+    engine = vllm_client(server.url, MODEL, max_rows=64, cache_bytes=1 << 24, timeout_s=120)
+    load(engine, weights(WIDE, seed=3), 1)
+    load(engine, weights(WIDE, seed=0), 2)
+    requests = requests_of(PROMPTS, how, 0)
+    whole = complete(engine, requests)
+    engine.submit(requests)
+    for _ in range(5):
+        assert engine.step() == []
+    server.kill()
+    again = []
+    port = int(server.url.rsplit(":", 1)[1])
+    starter = threading.Timer(1, lambda: again.append(ServerProcess(port)))
+    starter.start()
+    done = []
+    while engine.in_flight():
+        done += engine.step()
+    starter.join()
+    assert engine.core.generation == 2 and engine.version == 2
+    assert_same(sorted(done, key=lambda one: one.number), whole, 1e-5)
+    load(engine, weights(WIDE, seed=1), 3)
+    expected = complete(KINDS["vllm"].engine(WIDE, seed=1, version=3), requests)
+    assert_same(complete(engine, requests), expected, 1e-5)
+    again[0].kill()
+
+
+@needs_vllm
+def test_another_model_is_refused_by_a_server_that_has_one():
+    engine = KINDS["vllm server"].engine(WIDE)
+    with pytest.raises(EngineServerError, match=f"{engine.core.url} answers to open: .* has another model"):
+        vllm_client(engine.core.url, MODEL, max_rows=8)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class CountingCore:
+    """A core that draws 1, 2, 3 ... for each request, and keeps what it is given."""
+
+    def __init__(self):
+        self.requests, self.weights, self.loads, self.generation = {}, {}, 0, 0
+
+    def add(self, requests):
+        self.requests |= {one.number: one for one in requests}
+
+    def step(self):
+        found = []
+        for number, one in list(self.requests.items()):
+            found.append(DrawnTokens(number, [one.written + 1], [-1.0], [-2.0], 0))
+            self.requests[number] = one._replace(written=one.written + 1, count=one.count - 1)
+            if one.count == 1:
+                del self.requests[number]
+        return found
+
+    def drop(self, numbers):
+        self.requests = {number: one for number, one in self.requests.items() if number not in numbers}
+
+    def forget(self):
+        self.requests = {}
+
+    def reload(self, named_weights):
+        self.weights, self.loads = dict(named_weights), self.loads + 1
+
+    def sleep(self): ...
+
+    def wake(self): ...
+
+    def counts(self):
+        return CacheCounts(16, 1, 8, len(self.requests), 0)
+
+
+@pytest.mark.parametrize("lost", ["bucket", "reload", "add", "step", "drop", "wake", "sleep"])
+def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
+    """The server stays, but one connection breaks."""
+    core, times = CountingCore(), iter([True])
+    answer = CoreHandler.do_POST
+
+    def breaks(handler):
+        if handler.path == f"/{lost}" and armed and next(times, False):
+            return handler.connection.shutdown(socket.SHUT_RDWR)
+        return answer(handler)
+
+    monkeypatch.setattr(CoreHandler, "do_POST", breaks)
+    server, armed = CoreServer(("127.0.0.1", 0), lambda message: core), []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=20)
+    armed.append(True)
+    params = weights(WIDE)
+    load(engine, params, 4)
+    assert set(core.weights) == {there for there, _ in MODEL.names.values()} and core.loads == 1
+    assert torch.equal(core.weights["model.norm.weight"], params["norm"])
+    engine.submit(requests_of([[1], [2, 3], [4]], Sampling(max_new_tokens=6), 0))
+    for _ in range(3):
+        engine.step()
+    engine.cancel([1])
+    engine.pause()
+    engine.resume()
+    done = []
+    while engine.in_flight():
+        done += engine.step()
+    assert engine.core.generation == 2 and next(times, None) is None  # the first is that of its beginning
+    assert [(one.number, one.tokens.tolist()) for one in done] == [(0, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6])]
+    assert all(one.versions.tolist() == [4] * 6 for one in done)
+    server.shutdown()
+
+
+@pytest.mark.skipif(NO_VLLM is None, reason="vLLM is installed here")
+def test_without_vllm_a_server_says_so_and_stays():
+    from funrl.rollout.vllm_server import start_here
+
+    server = CoreServer(("127.0.0.1", 0), lambda message: start_here(message, "cpu"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for _ in range(2):
+        with pytest.raises(EngineServerError, match=r"answers to open: (?s:.*)vLLM is not installed"):
+            vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL)
+    server.shutdown()
+
+
+def test_a_server_that_is_not_there_is_waited_for_and_named():
+    url, begin = f"http://127.0.0.1:{free_port()}", time.monotonic()
+    with pytest.raises(EngineServerError, match=f"the server {url} has not answered for 0.3 s .*refused.*--engine_url"):
+        vllm_client(url, MODEL, timeout_s=0.3)
+    assert 0.3 < time.monotonic() - begin < 5
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_forever():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(EngineServerError, match=f"the server {url} has not answered for 0.3 s .*timed out"):
+            vllm_client(url, MODEL, timeout_s=0.3)
+
+
+def test_a_server_holds_a_whole_model():
+    with pytest.raises(MeshError, match="without tp instead of tp2"):
+        vllm_client("http://127.0.0.1:1", MODEL, Mesh(parse("tp2")), torch.float32)
+
+
+def test_a_request_survives_the_way_to_the_server():
+    how = Sampling(temperature=0.7, stop=(3, 5), stop_strings=("a",), top_k=3, min_p=0.1, repetition_penalty=1.1)
+    one = CoreRequest(7, [1, 2, 3], 1, 9, how, -(1 << 63))
+    (fields,) = json.loads(json.dumps(plain_requests([one])))
+    assert request_of(fields) == one

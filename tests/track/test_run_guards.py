@@ -1,0 +1,97 @@
+"""Guards: each speaks of its cause, once, and of nothing else."""
+
+import inspect
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from funrl.track import guards
+
+DOCS = Path(__file__).parents[2] / "docs/troubleshooting.md"
+
+
+def healthy(steps=80):
+    """A run that learns, with noise on everything."""
+    draw = random.Random(0)
+    rows = []
+    for step in range(1, steps + 1):
+        noise = draw.gauss(0, 1)
+        reward = 0.2 + 0.6 * step / steps + 0.03 * noise
+        rows.append({
+            "step": step, "reward/min": 0.0, "reward/max": 1.0, "reward/mean": reward, "reward/equal_groups": 0.3,
+            "actor/grad_norm": 1 + 0.1 * noise, "actor/pg_clipfrac": 0.05, "actor/kl_loss": 0.1 * step / steps,
+            "actor/ppo_kl": 0.01 * noise, "actor/entropy": 2 - step / steps, "response_length/clip_ratio": 0.1,
+            "response_length/mean": 20 + step / 4, "rollout/logprob_gap_mean": 2e-6 * (1 + 0.1 * noise),
+            "memory/host_gb": 1.5 + 0.01 * noise, "partial/staleness_mean": 0.7,
+        })  # fmt: skip
+    return rows
+
+
+def changed(change):
+    """The healthy run from step 21 on, with `change(steps since, row)` for some of its numbers."""
+    rows = healthy()
+    return [row | (change(row["step"] - 20, row) if row["step"] > 20 else {}) for row in rows]
+
+
+ILLS = {
+    "host_memory_grows": lambda n, row: {"memory/host_gb": 1.5 + 0.02 * n},
+    "engine_gap_grows": lambda n, row: {"rollout/logprob_gap_mean": 2e-6 * 2.0**n},
+    "equal_rewards": lambda n, row: {"reward/min": 0.0, "reward/max": 0.0, "reward/equal_groups": 1.0},
+    "groups_without_difference": lambda n, row: {"reward/equal_groups": 0.9},
+    "zero_gradient": lambda n, row: {"actor/grad_norm": 0.0},
+    "clipped_tokens": lambda n, row: {"actor/pg_clipfrac": 0.6},
+    "falling_reward": lambda n, row: {"reward/mean": 0.5 * 0.9**n},
+    "running_kl": lambda n, row: {"actor/kl_loss": 0.1 * n},
+    "running_entropy": lambda n, row: {"actor/entropy": 1.7 * 0.9**n},
+    "long_completions": lambda n, row: {"response_length/clip_ratio": 0.95},
+    "stale_tokens": lambda n, row: {"partial/staleness_mean": 6.0},
+}
+
+
+def test_a_healthy_run_is_told_nothing():
+    assert not list(guards.findings(healthy()))
+
+
+@pytest.mark.parametrize("cause", ILLS)
+def test_an_ill_is_named_once_and_after_it_began(cause):
+    found = list(guards.findings(changed(ILLS[cause])))
+    assert [one.cause for one in found] == [cause]
+    assert found[0].step > 20
+    assert "--" in found[0].text or "reward" in found[0].text  # the flag that helps
+
+
+@pytest.mark.parametrize(
+    ("cause", "change"),
+    [
+        ("running_entropy", lambda n, row: {"actor/entropy": 2.0 + n / 10}),
+        ("running_kl", lambda n, row: {"actor/ppo_kl": 0.5}),
+        ("long_completions", lambda n, row: {"response_length/clip_ratio": 0.6, "response_length/mean": 60.0}),
+    ],
+)
+def test_other_forms_of_an_ill(cause, change):
+    assert [one.cause for one in guards.findings(changed(change))] == [cause]
+
+
+def test_numbers_that_are_missing_or_not_finite_are_passed_over():
+    rows = [{"step": step, "reward/mean": math.nan, "actor/grad_norm": None} for step in range(1, 60)]
+    assert not list(guards.findings(rows)) and not list(guards.findings([{"step": 1}]))
+
+
+def test_every_guard_has_a_row_here_and_a_paragraph_in_the_page():
+    names = [guard.__name__ for guard in guards.GUARDS]
+    assert names == list(ILLS)
+    page = DOCS.read_text()
+    for name in names:
+        assert f"### {name.replace('_', ' ')}\n" in page, name
+
+
+def test_what_is_read_is_kept():
+    source = inspect.getsource(guards)
+    for name in guards.READ:
+        first, last = name.split("/")
+        assert source.count(f'"{name}"') >= 2 or (source.count(f'f"{first}/{{name}}"') and f'"{last}"' in source), name
+    watch = guards.Watch()
+    watch.look(1, dict.fromkeys(guards.READ, 1.0) | {"time_s/step": 1.0})
+    assert set(watch.rows[0]) == guards.READ | {"step"}
