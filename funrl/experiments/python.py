@@ -19,7 +19,8 @@ from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.experiments.arguments import arguments_of, find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
-from funrl.models import Model, hf
+from funrl.models import Config, Model, hf
+from funrl.models.generation_config import sampling_defaults
 from funrl.rewards.load import Reward
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import complete
@@ -29,7 +30,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
-from funrl.track.run_directory import open_run
+from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
@@ -73,7 +74,8 @@ def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: in
       model: a Hugging Face directory, the name of a model in the local cache, or the model of a run.
       texts: prompts.
       seed: fixes the samples.
-      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy where no temperature is given.
+      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Those that are not given are as the
+        model's generation_config.json says; greedy where neither gives a temperature, or the file does not sample.
 
     Returns: one completion a text.
 
@@ -91,10 +93,22 @@ def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: in
     engine = hf_engine(made, single(device)) if own else native_engine(made, single(device), decode=decode)
     engine.load(engine.weights.named(params), 0)
     stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
-    how = Sampling(**({"greedy": "temperature" not in sampling, "stop": stop} | sampling))
+    how = Sampling(**({"stop": stop} | sampling_of_model(made.config, "temperature" in sampling) | sampling))
     prompts = [encode_prompt(tokenizer, text)[0] for text in texts]
     done = complete(engine, requests_of(prompts, how, seed))
     return completion_texts(done, decode, [prompt[-1] for prompt in prompts for _ in range(how.samples)])
+
+
+def sampling_of_model(config: Config, sampled: bool) -> dict[str, Any]:
+    """Fields of `Sampling` by a model's generation_config.json.
+
+    Args:
+      sampled: a temperature is given, so that completions are sampled whatever the file says.
+    """
+    found = sampling_defaults(config)
+    greedy = not sampled and found.get("temperature", 0.0) == 0.0
+    idle = ("temperature", "top_k", "top_p", "min_p") if greedy else ("temperature",) * sampled
+    return {"greedy": greedy} | {name: x for name, x in found.items() if name not in idle}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +190,11 @@ def train(
     job = prepare(chosen, lambda: algorithm, given)
     name = recipe if isinstance(recipe, str) else "run"
     config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
-    run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
-    program = functools.partial(_rank, job, run_dir, on_step, source)
-    timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
-    outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
+    with owned_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume) as owned:
+        run_dir = str(owned.path)
+        program = functools.partial(_rank, job, run_dir, on_step, source)
+        timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
+        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"
