@@ -154,7 +154,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if given.model is not None:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
-        head = arithmetic.VLLM_HEAD if settings.engine == "vllm" else arithmetic.HEAD
+        head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
         return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
@@ -295,6 +295,10 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
     if settings.engine == "hf":
         if settings.dtype == "float64":
             raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
+        if settings.new_tokens_per_step is not None:
+            raise SettingsError(
+                f"--new_tokens_per_step={settings.new_tokens_per_step}: --engine=hf writes whole completions only"
+            )
         penalties = {one.repetition_penalty for one in (sampling, eval_sampling)} - {1.0}
         if penalties:
             raise SettingsError(

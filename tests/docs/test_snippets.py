@@ -51,7 +51,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "docs/models.md"])
 def test_python_blocks_run(page, tmp_path):
     write_files(page, tmp_path)
     for number, (name, text) in enumerate(blocks(page, "python")):

@@ -86,6 +86,7 @@ def test_two_steps_of_ppo_on_one_and_two_ranks(name, folders, tmp_path):
     "flags,message",
     [
         ({"engine": "native"}, "--engine=native: the policy is GPT2LMHeadModel, transformers' own code.*--engine=hf"),
+        ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2: --engine=hf writes whole completions only"),
         ({"dtype": "float64"}, "--engine=hf: transformers' generate gives float32 at most"),
         ({"compile": "on"}, "--compile=on: the policy is GPT2LMHeadModel, transformers' own code"),
         ({"mesh": "tp2", "generate_mesh": "dp2"}, "tp2: the policy is GPT2LMHeadModel.*not split over tp; use dp"),
