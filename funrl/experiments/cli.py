@@ -2,6 +2,7 @@
 
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
+funrl export RUN_DIR --step=50
 funrl --help
 """
 
@@ -19,6 +20,7 @@ from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
 from funrl.experiments.run import main as run
 from funrl.experiments.run import print_whole
+from funrl.trainer.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "flags":
         print_whole(flags.page())
         return 0
+    if name == "export":
+        return export(argv[1:])
     if name in experiment_names():
         sys.argv = program
         runpy.run_module(f"funrl.experiments.{name}", run_name="__main__")
@@ -50,6 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     hint = f"did you mean {near[0]}? " if near else ""
     print(f"error: {name!r} is not an experiment or a recipe; {hint}funrl --help lists all", file=sys.stderr)
     return 2
+
+
+def export(argv: Sequence[str]) -> int:
+    """Run `funrl export RUN [--step=N] [--to=DIR]`; return the exit status."""
+    step = Flag("step", None, int, True, "of the checkpoint", bounds=(at_least(0),))
+    to = Flag("to", None, str, True, "the directory to write")
+    try:
+        given = flags.read([step, to], argv)
+        places = [text for text in given.unknown if not text.startswith("-")]
+        if len(places) != 1 or len(given.unknown) > 1:
+            raise SettingsError("usage: funrl export RUN_DIR [--step=N] [--to=DIR]")
+        from funrl.trainer.export import export_checkpoint
+
+        print_whole(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def experiment_names() -> tuple[str, ...]:
@@ -69,7 +91,8 @@ def listing() -> str:
     recipes = [(name, first_line(f"{RECIPES}.{name}:{name}")) for name in rest]
     column = max(len(name) for name, _ in experiments + recipes) + 2
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
-    return "\n".join([*parts, "", "Other recipes, with their own defaults:", *_lines(recipes, column)])
+    parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
+    return "\n".join([*parts, "", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"])
 
 
 def _lines(entries: Sequence[tuple[str, str]], column: int) -> list[str]:

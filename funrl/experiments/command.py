@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.experiments import flags
@@ -21,7 +20,7 @@ from funrl.experiments.arguments import (
     names_of_arguments,
 )
 from funrl.loading import locate
-from funrl.track.run_directory import RunDirectory, check_unused
+from funrl.track.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.checks import check_files, check_settings
 from funrl.trainer.declaration import Flag, SettingsError, kinds_of, run_kind
 from funrl.trainer.settings import Settings, for_kind, resolved, settings_flags
@@ -94,7 +93,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     """
     source, settings = _read_common(experiment, argv)
     if writes and settings.run_dir and not settings.dry_run and not settings.resume:
-        check_unused(RunDirectory(Path(settings.run_dir)))
+        check_unused(RunDirectory(expanded(settings.run_dir)))
     arguments, own = experiment.arguments(source)  # from here on torch is imported
     every = flags.read([*experiment.common, *own], argv)
     for text in every.unknown:

@@ -30,7 +30,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
-from funrl.track.run_directory import open_run
+from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import completion_texts
 from funrl.trainer.job import Job, prepare
@@ -188,10 +188,11 @@ def train(
     job = prepare(chosen, lambda: algorithm, given)
     name = recipe if isinstance(recipe, str) else "run"
     config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
-    run_dir = str(open_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume).path)
-    program = functools.partial(_rank, job, run_dir, on_step, source)
-    timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
-    outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
+    with owned_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume) as owned:
+        run_dir = str(owned.path)
+        program = functools.partial(_rank, job, run_dir, on_step, source)
+        timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
+        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"

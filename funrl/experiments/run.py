@@ -21,17 +21,21 @@ from typing import TYPE_CHECKING, Any
 from funrl.experiments import flags
 from funrl.experiments.arguments import recipe_names
 from funrl.experiments.command import Command, Experiment, help_of, read_command
+from funrl.mesh.environment import read_environment
+from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
 from funrl.track.progress import discard_output
 from funrl.track.report import ReportError, write_report
-from funrl.track.run_directory import RunDirectoryError, open_run
+from funrl.track.run_directory import RunDirectory, RunDirectoryError
+from funrl.track.run_lock import owned_run
+from funrl.trainer.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
     from funrl.mesh.mesh import Mesh
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
-PLAIN = (RunDirectoryError, ModelError, FloatingPointError)  # their messages say all that a user needs
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError)  # their messages say all that a user needs
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
@@ -46,29 +50,39 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     """
     algorithm = algorithm or (name if name in recipe_names() else None)
     experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
-    first = os.environ.get("RANK", "0") == "0"  # under torchrun every rank comes through here
     run_dir = None
     try:
-        if any(text in flags.HELP for text in argv[1:]):
-            print_whole(help_of(experiment, argv))
-            return 0
-        command = read_command(experiment, argv, writes=first)
-        if command.settings.dry_run:
-            from funrl.cost.dry_report import dry_run
+        first = not read_environment()  # under torchrun and srun every rank comes through here
+    except MeshError as error:
+        return _ended(2, f"error: {error}", True)
+    with contextlib.ExitStack() as owned:
+        try:
+            if any(text in flags.HELP for text in argv[1:]):
+                print_whole(help_of(experiment, argv))
+                return 0
+            command = read_command(experiment, argv, writes=first)
+            if command.settings.dry_run:
+                from funrl.cost.dry_report import dry_run
 
-            text = dry_run(command.settings, command.compose)
+                text = dry_run(command.settings, command.compose)
+                if first:
+                    print_whole(text)
+                return 0
+            _job(command)
             if first:
-                print_whole(text)
-            return 0
-        _job(command)
-        if first:
-            config = dataclasses.asdict(command.settings) | dict(command.arguments) | {"algorithm": command.source}
-            run_dir = str(open_run(command.settings.run_dir, name, config, command.settings.resume).path)
-    except (ValueError, OSError, ImportError) as error:
-        return _ended(2, f"error: {error}", first)
-    except KeyboardInterrupt:
-        return _ended(130, "interrupted; nothing was started" if first else "", first)
-    return _run(command, run_dir, first)
+                run_dir = str(owned.enter_context(_owned(command, name)).path)
+        except (ValueError, OSError, ImportError) as error:
+            return _ended(2, f"error: {error}", first)
+        except KeyboardInterrupt:
+            return _ended(130, "interrupted; nothing was started" if first else "", first)
+        return _run(command, run_dir, first)
+
+
+def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[RunDirectory]:
+    """The directory of a run, whose owner this process is."""
+    settings = command.settings
+    config = dataclasses.asdict(settings) | dict(command.arguments) | {"algorithm": command.source}
+    return owned_run(settings.run_dir, name, config, settings.resume)
 
 
 def print_whole(text: str) -> None:
@@ -82,19 +96,25 @@ def print_whole(text: str) -> None:
 def _run(command: Command, run_dir: str | None, first: bool) -> int:
     """Train on every rank and print the result; return the exit status."""
     from funrl.mesh.launch import WorkerError, launch
+    from funrl.mesh.processes import stop_asked
 
     job, status, outcome, problem = _job(command), 0, None, ""
     try:
-        with _terminated_as_interrupted():
+        with _signals():
             program, rewards = functools.partial(_rank, command, run_dir), functools.partial(_rewards, command)
             timeout = datetime.timedelta(minutes=command.settings.timeout)
             outcome = launch(program, job.sizes, job.device, PLAIN, timeout, before=rewards)
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if first else ""
+        elif outcome.stopped is not None:
+            status, problem = 143, _stopped(outcome.stopped, run_dir) if first else ""
     except (WorkerError, *PLAIN) as error:
-        status, problem = 1, f"error: {error}"
+        status, problem = 1, f"error: {str(error).rstrip()}{_newest(run_dir)}"
+        if stop_asked():
+            status, problem = 143, "terminated before the first step was done"
     except KeyboardInterrupt:
-        status, problem = 130, "interrupted" if first else ""
+        status, problem = (143, "terminated") if stop_asked() else (130, "interrupted")
+        problem = problem if first else ""
     if run_dir is not None:
         print_whole(_conclusion(outcome, run_dir, _report(run_dir)))
     return _ended(status, problem, first)
@@ -124,12 +144,14 @@ def _rank(command: Command, run_dir: str | None, mesh: Mesh, pool: Pool | None) 
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """End a run that a job scheduler terminates, or whose terminal is gone, like one that the user interrupts.
-    Under torchrun, which waits for its ranks, they end at once."""
+def _signals() -> Iterator[None]:
+    """End a run whose terminal is gone like one that the user interrupts. One that a job scheduler terminates stops
+    with its state saved; before its first step it is interrupted too. Under torchrun every rank sees to it itself."""
+    from funrl.mesh.processes import ask_to_stop
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def interrupt(sign: int, _: Any) -> None:
+        if sign != signal.SIGTERM or not ask_to_stop():
+            raise KeyboardInterrupt
 
     if "WORLD_SIZE" in os.environ:
         yield
@@ -140,6 +162,19 @@ def _terminated_as_interrupted() -> Iterator[None]:
     finally:
         for sign, handler in before.items():
             signal.signal(sign, handler)
+
+
+def _stopped(step: int, run_dir: str | None) -> str:
+    """What to do about a run that was asked to stop."""
+    return f"terminated after step {step}, which is saved; --resume --run_dir={run_dir} continues"
+
+
+def _newest(run_dir: str | None) -> str:
+    """The way on for a run that has failed, where it has left a checkpoint."""
+    from funrl.trainer.checkpoint import complete_checkpoints
+
+    steps = complete_checkpoints(f"{run_dir}/checkpoints") if run_dir is not None else {}
+    return f"\nthe state after step {max(steps)} is saved; --resume --run_dir={run_dir} continues" if steps else ""
 
 
 def _ended(status: int, problem: str, first: bool) -> int:

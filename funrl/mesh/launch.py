@@ -1,8 +1,8 @@
 """Run one program on every device of a mesh, and make meshes over some of its processes.
 
-Under torchrun (RANK and WORLD_SIZE in the environment) this process is one of the ranks. Otherwise the ranks are
-started here: forked on CPU, because a fork after `import torch` is ready in a second where eight fresh interpreters
-take half a minute; fresh interpreters on CUDA and ROCm, one per GPU. A mesh of one device starts nothing.
+Under torchrun or srun (see `environment`) this process is one of the ranks. Otherwise the ranks are started here:
+forked on CPU, because a fork after `import torch` is ready in a second where eight fresh interpreters take half a
+minute; fresh interpreters on CUDA and ROCm, one per GPU. A mesh of one device starts nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funrl.mesh import mesh as meshes
+from funrl.mesh.environment import read_environment
 from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.processes import RankProgram, WorkerError, can_fork, run_processes
@@ -43,9 +44,9 @@ def device_type() -> str:
 def check_devices(sizes: Mapping[str, int], device: str) -> None:
     """Raise MeshError where the mesh does not fit the machine or the ranks that torchrun has started."""
     world, shape = Mesh(dict(sizes)).world, meshes.text(dict(sizes))
-    if "WORLD_SIZE" in os.environ:
+    if read_environment() is not None:
         if int(os.environ["WORLD_SIZE"]) != world:
-            raise MeshError(f"the mesh {shape} has {world} devices, torchrun started {os.environ['WORLD_SIZE']} ranks")
+            raise MeshError(f"the mesh {shape} has {world} devices, {os.environ['WORLD_SIZE']} ranks were started")
     elif device == "cuda" and world > torch.cuda.device_count():
         raise MeshError(f"the mesh {shape} needs {world} GPUs, this machine has {torch.cuda.device_count()}")
 

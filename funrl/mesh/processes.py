@@ -13,15 +13,19 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
+
+_ranks: set[int] = set()  # ids of the running ranks that this process has started
+_asked = False  # whether this process was asked to stop
 
 
 class WorkerError(RuntimeError):
@@ -58,6 +62,7 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
         try:
             for rank in range(count):
                 pids[_fork(task, rank, folder) if fork else _start(rank, folder)] = rank
+            _ranks.update(pids)
             failed = _wait(pids)
             first_is_done = 0 not in pids.values() and 0 not in failed
         except KeyboardInterrupt:
@@ -65,7 +70,8 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
             _end(pids, signal.SIGINT)
             raise
         finally:
-            _end(pids, signal.SIGTERM)
+            _ranks.clear()
+            _end(pids, signal.SIGKILL)  # one that waits for another in vain hears no other signal
         result = os.path.join(folder, "result")
         if first_is_done and not os.path.exists(result):
             raise WorkerError("rank 0 ended before the program did, as os._exit does")
@@ -73,6 +79,35 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
             raise WorkerError(_explain(folder, failed))
         with open(result, "rb") as file:
             return pickle.load(file)
+
+
+def ask_to_stop() -> bool:
+    """Ask this process, and the ranks that it has started, to stop where their state is whole; True if it has some."""
+    global _asked
+    _asked, ranks = True, tuple(_ranks)
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    return bool(ranks)
+
+
+def stop_asked() -> bool:
+    """True if this process was asked to stop."""
+    return _asked
+
+
+@contextlib.contextmanager
+def stops_when_asked() -> Iterator[None]:
+    """SIGTERM asks to stop: for a program that looks at `stop_asked` now and then, and then ends by itself."""
+    global _asked
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _asked = signal.signal(signal.SIGTERM, lambda *_: ask_to_stop()), False
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def can_fork() -> bool:
@@ -104,8 +139,10 @@ def _fork(task: RankProgram, rank: int, folder: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    _live(lambda: task, rank, folder, pickle.dump)
-    raise AssertionError("a rank does not return")
+    try:
+        _live(lambda: task, rank, folder, pickle.dump)
+    finally:  # a signal may come before there is anything to catch it: nothing of the parent's is left to this process
+        os._exit(1)
 
 
 def _leave(task: RankProgram, folder: str) -> None:
@@ -141,7 +178,7 @@ def main(rank: str, folder: str) -> None:
 def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callable[[Any, Any], None]) -> None:
     """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
     _die_with_parent()
-    # SIGTERM comes from the supervisor: another rank has failed and this one waits for it in vain.
+    _ranks.clear()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     signal.signal(signal.SIGINT, _interrupted if rank == 0 else lambda *_: os._exit(130))
     status, plain = 1, ()
@@ -154,14 +191,12 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
         status = 0
     except KeyboardInterrupt:
         status = 130
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) and leaving.code else 1
-    except BaseException as error:
+    except BaseException as error:  # asyncio's CancelledError and SystemExit are failures too
         _report(folder, rank, error, plain)
     finally:
-        with contextlib.suppress(OSError):  # a reader of the output that has gone
+        with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
             _flush()
-        os._exit(status)
+        os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
 
 
 def _wait(pids: dict[int, int]) -> dict[int, int]:
@@ -229,8 +264,12 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
 
 def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
     """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
-    trace = "".join(traceback.format_exception(error))
-    text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    try:
+        trace = "".join(traceback.format_exception(error))
+        text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    except Exception as other:  # the error's own text raises
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        text = f"rank {rank} failed:\n{trace}{type(error).__name__}, whose text raises {type(other).__name__}"
     try:
         with open(os.path.join(folder, f"error-{rank}"), "x") as file:
             file.write(text)

@@ -183,7 +183,7 @@ def write(
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """`save` of weights that arrive one by one, by the names and in the shapes of `model.names`, such as from
-    `funrl.mesh.reshard.export_weights`. No more than one file's are held.
+    `funrl.mesh.reshard.export_weights`. No more than one file's are held. Without any, config and tokenizer alone.
     """
     folder, config = Path(path), model.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -339,4 +339,5 @@ def _split(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[s
             yield shard
             shard, size = {}, 0
         shard[name], size = x.to("cpu").contiguous(), size + x.nbytes
-    yield shard
+    if shard:
+        yield shard

@@ -7,7 +7,7 @@
 | samples.jsonl | one object a sample | now and then |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
-| checkpoints/ | the newest checkpoint | every `--save_every` steps |
+| checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut
@@ -83,7 +83,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
       RunDirectoryError: it cannot be created or written, or it holds anything of a former run that would mix
         with this one's or be lost, or a foreign config.json.
     """
-    run = RunDirectory(_new_default(experiment) if not run_dir else _given(Path(run_dir)))
+    run = RunDirectory(_new_default(experiment) if not run_dir else given_directory(Path(run_dir)))
     try:
         if not resume:
             check_unused(run)
@@ -200,7 +200,17 @@ def write_text(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _given(path: Path) -> Path:
+def expanded(path: str | Path) -> Path:
+    """A path whose leading ~ is the home directory. Raises: RunDirectoryError."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise RunDirectoryError(f"--run_dir={path}: {str(error).lower()}; give it in full") from None
+
+
+def given_directory(path: Path) -> Path:
+    """Make the directory that a flag names, if it is not there. Raises: RunDirectoryError."""
+    path = expanded(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

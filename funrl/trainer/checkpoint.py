@@ -1,7 +1,7 @@
-"""Checkpoints: a walk over the names of the state. Written whole by rank 0, read by every rank in its own layouts.
+"""Checkpoints: a walk over the names of the state. Every rank writes and reads its own part, in any layout.
 
-A checkpoint is a directory `step-N` with `state.safetensors` (tensors by name) and `state.json` (numbers by name). It
-is written beside and renamed, so that there is a whole one or none; the one before goes when the new one is there.
+A checkpoint is a directory `step-N` in orbax's layout, which `shard_server` writes. It is made beside and renamed when
+every rank has written, so that there is a whole one or none.
 """
 
 from __future__ import annotations
@@ -9,33 +9,36 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.reshard import export_weights
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
 from funrl.trainer.build import Parts
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.job import Job
-from funrl.trainer.observing import Observer
-from funrl.trainer.sources import Source
+from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, DamagedError, record_digest
+from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.state import State
 
-TENSORS, NUMBERS = "state.safetensors", "state.json"
+SCALARS = {bool: "bool", int: "int64", float: "float64"}
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file and what is wrong."""
+class Recorded(NamedTuple):
+    """What a checkpoint says of itself.
+
+    Attributes:
+      arrays: everything in it, by name.
+      facts: of the run: "step", "mesh", "first" and "last" evaluations, "score".
+    """
+
+    path: Path
+    arrays: dict[str, Array]
+    facts: dict[str, Any]
 
 
 def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
@@ -49,129 +52,94 @@ def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
     return found
 
 
-def save(folder: str | Path, state: State, layouts: dict[str, Layout], mesh: Mesh) -> Path:
-    """Write `folder`/step-N. Collective: every rank takes part; rank 0 writes, and needs the whole state's memory.
+def tensors_of(state: State) -> dict[str, Tensor]:
+    """The tensors of a state, by name."""
+    return {name: x for name, x in trees.named(state) if isinstance(x, Tensor)}
+
+
+def numbers_of(state: State) -> dict[str, int | float | bool]:
+    """The numbers of a state, by name.
 
     Raises:
-      CheckpointError: on every rank, where rank 0 cannot write.
+      CheckpointError: a leaf is neither a tensor nor a number.
     """
-    folder = Path(folder)
-    named = trees.named(state)
-    tensors = {name: x for name, x in named if isinstance(x, Tensor)}
-    numbers = {name: x for name, x in named if not isinstance(x, Tensor)}
-    whole: dict[str, Tensor] = {}
-    for name, x in _whole(tensors, layouts, mesh):
-        if mesh.rank == 0:
-            whole[name] = x.detach().to("cpu", copy=True).contiguous()
-    problem = None
-    if mesh.rank == 0:
-        try:
-            _write(folder, state.step, whole, numbers)
-        except (OSError, SafetensorError) as error:
-            problem = f"{folder}: the checkpoint of step {state.step} cannot be written: {error}"
-    problems = [p for p in collectives.gather_objects(problem, mesh) if p is not None]
-    if problems:
-        raise CheckpointError(problems[0])
-    return folder / f"step-{state.step}"
+    found = {name: x for name, x in trees.named(state) if not isinstance(x, Tensor)}
+    for name, x in found.items():
+        if type(x) not in SCALARS:
+            raise CheckpointError(f"{name} of the state is a {type(x).__name__}; a checkpoint has tensors and numbers")
+    return found
 
 
-def newest(folder: str | Path) -> Path | None:
-    """The newest checkpoint of a folder; None where there is none."""
+def scalar_arrays(numbers: Mapping[str, int | float | bool]) -> dict[str, Array]:
+    """The arrays that hold numbers."""
+    return {name: Array((), SCALARS[type(x)], (), scalar=True) for name, x in numbers.items()}
+
+
+def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
+    """The checkpoints of a folder by step, oldest first, whole at the time when they were written."""
     found = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))}
-    return found[max(found)] if found else None
+    return {step: found[step] for step in sorted(found) if (found[step] / COMPLETE).exists()}
 
 
-def load(path: str | Path, state: State, layouts: dict[str, Layout], mesh: Mesh) -> State:
-    """The state of a checkpoint, each tensor in this rank's layout and in the dtype and on the device of `state`'s.
+def sweep(folder: str | Path) -> None:
+    """Remove what saves that were interrupted have left."""
+    for path in Path(folder).glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
-    Args:
-      state: of the same run before its first step: its names, shapes and dtypes count. What is empty there may have
-        any sizes, in as many dims.
+
+def recorded(path: str | Path) -> Recorded:
+    """What a checkpoint says of itself, after a look at the sizes of its files.
 
     Raises:
-      CheckpointError: a file is missing or damaged, or holds another state; the message lists the names.
+      DamagedError: a file is missing or has another size, or the record cannot be read.
     """
     path = Path(path)
     try:
-        numbers = json.loads((path / NUMBERS).read_text())
-        with safe_open(path / TENSORS, framework="pt") as file:
-            names = set(file.keys()) | set(numbers)
-            wanted = {name for name, _ in trees.named(state)}
-            if names != wanted:
-                raise CheckpointError(
-                    f"{path}: it holds the state of another run: missing {sorted(wanted - names)[:3]}, unknown "
-                    f"{sorted(names - wanted)[:3]}; give the flags that the run was started with"
-                )
-            values = [
-                _read(file, path, name, x, layouts.get(name), mesh) if isinstance(x, Tensor) else numbers[name]
-                for name, x in trees.named(state)
-            ]
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: it cannot be read: {error}") from error
-    return trees.fill(state, values)
+        facts = json.loads((path / COMPLETE).read_text())
+        if facts.pop("digest") != record_digest(facts):
+            raise ValueError("its checksum is wrong")
+        arrays = {name: Array(tuple(shape), dtype, ()) for name, (shape, dtype) in facts.pop("arrays").items()}
+        files = facts.pop("files").items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path / COMPLETE}: it cannot be read: {error}") from error
+    for name, size in files:
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found != size:
+            raise DamagedError(f"{path / name}: {'it is missing' if found is None else f'{found} bytes of {size}'}")
+    return Recorded(path, arrays, facts)
 
 
-def shared_folder(observer: Observer, mesh: Mesh) -> str | None:
-    """The folder of the checkpoints, which rank 0 knows."""
-    return collectives.gather_objects(observer.checkpoint_folder(), mesh)[0]
+def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mesh, server: ShardServer) -> State:
+    """The state of a checkpoint, each tensor in this rank's layout, in the dtype of `state`'s and on its device.
 
+    Args:
+      found: the same on every rank.
+      state: of the same run before its first step: its names, shapes and dtypes count. What is empty there may have
+        any sizes, in as many dims.
+      server: reads.
 
-def save_when_due(job: Job, parts: Parts, source: Source, state: State, folder: str | None) -> None:
-    """Save a state every `--save_every` steps, and after the last one."""
-    every = job.settings.save_every
-    if every and folder is not None and (state.step % every == 0 or state.step == job.settings.steps):
-        whole = state._replace(source=source.gathered(state.source))
-        save(folder, whole, state_layouts(parts, state), parts.mesh)
-
-
-def resumed(job: Job, parts: Parts, source: Source, state: State, folder: str | None, observer: Observer) -> State:
-    """The newest checkpoint's state where `--resume` is given and there is one; else the given one."""
-    if not job.settings.resume or folder is None:
-        return state
-    path = newest(folder)
-    paths = set(collectives.gather_objects(path and path.name, parts.mesh))
-    if len(paths) > 1:
-        raise SettingsError(f"--resume: the ranks see different checkpoints in {folder}: {sorted(map(str, paths))}")
-    if path is None:
-        observer.note(f"--resume: there is no checkpoint in {folder} yet; the run begins")
-        return state
-    state = load(path, state, state_layouts(parts, state), parts.mesh)
-    observer.resumed(state.step)
-    observer.note(f"resumed after step {state.step} from {path}")
-    # The engine is given the weights that it had: that load has been counted.
-    return state._replace(source=source.shared(state.source), version=state.version - 1)
-
-
-def _whole(tensors: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor whole, a bucket at a time."""
-    split = {name: x for name, x in tensors.items() if name in layouts}
-    yield from ((name, x) for name, x in tensors.items() if name not in layouts)
-    names = {name: (name, layouts[name].shape) for name in split}
-    yield from export_weights(split, {name: layouts[name] for name in split}, mesh, names)
-
-
-def _write(folder: Path, step: int, whole: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    beside, path = folder / f".step-{step}", folder / f"step-{step}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    save_file(whole, beside / TENSORS)
-    (beside / NUMBERS).write_text(json.dumps(numbers))
-    shutil.rmtree(path, ignore_errors=True)
-    beside.rename(path)
-    for other in folder.glob("step-*"):
-        if other != path:
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _read(file: Any, path: Path, name: str, x: Tensor, layout: Layout | None, mesh: Mesh) -> Tensor:
-    """This rank's part of a tensor."""
-    stored = file.get_slice(name)
-    shape = tuple(x.shape) if layout is None else layout.shape
-    if not x.numel() and len(stored.get_shape()) == len(shape):
-        return file.get_tensor(name).to(x)
-    if tuple(stored.get_shape()) != shape:
-        raise CheckpointError(f"{path}: {name} has shape {list(stored.get_shape())}, this run needs {list(shape)}")
-    box = tuple((0, n) for n in shape) if layout is None else layout.box(mesh.rank)
-    part = stored[tuple(slice(low, high) for low, high in box)] if shape else file.get_tensor(name)
-    return torch.empty_like(x).copy_(part)
+    Raises:
+      CheckpointError: it holds another state; the message lists the names.
+      DamagedError: it cannot be read. Every rank raises it.
+    """
+    path, tensors, numbers = found.path, tensors_of(state), numbers_of(state)
+    wanted = {*tensors, *numbers}
+    if wanted != set(found.arrays):
+        raise CheckpointError(
+            f"{path}: it holds the state of another run: missing {sorted(wanted - set(found.arrays))[:3]}, unknown "
+            f"{sorted(set(found.arrays) - wanted)[:3]}; give the flags that the run was started with"
+        )
+    for name, x in tensors.items():
+        shape = layouts[name].shape if name in layouts else tuple(x.shape)
+        if not x.numel() and name not in layouts and len(found.arrays[name].shape) == x.ndim:
+            tensors[name] = x.new_empty(found.arrays[name].shape)
+        elif found.arrays[name].shape != shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}"
+            )
+    like = tensors | {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
+    try:
+        values = dict(read_tensors(str(path), found.arrays, like, layouts, mesh, server))
+    except ShardError as error:
+        raise DamagedError(f"{path}: it cannot be read: {error}") from error
+    return trees.fill(state, [values[n].item() if n in numbers else values[n] for n, _ in trees.named(state)])

@@ -8,6 +8,7 @@ rank holds of a model are its shards. The boxes are functions of files beside th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.processes import stops_when_asked
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
-from funrl.trainer import checkpoint, offload, warmstart
+from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
@@ -28,8 +30,10 @@ from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
+from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
+from funrl.trainer.shard_server import CheckpointError
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
@@ -39,11 +43,18 @@ MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], S
 
 
 class Outcome(NamedTuple):
-    """End of a run: the evaluations at the start and the end, and what stopped it, if something did."""
+    """End of a run.
+
+    Attributes:
+      first, last: the evaluations at the start and the end.
+      error: what ended it early; None: nothing did.
+      stopped: the step after which it stopped, as SIGTERM had asked; None: it did not.
+    """
 
     first: dict[str, float]
     last: dict[str, float]
     error: str | None
+    stopped: int | None = None
 
 
 class Trainer(NamedTuple):
@@ -75,38 +86,65 @@ def train_loop(
     Returns: how it ended. A reward function that fails, a gradient that is not finite, or an engine that does not hold
       the trainer's weights ends the run too, with everything learned so far saved.
     """
-    settings = job.settings
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    folder = checkpoint.shared_folder(observer, mesh)
-    state = sync(trainer.parts, checkpoint.resumed(job, trainer.parts, trainer.source, state, folder, observer))
-    place = offload.mover(settings.offload, trainer.parts, observer.note)
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    error = None
+    folder = shared_folder(observer, mesh)
+    with Saver(job, trainer.parts, trainer.source, state, folder, observer) as saver, stops_when_asked():
+        state, evaluations = saver.resumed(state)
+        outcome, state = run_steps(trainer, state, saver, evaluations, observer)
+    if outcome.stopped is None:
+        observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, outcome.error)
+    return outcome
+
+
+def run_steps(
+    trainer: Trainer, state: State, saver: Saver, evaluations: Evaluations | None, observer: Observer
+) -> tuple[Outcome, State]:
+    """All steps that are left, and the state at the end, with its weights where they can be saved.
+
+    Args:
+      evaluations: so far, of a run that goes on; None: it begins.
+    """
+    settings, parts = trainer.job.settings, trainer.parts
+    state = sync(parts, state if evaluations is None else state._replace(version=state.version - 1))
+    place = offload.mover(settings.offload, parts, observer.note)
+    done, whole = evaluations or Evaluations({}, {}), state._replace(roles={})
+    error = stopped = None
     try:
         checked = verify(trainer, state, True)
-        first = last = trainer.source.evaluate(state.roles, state.step)
+        if evaluations is None:
+            first = trainer.source.evaluate(state.roles, state.step)
+            done = Evaluations(first, first)
         for step in range(state.step + 1, settings.steps + 1):
             trainer, state = place(trainer, state, "generate")
             rows, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
             rows, state, scored = score_batch(trainer, state, rows)
             trainer, state = place(trainer, state, "update")
+            whole = None
             state, learned = learn_batch(trainer, state, rows)
-            state = sync(trainer.parts, state, trainer.clock)
+            state = sync(parts, state, trainer.clock)
             metrics |= scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
-                metrics = checked | metrics | first
+                metrics = checked | metrics | done.first
             if step % settings.eval_every == 0 or step == settings.steps:
-                last = trainer.source.evaluate(state.roles, step)
-                metrics |= last
-            observer.step(step, metrics | memory_metrics(mesh), trainer.clock.take())
-            checkpoint.save_when_due(job, trainer.parts, trainer.source, state, folder)
+                done = done._replace(last=trainer.source.evaluate(state.roles, step))
+                metrics |= done.last
+            observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
+            whole = state._replace(roles={})
+            if saver.after_step(state, metrics, done):
+                stopped = step
+                break
     except (RewardError, NotFiniteError, SyncError) as failure:
         error = str(failure)
+        if whole is not None:  # the weights are still those after the step before
+            saver.save(whole._replace(roles=state.roles), done)
+    except Exception:
+        if whole is not None and parts.mesh.world == 1:  # of several ranks the others wait elsewhere
+            with contextlib.suppress(CheckpointError):  # which would hide the failure
+                saver.save(whole._replace(roles=state.roles), done)
+        raise
     _, state = place(trainer, state, "save")
-    observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, error)
-    return Outcome(first, last, error)
+    return Outcome(*done, error, stopped), state
 
 
 def begin_run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
     RL,
     SUPERVISED,
+    Bound,
     Flag,
     SettingsError,
     above,
@@ -36,6 +38,7 @@ GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "upd
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
 
@@ -187,7 +190,13 @@ class Settings:
         requires="dry_run",
     )
     run_dir: str | None = flag(None, "job", "where results go", chosen="runs/NAME-TIME")
-    save_every: int = flag(0, "job", "steps between checkpoints in --run_dir; 0: none", at_least(0))
+    save_every: str = flag(
+        "10m", "job", "steps between checkpoints in --run_dir, such as 50, or a time, such as 10m; 0: none",
+        Bound("a number of steps, or a time such as 90s, 10m or 2h", lambda x: INTERVAL.fullmatch(x) is not None),
+    )  # fmt: skip
+    keep_checkpoints: int = flag(
+        2, "job", "newest checkpoints that are kept; so is the one with the best held-out result", at_least(1)
+    )
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
@@ -351,3 +360,18 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
     else:
         default = NEW_TOKENS_FROM_SCRATCH if settings.model is None else NEW_TOKENS
     return dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens or default)
+
+
+class Interval(typing.NamedTuple):
+    """How often something is done: in steps, or in seconds; 0 of both: never."""
+
+    steps: int
+    seconds: float
+
+
+def save_interval(text: str) -> Interval:
+    """The interval that a text such as "50", "90s" or "10m" means."""
+    found = INTERVAL.fullmatch(text)
+    assert found is not None, text
+    number, unit = int(found[1]), found[2]
+    return Interval(0 if unit else number, number * {"": 0, "s": 1, "m": 60, "h": 3600}[unit])

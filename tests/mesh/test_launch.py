@@ -1,5 +1,6 @@
 """Real gloo ranks: what they compute, and how a run ends when one of them does not."""
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -109,6 +110,45 @@ def test_a_rank_that_ends_is_named_and_not_the_one_that_waits_for_it(end, said):
         launch(program, parse("dp2"), "cpu")
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def _closes():
+    sys.stdout.close()
+    raise ValueError("the cause")
+
+
+def _raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (_closes, r"rank 1 failed:(.|\n)*the cause"),
+        (lambda: _raises(asyncio.CancelledError()), r"rank 1 failed:(.|\n)*CancelledError"),
+        (lambda: sys.exit(0), r"rank 1 failed:(.|\n)*SystemExit: 0"),
+        (lambda: _raises(Unspeakable()), r"rank 1 failed:(.|\n)*Unspeakable"),
+    ],
+)
+def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, said):
+    """Nor does a forked rank run its parent's cleanup, which ends the others: rank 0 is not blamed."""
+
+    def program(m):
+        if m.rank == 1:
+            fail()
+        collectives.psum(torch.ones(1), m, "data")
+
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=said):
+        launch(program, parse("dp2"), "cpu")
+    assert time.monotonic() - start < 10
+
+
 def test_a_first_rank_that_leaves_no_result_is_an_error():
     with pytest.raises(WorkerError, match=r"rank 0 ended before the program did, as os\._exit does"):
         launch(lambda m: os._exit(0) if m.rank == 0 else None, parse("dp2"), "cpu")
@@ -165,7 +205,8 @@ def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
 
 def test_a_mesh_of_another_size_than_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(MeshError, match="dp2 has 2 devices, torchrun started 4"):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshError, match="dp2 has 2 devices, 4 ranks were started"):
         launch(lambda m: None, parse("dp2"), "cpu")
 
 

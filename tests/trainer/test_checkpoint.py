@@ -1,6 +1,7 @@
 """Checkpoints by name: a run that is resumed is the run that never stopped."""
 
-import json
+import dataclasses
+import re
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from small_runs import GRPO, PPO, Quiet, gap, small_job, whole_weights
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer import checkpoint, loop
-from funrl.trainer.checkpoint import CheckpointError
+from funrl.trainer import loop
+from funrl.trainer.checkpoint import complete_checkpoints
 from funrl.trainer.loop import train_loop
+from funrl.trainer.saver import Evaluations, Saver, kept_steps, score_of
+from funrl.trainer.settings import save_interval
+from funrl.trainer.shard_server import CheckpointError
 
 SETTINGS = {"steps": 4, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}
 
@@ -43,7 +47,7 @@ class Stopping(Quiet):
 
 def crash(folder, mesh="dp1", **settings):
     with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
-        run(folder, mesh, stop_after=3, save_every=1, **settings)
+        run(folder, mesh, stop_after=3, save_every="1", **settings)
 
 
 def measured(name):
@@ -61,7 +65,7 @@ def assert_equal_steps(steps, expected):
 def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, compose, dtype):
     _, steps, _, weights = run(tmp_path / "whole", compose=compose, dtype=dtype)
     crash(tmp_path / "run", compose=compose, dtype=dtype)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-2"]  # the one before went when it was there
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model", "step-1", "step-2"]
     _, resumed, notes, ends = run(tmp_path / "run", compose=compose, dtype=dtype, resume=True, run_dir="x")
     assert any("resumed after step 2" in note for note in notes)
     assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
@@ -90,32 +94,113 @@ def test_without_a_checkpoint_the_run_begins(tmp_path):
     assert any("there is no checkpoint in" in note for note in notes)
 
 
-def saved(folder, **settings):
-    """A state with its layouts and parts, and its checkpoint."""
-    job = small_job(**settings)
-    run, state = loop.begin_run(job, single(), Quiet())
-    layouts = checkpoint.state_layouts(run.parts, state)
-    return run, state, layouts, checkpoint.save(folder, state._replace(step=7), layouts, single())
+def begun(compose=PPO, **settings):
+    return loop.begin_run(small_job(compose, **settings), single(), Quiet())
+
+
+def saver_of(run, state, folder, **settings):
+    job = run.job._replace(settings=dataclasses.replace(run.job.settings, **settings))
+    return Saver(job, run.parts, run.source, state, str(folder), Quiet())
+
+
+def saved(folder, steps=(7,), scores=None, **settings):
+    """A run and its state before the first step, saved as that of some steps."""
+    run, state = begun()
+    with saver_of(run, state, folder, **settings) as saver:
+        for step in steps:
+            saver.save(state._replace(step=step), Evaluations({}, {"eval/reward": 0.5}), (scores or {}).get(step))
+    return run, state
 
 
 def test_every_leaf_comes_back_by_name(tmp_path):
-    run, state, layouts, path = saved(tmp_path)
-    assert path.name == "step-7"
-    blank = trees.map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, state)
-    loaded = checkpoint.load(path, blank, layouts, single())
-    assert loaded.step == 7 and loaded.source == state.source
-    assert gap(whole_weights(run, loaded), whole_weights(run, state)) == 0
+    run, state = saved(tmp_path)
+    blank = trees.map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(0), state)
+    with saver_of(run, blank, tmp_path, resume=True) as saver:
+        loaded, evaluations = saver.resumed(blank)
+    assert loaded.step == 7 and loaded.source == state.source and type(loaded.version) is int
+    assert evaluations == Evaluations({}, {"eval/reward": 0.5})
+    assert trees.named(loaded._replace(step=0)) and gap(whole_weights(run, loaded), whole_weights(run, state)) == 0
+    for (name, x), (_, y) in zip(trees.named(loaded.roles), trees.named(state.roles), strict=True):
+        assert torch.equal(x, y) and x.dtype == y.dtype, name
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
-    _, state, layouts, path = saved(tmp_path)
-    other = small_job(GRPO)
-    trainer, wrong = loop.begin_run(other, single(), Quiet())
-    with pytest.raises(CheckpointError, match=r"state of another run: missing .*, unknown .*critic"):
-        checkpoint.load(path, wrong, checkpoint.state_layouts(trainer.parts, wrong), single())
-    (path / checkpoint.NUMBERS).write_text(json.dumps({"step": 7})[:-1])
-    with pytest.raises(CheckpointError, match="it cannot be read"):
-        checkpoint.load(path, state, layouts, single())
+def test_the_newest_are_kept_and_the_best(tmp_path):
+    saved(tmp_path, range(1, 6), {1: 0.1, 2: 0.9, 3: 0.2}, keep_checkpoints=2)
+    assert list(complete_checkpoints(tmp_path)) == [2, 4, 5]
+    assert kept_steps({1: None, 2: None}, 1) == {2}
+    assert kept_steps({1: 0.5, 2: 0.5, 3: 0.1}, 1) == {2, 3}
+    assert score_of({"eval/loss": 2.0}) == -2.0 and score_of({"eval/reward": 2.0}) == 2.0 and score_of({}) is None
+
+
+def test_what_an_interrupted_save_left_is_removed(tmp_path):
+    (tmp_path / ".step-3.1" / "arrived").mkdir(parents=True)
+    saved(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-7"]
+
+
+def test_the_state_of_another_run_is_refused(tmp_path):
+    saved(tmp_path)
+    run, wrong = begun(GRPO)
+    with saver_of(run, wrong, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
+        saver.resumed(wrong)
+    assert re.search("state of another run: missing .*, unknown .*critic", str(caught.value))
+
+
+def damage(path, how):
+    """Damage a file of a checkpoint."""
+    content = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how):
+    run, state = saved(tmp_path, (6, 7))
+    newest = complete_checkpoints(tmp_path)[7]
+    largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    for file in (largest, newest / "complete.json", newest / "manifest.ocdbt"):
+        before = file.read_bytes()
+        damage(file, how)
+        with saver_of(run, state, tmp_path, resume=True) as saver:
+            loaded, _ = saver.resumed(state)
+        never_there = file.name == "complete.json" and how == "missing"
+        assert loaded.step == 6, file
+        assert never_there or any(str(newest) in note for note in saver.observer.notes), file
+        file.write_bytes(before)
+
+
+def test_a_run_without_a_checkpoint_that_can_be_read_is_an_error(tmp_path):
+    run, state = saved(tmp_path)
+    (tmp_path / "step-7" / "manifest.ocdbt").unlink()
+    with saver_of(run, state, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
+        saver.resumed(state)
+    assert "manifest.ocdbt: it is missing; no other checkpoint is left" in str(caught.value)
+
+
+def test_what_cannot_be_written_ends_the_run(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="the checkpoint of step 0 cannot be written"):
-        checkpoint.save(tmp_path / "file", state, layouts, single())
+    with pytest.raises(CheckpointError, match=r"file: the checkpoint cannot be written: .*[Nn]ot a directory"):
+        saved(tmp_path / "file")
+
+
+def test_times_between_checkpoints(tmp_path):
+    assert [save_interval(text) for text in ("0", "50", "90s", "10m", "2h")] == [
+        (0, 0), (50, 0), (0, 90), (0, 600), (0, 7200),
+    ]  # fmt: skip
+    run, state = begun()
+    with saver_of(run, state, tmp_path, save_every="1s") as saver:
+        assert not saver.after_step(state._replace(step=1), {}, Evaluations({}, {}))
+        saver.began -= 1
+        assert not saver.after_step(state._replace(step=2), {}, Evaluations({}, {}))
+    assert list(complete_checkpoints(tmp_path)) == [2]
+
+
+def test_a_leaf_that_no_checkpoint_holds_is_refused_before_the_first_step(tmp_path):
+    run, state = begun()
+    with pytest.raises(CheckpointError, match="source/at of the state is a str"):
+        saver_of(run, state._replace(source={"at": "here"}), tmp_path)

@@ -91,6 +91,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "verify_sync": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "probe_sync_every": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "run_dir": "experiments/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
+    "keep_checkpoints": "trainer/test_checkpoint.py::test_the_newest_are_kept_and_the_best",
     "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
 }

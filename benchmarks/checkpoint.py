@@ -1,0 +1,181 @@
+"""Writing and reading checkpoints, against a plain copy of the same bytes; and what a save costs a step.
+
+    python benchmarks/checkpoint.py                    # 1 GB on one rank
+    python benchmarks/checkpoint.py --mesh=dp4,tp2     # the same 1 GB over eight ranks, fully sharded
+    python benchmarks/checkpoint.py --gb=0.1 --folder=/dev/shm/bench
+
+| line | what |
+|---|---|
+| copy | this rank's chunks to the shared memory: all that a step waits for |
+| write, plain write | until the checkpoint is there; each rank's bytes in one file of its own. Both reach the disk |
+| read, plain read | into tensors in the layout of the mesh; those files into memory. Both from the page cache |
+| step, step that saves | a loop of matrix products, alone and while a checkpoint is copied and written |
+
+Bandwidths are of all ranks together. Methods take turns; printed are medians over the rounds but the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from absl import app, flags
+from torch import Tensor
+
+from funrl.mesh import rules
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import Mesh, parse
+from funrl.mesh.rules import Layout
+from funrl.trainer.checkpoint import recorded
+from funrl.trainer.shard_server import Commit, Reserve, WriteShards
+from funrl.trainer.shards import Memory, OwnShards, ShardServer, copy_to_memory, own_shards, read_tensors
+
+MESH = flags.DEFINE_string("mesh", "dp1", "devices by axis")
+GB = flags.DEFINE_float("gb", 1.0, "size of the checkpoint, in 1e9 bytes", lower_bound=0.01)
+ROUNDS = flags.DEFINE_integer("rounds", 4, "rounds, of which the first is not counted", lower_bound=2)
+STEP = flags.DEFINE_float("step_s", 20.0, "seconds of a step on an idle machine", lower_bound=0.1)
+FOLDER = flags.DEFINE_string("folder", None, "where to write; by default a temporary directory")
+
+WIDTH = 2048  # of the matrices; the rest of the bytes is their number
+
+
+def made(mesh: Mesh, gb: float) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+    """This rank's part of float32 matrices of so many bytes, and their layouts."""
+    count = max(1, round(gb * 1e9 / (4 * WIDTH * WIDTH)))
+    table = rules.fully_sharded(rules.STORED)
+    found = {f"w/{i}": rules.layout("w", (WIDTH, WIDTH), ("embed", "mlp"), table, mesh.sizes) for i in range(count)}
+    generator = torch.Generator().manual_seed(mesh.rank)
+    return {name: torch.rand(one.local_shape(mesh.rank), generator=generator) for name, one in found.items()}, found
+
+
+class Bench:
+    """The same bytes, written and read in two ways."""
+
+    def __init__(self, mesh: Mesh, folder: str, gb: float) -> None:
+        self.mesh, self.folder = mesh, Path(folder)
+        self.tensors, self.layouts = made(mesh, gb)
+        self.own: OwnShards = own_shards(self.tensors, self.layouts, mesh)
+        self.memory, self.server, self.number = Memory(self.own.nbytes), ShardServer(), 0
+        self.server.send(Reserve(self.memory.path, self.own.nbytes))
+        self.finish()
+
+    def copy(self) -> None:
+        copy_to_memory(self.own, self.tensors, self.layouts, self.mesh, self.memory)
+
+    def begin_write(self) -> None:
+        """Have the copy written to a new checkpoint, which takes the place of the one before."""
+        self.number += 1
+        beside, path = self.folder / f".step-{self.number}", self.folder / f"step-{self.number}"
+        names = {part.name for part in self.own.parts} | self.own.created
+        arrays = {name: self.own.arrays[name] for name in names}
+        self.server.send(
+            WriteShards(
+                str(beside), self.mesh.rank, self.memory.path, arrays, self.own.parts, self.own.created, {}
+            )
+        )  # fmt: skip
+        if self.mesh.rank == 0:
+            old = str(self.folder / f"step-{self.number - 1}")
+            world = self.mesh.world
+            self.server.send(Commit(str(beside), str(path), world, self.own.arrays, {}, (old,), (), 600.0))
+
+    def finish(self) -> None:
+        problems = self.server.answers(wait=True)
+        assert not problems, problems
+
+    def write(self) -> None:
+        self.begin_write()
+        self.finish()
+
+    def read(self) -> None:
+        found = recorded(self.folder / f"step-{self.number}")
+        for name, x in read_tensors(str(found.path), found.arrays, self.tensors, self.layouts, self.mesh, self.server):
+            assert x.shape == self.tensors[name].shape
+
+    def plain_write(self) -> None:
+        with open(self.folder / f"plain-{self.mesh.rank}", "wb") as file:
+            for x in self.tensors.values():
+                file.write(x.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def plain_read(self) -> None:
+        with open(self.folder / f"plain-{self.mesh.rank}", "rb") as file:
+            for x in self.tensors.values():
+                file.readinto(torch.empty_like(x).numpy().data)
+
+    def timed(self, run: Callable[[], None]) -> float:
+        gather_objects(None, self.mesh)
+        start = time.perf_counter()
+        run()
+        gather_objects(None, self.mesh)
+        return time.perf_counter() - start
+
+
+def products(seconds: float) -> Callable[[], None]:
+    """A step of about so many seconds on an idle core."""
+    x = torch.rand(512, 512)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < min(1.0, seconds):
+        x @ x
+        count += 1
+    total = round(count * seconds / min(1.0, seconds))
+
+    def step() -> None:
+        for _ in range(total):
+            x @ x
+
+    return step
+
+
+def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> dict[str, list[float]]:
+    """Seconds of every method in every round."""
+    bench, step = Bench(mesh, folder, gb), products(step_s)
+
+    def saves() -> None:
+        bench.copy()
+        bench.begin_write()
+        step()
+
+    methods: dict[str, Callable[[], None]] = {
+        "copy": bench.copy, "write": bench.write, "plain write": bench.plain_write, "read": bench.read,
+        "plain read": bench.plain_read, "step": step, "step that saves": saves,
+    }  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(rounds):
+        for name, run in methods.items():
+            seconds[name].append(bench.timed(run))
+            bench.finish()
+    bench.server.close()
+    return seconds
+
+
+def main(_: list[str]) -> None:
+    """Print the table."""
+    folder = FOLDER.value or tempfile.mkdtemp(prefix="funrl-checkpoint-")
+    os.makedirs(folder, exist_ok=True)
+    run = functools.partial(program, folder, GB.value, ROUNDS.value, STEP.value)
+    try:
+        seconds = launch(run, parse(MESH.value), "cpu")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    print(f"{GB.value:g} GB, {MESH.value}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for name in ("copy", "write", "plain write", "read", "plain read"):
+        print(f"{name:16} {median[name]:8.2f} s {GB.value / median[name]:8.2f} GB/s")
+    for name in ("step", "step that saves"):
+        print(f"{name:16} {median[name]:8.2f} s")
+    for name in ("write", "read"):
+        print(f"{name} / plain {name}: {median[f'plain {name}'] / median[name]:.2f}")
+    print(f"a step that saves takes {100 * (median['step that saves'] / median['step'] - 1):.1f}% longer")
+
+
+if __name__ == "__main__":
+    app.run(main)

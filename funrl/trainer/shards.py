@@ -1,0 +1,284 @@
+"""Shards of named tensors on disk: which rank writes which chunk, and the way of the bytes to and from tensorstore.
+
+Every chunk is written once, by one of the ranks that hold it; they take turns, so that each writes about as much. For
+reading, what several ranks hold is split over them, read once, and resharded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.plan import plan
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import Layout
+from funrl.trainer import shard_server
+from funrl.trainer.shard_server import Array, Ends, ShardPart
+
+CHUNK_BYTES = 16 << 20  # the largest chunk: what a rank of another mesh reads to get any part of it
+WINDOW_BYTES = 256 << 20  # read at a time
+SHARD_ALIGNMENT = 64
+SPLIT_BYTES = 1 << 20  # what is smaller is read by every rank that needs it
+NAMES = {
+    torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
+    torch.bool: "bool",
+}  # fmt: skip
+TENSOR_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class ShardError(RuntimeError):
+    """Shards that could not be written or read; the message says which and why."""
+
+
+class OwnShards(NamedTuple):
+    """What one rank writes of a state.
+
+    Attributes:
+      arrays: of the whole state, by name.
+      parts: this rank's chunks.
+      created: the arrays that this rank declares.
+      nbytes: of all its chunks, as they are in memory.
+    """
+
+    arrays: dict[str, Array]
+    parts: tuple[ShardPart, ...]
+    created: frozenset[str]
+    nbytes: int
+
+
+def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> OwnShards:
+    """The chunks that this rank writes.
+
+    Args:
+      tensors: this rank's, by name; the same names in the same order on every rank.
+      layouts: of those that are split; the others are whole on every rank.
+    """
+    arrays, parts, created = {}, [], set()
+    offset = turn = 0
+    for name, x in tensors.items():
+        whole = _layout(name, x, layouts, mesh)
+        array = arrays[name] = Array(whole.shape, NAMES[x.dtype], chunk_shape(tuple(x.shape), x.element_size()))
+        spread = tuple(axis for axis in AXES if axis not in whole.axes)
+        ranks, mine = mesh.size(spread), int(mesh.index(spread))
+        origin = tuple(low for low, _ in whole.box(mesh.rank))
+        for box in chunks(tuple(x.shape), array.chunk):
+            if turn % ranks == mine:
+                at = tuple((low + o, high + o) for (low, high), o in zip(box, origin, strict=True))
+                parts.append(ShardPart(name, at, offset))
+                offset += -(-_volume(box) * x.element_size() // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+                if not any(low for low, _ in at):
+                    created.add(name)
+            turn += 1
+        if not x.numel() and mesh.rank == 0:
+            created.add(name)
+    return OwnShards(arrays, tuple(parts), frozenset(created), offset)
+
+
+def joined_shards(one: OwnShards, other: OwnShards) -> OwnShards:
+    """What one rank writes of two sets of tensors."""
+    parts = (*one.parts, *(part._replace(offset=part.offset + one.nbytes) for part in other.parts))
+    return OwnShards(one.arrays | other.arrays, parts, one.created | other.created, one.nbytes + other.nbytes)
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """A shape of at most `CHUNK_BYTES` that divides a rank's part of a tensor; outer dims are divided first."""
+    chunk = list(shape)
+    for dim, length in enumerate(shape):
+        needed = -(-math.prod(chunk) * itemsize // CHUNK_BYTES)
+        if needed > 1:
+            chunk[dim] = length // next(n for n in range(min(needed, length), length + 1) if length % n == 0)
+    return tuple(chunk)
+
+
+def chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Ends]:
+    """The boxes of the chunks of a tensor, row-major; none of an empty one."""
+    if 0 in shape:
+        return
+    yield from itertools.product(
+        *([(low, low + step) for low in range(0, n, step)] for n, step in zip(shape, chunk, strict=True))
+    )
+
+
+def _layout(name: str, x: Tensor, layouts: Mapping[str, Layout], mesh: Mesh) -> Layout:
+    """The layout of a tensor, which is whole on every rank where no other is given."""
+    return layouts.get(name) or Layout(tuple(x.shape), ((),) * x.ndim, tuple(mesh.sizes[axis] for axis in AXES))
+
+
+def _volume(box: Ends) -> int:
+    return math.prod(high - low for low, high in box)
+
+
+class Memory:
+    """Bytes that a rank shares with its server."""
+
+    def __init__(self, nbytes: int) -> None:
+        if hasattr(os, "memfd_create"):
+            self.file = os.fdopen(os.memfd_create("funrl-shards"), "r+b")
+            self.path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
+        else:
+            self.file = tempfile.NamedTemporaryFile(prefix="funrl-shards-")  # noqa: SIM115  (closed by `close`)
+            self.path = self.file.name
+        os.ftruncate(self.file.fileno(), nbytes)
+        self.bytes = mmap.mmap(self.file.fileno(), nbytes) if nbytes else None
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """A tensor that lies there."""
+        count = math.prod(shape)
+        if not count or self.bytes is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self.bytes, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+    def close(self) -> None:
+        """Give the bytes back, when the last tensor on them has gone."""
+        self.bytes = None
+        self.file.close()
+
+
+class ShardServer:
+    """The process that has tensorstore; it starts with the first request and ends with this one."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.waiting = 0
+
+    def send(self, request: Any) -> None:
+        """Ask for something. The answers come in the order of the requests."""
+        try:
+            if self.process is None:
+                self._start()
+            self.requests.send(request)
+        except OSError as error:
+            raise ShardError(f"the process that writes shards has gone: {error}") from error
+        self.waiting += 1
+
+    def answers(self, wait: bool) -> list[str]:
+        """What went wrong in the requests that have been answered, or where `wait` in all of them."""
+        problems = []
+        while self.waiting and (wait or self.replies.poll()):
+            try:
+                problem = self.replies.recv()
+            except (EOFError, OSError):
+                assert self.process is not None
+                problem = f"the process that writes shards ended with status {self.process.wait()}"
+                self.waiting = 1
+            self.waiting -= 1
+            if problem is not None:
+                problems.append(problem)
+        return problems
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the process when it has done what it was asked, or after `timeout_s` seconds."""
+        if self.process is None:
+            return
+        self.requests.close()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.replies.close()
+        self.process = None
+
+    def _start(self) -> None:
+        """Start a fresh interpreter, which finds modules where this one does."""
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", f"from {shard_server.__name__} import main; main()"],
+            stdin=theirs_in, stdout=theirs_out, env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.requests, self.replies = Connection(ours_out, readable=False), Connection(ours_in, writable=False)
+
+
+def copy_to_memory(own: OwnShards, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh,
+                   memory: Memory) -> None:  # fmt: skip
+    """Copy this rank's chunks to the shared memory: what changes afterwards is not written."""
+    for part in own.parts:
+        x = tensors[part.name]
+        box = _layout(part.name, x, layouts, mesh).box(mesh.rank)
+        local = tuple(slice(low - o, high - o) for (low, high), (o, _) in zip(part.box, box, strict=True))
+        chunk = x.detach()[local]
+        memory.tensor(part.offset, x.dtype, chunk.shape).copy_(chunk)
+
+
+def read_tensors(
+    path: str, arrays: Mapping[str, Array], like: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh,
+    server: ShardServer,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """The tensors of a checkpoint in this rank's layouts, a window at a time. Collective.
+
+    Args:
+      arrays: of the checkpoint.
+      like: tensors of the shapes and dtypes to give, by name; their numbers do not count.
+      layouts: of those that are split.
+
+    Raises:
+      ShardError: on every rank, naming what one of them cannot read.
+    """
+    for names in _windows(like, arrays):
+        target = {name: _layout(name, like[name], layouts, mesh) for name in names}
+        source = {name: _finer(layout, like[name], mesh) for name, layout in target.items()}
+        parts, offset = [], 0
+        for name, layout in source.items():
+            parts.append(ShardPart(name, layout.box(mesh.rank), offset))
+            size = _volume(layout.box(mesh.rank)) * TENSOR_DTYPES[arrays[name].dtype].itemsize
+            offset += -(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+        memory = Memory(offset)
+        server.send(shard_server.ReadShards(path, memory.path, {name: arrays[name] for name in names}, tuple(parts)))
+        problems = [p for found in gather_objects(server.answers(wait=True), mesh) for p in found]
+        if problems:
+            raise ShardError(problems[0])
+        local = {}
+        for part in parts:
+            x, shape = like[part.name], [high - low for low, high in part.box]
+            found = memory.tensor(part.offset, TENSOR_DTYPES[arrays[part.name].dtype], shape)
+            local[part.name] = found.to(device=mesh.device, dtype=x.dtype, copy=True)
+            del found
+        memory.close()
+        if source != target:
+            dtypes = {name: like[name].dtype for name in names}
+            local = reshard(local, plan(source, target, dtypes, src_ranks=mesh.ranks, dst_ranks=mesh.ranks), mesh)
+        yield from ((name, local[name]) for name in names)
+
+
+def _windows(like: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> Iterator[list[str]]:
+    """The names in groups of some bytes; what is read at once."""
+    window: list[str] = []
+    nbytes = 0
+    for name, x in like.items():
+        size = x.numel() * max(x.element_size(), TENSOR_DTYPES[arrays[name].dtype].itemsize)
+        if window and nbytes + size > WINDOW_BYTES:
+            yield window
+            window, nbytes = [], 0
+        window.append(name)
+        nbytes += size
+    if window:
+        yield window
+
+
+def _finer(layout: Layout, x: Tensor, mesh: Mesh) -> Layout:
+    """A layout that splits a large tensor over the ranks that all need it too, in the outermost dim that divides."""
+    spread = tuple(axis for axis in AXES if axis not in layout.axes and mesh.sizes[axis] > 1)
+    ranks = mesh.size(spread)
+    if ranks > 1 and x.numel() * x.element_size() >= SPLIT_BYTES:
+        for dim, length in enumerate(x.shape):
+            if length % ranks == 0:
+                spec = tuple((*axes, *spread) if i == dim else axes for i, axes in enumerate(layout.spec))
+                return Layout(layout.shape, spec, layout.sizes)
+    return layout

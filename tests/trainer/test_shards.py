@@ -1,0 +1,156 @@
+"""Shards on disk: each chunk is written once, by ranks that take turns, and is read in any layout."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from funrl.mesh.mesh import Mesh, parse, single
+from funrl.mesh.rules import layout
+from funrl.trainer import shards
+from funrl.trainer.shard_server import Array, Commit, WriteShards
+from funrl.trainer.shards import Memory, ShardServer, chunk_shape, chunks, copy_to_memory, own_shards, read_tensors
+
+RULES = {"rows": ("data", "tensor"), "columns": "tensor", "whole": None, "both": "data"}
+AXES = {
+    "roles/a": ((8, 12), ("both", "columns"), torch.float32),
+    "roles/b": ((16, 4), ("rows", "whole"), torch.bfloat16),
+    "roles/c": ((5,), ("whole",), torch.float64),
+    "count": ((), (), torch.int64),
+    "flags": ((3, 4), ("whole", "columns"), torch.bool),
+    "empty": ((0, 4), ("whole", "whole"), torch.float32),
+}
+MESHES = ["dp1", "dp2,tp2", "dp4", "tp4"]
+
+
+def whole_tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.rand(shape, generator=generator) * 100).to(dtype) - (0 if dtype == torch.bool else 7)
+        if dtype != torch.bool else torch.rand(shape, generator=generator) > 0.5
+        for name, (shape, _, dtype) in AXES.items()
+    }  # fmt: skip
+
+
+def ranks_of(mesh):
+    """Of each rank its mesh, its tensors and their layouts."""
+    sizes, whole = parse(mesh), whole_tensors()
+    found = {n: layout(n, shape, logical, RULES, sizes) for n, (shape, logical, _) in AXES.items()}
+    for rank in range(Mesh(sizes).world):
+        boxes = {n: tuple(slice(*ends) for ends in one.box(rank)) for n, one in found.items()}
+        yield Mesh(sizes, rank), {n: x[boxes[n]] for n, x in whole.items()}, found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_element_is_written_once(mesh, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 32)
+    written = {name: torch.zeros(shape, dtype=torch.int) for name, (shape, _, _) in AXES.items()}
+    created, nbytes = [], []
+    for one, tensors, found in ranks_of(mesh):
+        own = own_shards(tensors, found, one)
+        created += own.created
+        nbytes.append(own.nbytes)
+        for part in own.parts:
+            written[part.name][tuple(slice(low, high) for low, high in part.box)] += 1
+            whole = own.arrays[part.name]
+            assert all(low % step == 0 for (low, _), step in zip(part.box, whole.chunk, strict=True))
+    assert all((x == 1).all() for x in written.values())
+    assert sorted(created) == sorted(AXES)
+    assert max(nbytes) <= 1.5 * sum(nbytes) / len(nbytes) + 64, "ranks take turns"
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "expected"),
+    [
+        ((4, 4), 4, (4, 4)), ((1024, 8192), 4, (512, 8192)), ((3, 1 << 24), 4, (1, 1 << 22)), ((), 8, ()),
+        ((7 * 1024, 4096), 4, (1024, 4096)), ((0, 5), 4, (0, 5)),
+    ],
+)  # fmt: skip
+def test_chunks_divide_the_tensor_and_are_at_most_16_mebibytes(shape, itemsize, expected):
+    chunk = chunk_shape(shape, itemsize)
+    assert chunk == expected
+    assert len(list(chunks(shape, chunk))) == int(np.prod([a // max(b, 1) for a, b in zip(shape, chunk, strict=True)]))
+
+
+def write_checkpoint(folder, mesh, server):
+    """A checkpoint of `whole_tensors`, as the ranks of a mesh write it."""
+    beside, numbers = str(folder / ".step-1"), {"step": 3, "coefficient": 0.1}
+    scalars = {"step": Array((), "int64", (), True), "coefficient": Array((), "float64", (), True)}
+    memories, arrays = [], {}
+    for one, tensors, found in ranks_of(mesh):
+        own = own_shards(tensors, found, one)
+        memory = Memory(own.nbytes)
+        copy_to_memory(own, tensors, found, one, memory)
+        mine, created = own.arrays, own.created
+        if one.rank == 0:
+            mine, created = own.arrays | scalars, own.created | set(scalars)
+        names = {part.name for part in own.parts} | created
+        server.send(
+            WriteShards(
+                beside, one.rank, memory.path, {n: x for n, x in mine.items() if n in names}, own.parts,
+                frozenset(created), numbers if one.rank == 0 else {},
+            )
+        )  # fmt: skip
+        arrays, memories = arrays | mine, [*memories, memory]
+    server.send(Commit(beside, str(folder / "step-1"), len(memories), arrays, {"step": 1}, (), (), 10.0))
+    assert server.answers(wait=True) == []
+    return arrays
+
+
+def test_what_one_mesh_writes_another_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(shards, "WINDOW_BYTES", 200)  # several windows
+    server, whole = ShardServer(), whole_tensors()
+    for mesh in ("dp2,tp2", "dp1"):
+        arrays = write_checkpoint(tmp_path, mesh, server)
+        for one, tensors, found in [(single(), whole, {}), *ranks_of("tp4")]:
+            monkeypatch.setattr(shards, "gather_objects", lambda value, mesh: [value])  # each reads by itself,
+            monkeypatch.setattr(shards, "_finer", lambda layout, x, mesh: layout)  # and all that it needs
+            got = dict(read_tensors(str(tmp_path / "step-1"), arrays, tensors, found, one, server))
+            assert got.keys() == tensors.keys()
+            for name, x in tensors.items():
+                assert torch.equal(got[name], x) and got[name].dtype == x.dtype, (mesh, name)
+    server.close()
+
+
+def test_orbax_reads_what_ranks_write(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    server = ShardServer()
+    write_checkpoint(tmp_path, "dp2,tp2", server)
+    server.close()
+    program = (
+        "import json, sys, numpy as np, orbax.checkpoint as ocp\n"
+        "tree = ocp.PyTreeCheckpointer().restore(sys.argv[1])\n"
+        "a, b = tree['roles']['a'], tree['roles']['b']\n"
+        "print(json.dumps([str(b.dtype), np.asarray(a).tolist(), np.asarray(b, np.float32).tolist(),"
+        " tree['step'], tree['coefficient'], np.asarray(tree['flags']).tolist(), list(tree['empty'].shape)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "step-1")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    whole = whole_tensors()
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        "bfloat16", whole["roles/a"].tolist(), whole["roles/b"].float().tolist(), 3, 0.1, whole["flags"].tolist(),
+        [0, 4],
+    ]  # fmt: skip
+
+
+def test_a_rank_that_does_not_write_is_named(tmp_path):
+    server = ShardServer()
+    server.send(Commit(str(tmp_path / ".step-1"), str(tmp_path / "step-1"), 2, {}, {}, (), (), 0.1))
+    assert server.answers(wait=True) == ["rank 0 has not written its part within 0 s"]
+    server.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_is_killed_is_an_answer():
+    server = ShardServer()
+    server.send(Commit("/nowhere", "/nowhere", 1, {}, {}, (), (), 60.0))
+    assert server.process is not None
+    server.process.kill()
+    assert server.answers(wait=True) == ["the process that writes shards ended with status -9"]
+    server.close()
