@@ -80,7 +80,11 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
       ValueError: the first thing that cannot work.
     """
     sizes, settings = meshes.parse(settings.mesh), jobs.located(settings)
-    model = decoder_model(arithmetic.model_config()) if settings.model is None else read_model(settings.model)
+    model = (
+        decoder_model(arithmetic.model_config())
+        if settings.model is None
+        else read_model(settings.model, settings.model_code)
+    )
     kind = run_kind(algorithm, settings.data)
     settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
@@ -100,8 +104,11 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     )  # fmt: skip
 
 
-def read_model(path: str) -> Model:
+def read_model(path: str, code: str = "native") -> Model:
     """The model of a directory's config.json, or of such a file. Weights need not be there.
+
+    Args:
+      code: as in `hf.load_model`.
 
     Raises:
       ModelError: there is none, it is not JSON, or the model is not supported.
@@ -109,7 +116,7 @@ def read_model(path: str) -> Model:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ModelError(f"{path}: there is no {file}; a dry run needs a config.json and nothing else")
-    return hf.load_model(file)
+    return hf.load_model(file, code)
 
 
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
@@ -207,6 +214,8 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
     ]
     if job.algorithm.filter is not None and settings.max_refills > 1:
         out.append(f"up to {settings.max_refills - 1} more batches of completions instead of rows that are filtered")
+    if job.generates and job.models["policy"].config.module:
+        out.append("generation, which is by transformers' own code")
     if job.generates and settings.probe_sync_every:
         out.append(f"the probe of the engine every {settings.probe_sync_every} steps")
     if settings.offload:
@@ -235,7 +244,9 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         room = FREE_SHARE * (hardware.memory * USABLE - sum(some.resting.values()))
-        found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
+        found["generate"] = Costs({"other": {}})
+        if not job.models["policy"].config.module:
+            found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
     scores = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width))
     found |= with_moves(job, plan, scores, some.token_bytes)
     again = MOVES[1] in found  # the step keeps the rows as they were when they were scored

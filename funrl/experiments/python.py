@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.experiments.arguments import arguments_of, find_recipe
@@ -25,6 +24,7 @@ from funrl.models.generation_config import sampling_defaults
 from funrl.rewards.load import Reward
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import complete
+from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -84,14 +84,17 @@ def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: in
     """
     folder = model.directory if isinstance(model, TrainedModel) else find_model(model)
     tokenizer, device = load_tokenizer(folder), torch.device(device_type())
-    made, params = hf.load(folder, torch.float32, single(device))
+    made = hf.check_directory(folder, "auto")
+    _, params = hf.load(folder, torch.float32, single(device), model=made)
     if made.unembed is None:
         raise SettingsError(f"model={str(folder)!r}: it has a value head and cannot generate")
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    engine = native_engine(made, single(device), decode=decode)
-    engine.load(trees.named(params), 0)
+    own = bool(made.config.module)
+    engine = hf_engine(made, single(device)) if own else native_engine(made, single(device), decode=decode)
+    engine.load(engine.weights.named(params), 0)
     stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
-    how = Sampling(**({"stop": stop} | sampling_of_model(made.config, "temperature" in sampling) | sampling))
+    fields: dict[str, Any] = {"stop": stop} | sampling_of_model(made.config, "temperature" in sampling) | sampling
+    how = Sampling(**fields)
     prompts = [encode_prompt(tokenizer, text)[0] for text in texts]
     done = complete(engine, requests_of(prompts, how, seed))
     return completion_texts(done, decode, [prompt[-1] for prompt in prompts for _ in range(how.samples)])
@@ -248,5 +251,5 @@ def load(directory: str | Path) -> TrainedModel:
     Raises:
       ModelError: it holds no model that is supported.
     """
-    hf.check_directory(directory)
+    hf.check_directory(directory, "auto")
     return TrainedModel(directory)

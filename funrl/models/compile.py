@@ -33,12 +33,12 @@ def compile_layer(
     Args:
       model: the model; others of the same architecture can use the layer too.
       mode: "on", "off" (the plain layer) or "auto", which compiles on CUDA and ROCm; on CPU a cold compile costs more
-        than a short run gains.
+        than a short run gains. Layers of transformers' own code are not compiled.
       device: type of the device, such as "cuda".
       note: told what was compiled and how long it took.
       fullgraph: a part that cannot be compiled is an error.
     """
-    if mode == "off" or (mode == "auto" and device != "cuda"):
+    if mode == "off" or model.config.module or (mode == "auto" and device != "cuda"):
         return model.layer
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)

@@ -76,6 +76,8 @@ class Config:
       family: its model_type in transformers.
       bos, eos, pad: token ids; there may be several that end a sequence.
       generation: the JSON text of the model's generation_config.json; "" where it has none.
+      module: the JSON text of the config.json of a model that transformers' own code computes, of which the sizes
+        above are a summary; "" for the decoder of this package.
     """
 
     vocab: int
@@ -112,11 +114,14 @@ class Config:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_cap: float | None = None
+    module: str = ""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.module:
+            return
         if self.heads % self.kv_heads:
             raise ModelError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head % 2:
@@ -187,6 +192,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
 
 def config_to_hf(config: Config) -> dict[str, Any]:
     """The fields of this model's config.json, readable by transformers 4 and 5."""
+    if config.module:
+        return json.loads(config.module)
     family = FAMILIES[config.family]
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -219,6 +226,11 @@ def config_to_hf(config: Config) -> dict[str, Any]:
             f"a {config.family} config.json cannot hold {', '.join(f'{k}={getattr(config, k)}' for k in lost)}"
         )
     return raw
+
+
+def architecture(config: Config) -> str:
+    """The name in transformers of the class of a model that transformers' own code computes."""
+    return (json.loads(config.module).get("architectures") or [config.family])[0]
 
 
 def _refuse(family: HFFamily, got: Mapping[str, Any]) -> None:

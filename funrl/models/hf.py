@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
-from funrl.models.config import Config, ModelError, config_from_hf, config_to_hf
+from funrl.models.config import Config, ModelError, architecture, config_from_hf, config_to_hf
 from funrl.models.decoder import decoder_model
 from funrl.models.families import FAMILIES
 from funrl.models.generation_config import GENERATION, with_generation_config
@@ -34,7 +34,7 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 CLASSIFIER = "ForSequenceClassification"
 
 
-def load_model(path: str | Path) -> Model:
+def load_model(path: str | Path, code: str = "native") -> Model:
     """The model that a directory's config.json describes, without its weights.
 
     Where there is a generation_config.json beside it, that is read too.
@@ -43,6 +43,8 @@ def load_model(path: str | Path) -> Model:
 
     Args:
       path: a directory, or a config.json; weights need not be there.
+      code: whose code computes it: "native", this package's decoder; "hf", transformers' own; "auto", the decoder where
+        it can.
 
     Raises:
       ModelError: a file is missing, broken or describes a model that is not supported.
@@ -50,16 +52,42 @@ def load_model(path: str | Path) -> Model:
     file = Path(path) if Path(path).is_file() else _directory(path) / "config.json"
     raw = _json(file)
     try:
-        config = config_from_hf(raw)
+        config, make = _config_of(raw, code)
         if _is_classifier(raw):
+            if config.module:
+                raise ModelError("a sequence classifier of transformers' own code is not read")
             return with_value_head(decoder_model(config))
         beside = file.with_name(GENERATION)
         if file.name == "config.json" and beside.exists():
             file, generation = beside, _json(beside)
             config = with_generation_config(config, generation)
-        return decoder_model(config)
+            file = file.with_name("config.json")
+        return make(config)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
+
+
+def _config_of(raw: Mapping[str, Any], code: str) -> tuple[Config, Callable[[Config], Model]]:
+    """The record of a config.json, and what makes a model of it."""
+    problem = None
+    if code != "hf":
+        try:
+            return config_from_hf(raw), decoder_model
+        except ModelError as error:
+            if code == "native":
+                raise
+            problem = error
+    from funrl.models.hf_module import check_module, module_config, module_model
+
+    def checked(config: Config) -> Model:
+        model = module_model(config)
+        check_module(model)
+        return model
+
+    try:
+        return module_config(raw), checked
+    except ModelError as error:
+        raise ModelError(str(error) if problem is None else f"{problem}; {error}") from None
 
 
 def find_directory(model: str | Path) -> Path:
@@ -78,21 +106,24 @@ def find_directory(model: str | Path) -> Path:
         return Path(model)
 
 
-def check_directory(path: str | Path) -> Model:
+def check_directory(path: str | Path, code: str = "native") -> Model:
     """The model of a directory, after a check of everything but the numbers: a few milliseconds, no weight is read.
+
+    Args:
+      code: as in `load_model`.
 
     Raises:
       ModelError: the directory is missing or empty, config.json is missing, broken or not supported, a safetensors
         file is missing or cut short, or a tensor is missing, unexpected, of the wrong shape or not floating point.
     """
     folder = Path(path)
-    model = load_model(_directory(folder))
+    model = load_model(_directory(folder), code)
     config = model.config
     found: dict[str, tuple[tuple[int, ...], str, str]] = {}
     for file, table in _tables(folder).items():
         for name, entry in table.items():
             found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
-    expected = {one.name: one.shape for one in stored_in(config.family, model.names).values()}
+    expected = {one.name: one.shape for one in _stored(model, found).values()}
     missing = sorted(set(expected) - set(found))
     extra = sorted(n for n in set(found) - set(expected) if not _redundant(n, config))
     if missing:
@@ -111,7 +142,11 @@ def check_directory(path: str | Path) -> Model:
 
 
 def load(
-    path: str | Path, dtype: torch.dtype | None = None, mesh: Mesh | None = None, layouts: trees.Tree | None = None
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    mesh: Mesh | None = None,
+    layouts: trees.Tree | None = None,
+    model: Model | None = None,
 ) -> tuple[Model, trees.Tree]:
     """A model and its weights from a Hugging Face directory.
 
@@ -120,17 +155,18 @@ def load(
       dtype: of the weights; None: as in config.json.
       mesh: the devices; None: the CPU.
       layouts: one `Layout` per weight; this rank then reads only its own part. None: whole tensors.
+      model: the model, if `check_directory` has made it already.
 
     Raises:
       ModelError: as `check_directory`.
     """
     folder = Path(path)
-    model = check_directory(folder)
+    model = check_directory(folder) if model is None else model
     wanted = dtype or getattr(torch, model.config.dtype)
     device = torch.device("cpu") if mesh is None else mesh.device
     where = {name: file for file, table in _tables(folder).items() for name in table}
     opened: dict[Path, Any] = {}
-    stored = stored_in(model.config.family, model.names)
+    stored = _stored(model, where)
 
     def read(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
         one = stored[name]
@@ -244,10 +280,15 @@ def _is_classifier(raw: Mapping[str, Any]) -> bool:
 
 def _architecture(model: Model) -> str:
     """The name in transformers of the class of this model."""
-    family = FAMILIES[model.config.family]
+    config = model.config
+    if config.module:
+        if model.value is not None:
+            raise ModelError("a reward model of transformers' own code cannot be saved")
+        return architecture(config)
+    family = FAMILIES[config.family]
     name = family.architecture if model.value is None else family.classifier
     if name is None:
-        raise ModelError(f"transformers has no sequence classifier for {model.config.family}: it cannot hold a reward")
+        raise ModelError(f"transformers has no sequence classifier for {config.family}: it cannot hold a reward")
     return name
 
 
@@ -304,8 +345,23 @@ def _table(file: Path) -> dict[str, Any]:
 
 
 def _redundant(name: str, config: Config) -> bool:
-    """True of tensors that some files have for nothing: rotary frequencies, a second copy of tied embeddings."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tied and name == UNEMBED)
+    """True of tensors that some files have for nothing: rotary frequencies, masks, a second copy of tied embeddings."""
+    ends = (".rotary_emb.inv_freq", *((".attn.bias", ".attention.bias", ".masked_bias") if config.module else ()))
+    return name.endswith(ends) or (config.tied and name in (UNEMBED, "embed_out.weight"))
+
+
+def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
+    """Place of each weight in files with tensors of the names `found`.
+
+    Files for transformers' own code may have older names than it has now.
+    """
+    stored = stored_in(model.config.family, model.names)
+    if not model.config.module:
+        return stored
+    from funrl.models.hf_skeleton import CPU, names_in_files, skeleton
+
+    there = names_in_files(skeleton(model.config, CPU, False), [one.name for one in stored.values()], found)
+    return {name: one._replace(name=there.get(one.name, one.name)) for name, one in stored.items()}
 
 
 def _slice(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:

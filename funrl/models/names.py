@@ -38,11 +38,10 @@ _LAYER = {
 EMBED, UNEMBED = "model.embed_tokens.weight", "lm_head.weight"
 _TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
-_VALUE = "score.weight"  # of transformers' ForSequenceClassification
 
 
 def hf_names(shapes: trees.Tree) -> Names:
-    """For each weight of a decoder, or of one with a value head: its name and shape in a Hugging Face file.
+    """For each weight of a decoder its name and shape in a Hugging Face file.
 
     The tensor here is the one there with the heads as a dim of their own.
 
@@ -104,7 +103,7 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
 def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """The tensors of a file that hold several weights, with these in order."""
     found = {}
-    for whole, parts in FAMILIES[family].fused.items():
+    for whole, parts in (FAMILIES[family].fused if family in FAMILIES else {}).items():
         for name in shapes:
             if name.endswith(parts[0]):
                 layer = name.removesuffix(parts[0])
@@ -113,9 +112,7 @@ def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def _hf_name(name: str, layer: Mapping[str, str]) -> str:
-    if name == "value":
-        return _VALUE
-    parts = name.removeprefix("decoder/").split("/")
+    parts = name.split("/")
     return _TOP[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{layer[parts[-1]]}"
 
 

@@ -21,8 +21,7 @@ from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.model import Inputs, Layer, Model
-
-HEAD = "value"  # name of a value head among the weights
+from funrl.models.value_head import HEAD
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +145,7 @@ class Placed:
         weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
         made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtype)
         if HEAD in dst and HEAD not in made:
-            made[HEAD] = made["norm"].new_zeros(dst[HEAD].local_shape(self.mesh.rank))
+            made[HEAD] = next(iter(made.values())).new_zeros(dst[HEAD].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])
 
     def _before_tokens(self, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:

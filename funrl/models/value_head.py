@@ -12,7 +12,9 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, ModelError
 from funrl.models.model import Inputs, Layer, Model, Output
-from funrl.models.names import hf_names
+from funrl.models.names import Names
+
+HEAD, HEAD_THERE = "value", "score.weight"  # its name among the weights, and in transformers' ForSequenceClassification
 
 
 def with_value_head(model: Model) -> Model:
@@ -30,7 +32,7 @@ def with_value_head(model: Model) -> Model:
         config=model.config,
         shapes=shapes,
         axes=add_head(model.axes, ("value", "norm")),  # one row: whole on every rank, as norms are
-        names=hf_names(shapes),
+        names=_names(model),
         init=functools.partial(_init, model),
         apply=functools.partial(_apply, model),
         unembed=None,
@@ -46,9 +48,15 @@ def add_head(tree: trees.Tree, head) -> trees.Tree:
     return {"decoder": {name: part for name, part in tree.items() if name != "unembed"}, "value": head}
 
 
+def _names(model: Model) -> Names:
+    """Names of the decoder's weights and of the head in transformers."""
+    named = {f"decoder/{name}": there for name, there in model.names.items() if name != "unembed"}
+    return named | {HEAD: (HEAD_THERE, (1, model.config.embed))}
+
+
 def _init(model: Model, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree:
     params = model.init(generator, dtype)
-    return add_head(params, params["norm"].new_zeros(1, model.config.embed))
+    return add_head(params, trees.leaves(params)[0].new_zeros(1, model.config.embed))
 
 
 def _apply(

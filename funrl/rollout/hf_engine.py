@@ -6,6 +6,7 @@ prompts are split into calls. Its log-probabilities are computed again from the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,15 +32,24 @@ class HFEngine:
 
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of transformers.
-      model: the transformers model.
     """
 
-    def __init__(self, config: Config, weights: WeightSpec, model: Any):
-        self.weights, self.model = weights, model
+    def __init__(self, config: Config, weights: WeightSpec):
+        self.weights = weights
         self.version, self.paused = None, False
         self._config, self._stored = config, stored_in(config.family, weights.names)
         self._waiting: list[Request] = []
         self._passes = self._decoded = 0
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The transformers model; it takes its memory when it is first asked for."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        raw = config_to_hf(self._config)
+        with torch.random.fork_rng(devices=[]):
+            peer = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
+        return peer.to(self.weights.mesh.device, self.weights.dtype).eval()
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Copy whole weights into the transformers model; see `Engine`.
@@ -184,16 +194,12 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
     """An engine without weights yet (they are random until `load`).
 
     Args:
-      model: a decoder.
+      model: a decoder, or transformers' own code.
       mesh: "tensor" has size 1; the weights are whole on every rank.
       dtype: of the weights.
     """
     if mesh.size("tensor") > 1:
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    raw = config_to_hf(model.config)
-    peer = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
     placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
     weights = WeightSpec(model.names, placed, mesh, dtype)
-    return HFEngine(model.config, weights, peer.to(mesh.device, dtype).eval())
+    return HFEngine(model.config, weights)

@@ -21,7 +21,7 @@ from funrl.mesh.collectives import pmax
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
-from funrl.models.config import ModelError
+from funrl.models.config import ModelError, architecture
 from funrl.models.model import Layer, Model
 from funrl.rollout.backends import Backend, PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.engine import EngineCost, WeightSpec
@@ -265,6 +265,8 @@ def native_engine(
     """
     if model.unembed is None:
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
+    if model.config.module:
+        raise ModelError(f"{architecture(model.config)} is transformers' own code, without pages: use hf_engine")
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
     placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
     problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"

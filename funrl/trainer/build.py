@@ -19,6 +19,7 @@ from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.model import Layer
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
+from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.vllm_client import vllm_client
 from funrl.rollout.vllm_engine import vllm_engine
@@ -121,6 +122,8 @@ def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]
     elif settings.engine == "vllm_server":
         url = parts(settings.engine_url)[int(mesh.index(mesh.row_axes))]
         engine = vllm_client(url, *how, compiled, decode, settings.engine_timeout or ENGINE_TIMEOUT_S)
+    elif settings.engine == "hf" or placed.model.config.module:  # a dry run builds it too, and never loads it
+        engine = hf_engine(placed.model, mesh, job.dtype)
     else:
         engine = native_engine(*how, layer=layer, decode=decode, speculate=settings.speculate, note=note)
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
@@ -149,7 +152,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     for name, role in parts.roles.items():
         placed, dtype = role.placed, job.dtype if role.loss is None else job.master
         if name in job.directories:
-            weights[name] = hf.load(job.directories[name], dtype, parts.mesh, placed.stored)[1]
+            weights[name] = hf.load(job.directories[name], dtype, parts.mesh, placed.stored, placed.model)[1]
         elif placed.model is parts.begin.model and name == job.lead:
             weights[name] = begin
         else:

@@ -18,7 +18,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
-from funrl.models.config import ModelError
+from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
@@ -118,6 +118,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     lead = "policy" if "policy" in models else next(iter(algorithm.losses))
     with blaming(f"model={settings.model}"):
         hf.check_savable(models[lead])
+    check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Texts):
@@ -133,7 +134,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         if settings.engine == "native":
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
         else:
-            check_engine(settings, model, mesh)
+            check_engine(settings, model, mesh, sampling, eval_sampling)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
@@ -153,10 +154,10 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if given.model is not None:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
-        head = arithmetic.HEAD if settings.engine == "native" else arithmetic.VLLM_HEAD
+        head = arithmetic.VLLM_HEAD if settings.engine == "vllm" else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
-        return hf.check_directory(settings.model), load_tokenizer(settings.model)
+        return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
 
 
 def models_of(
@@ -164,13 +165,13 @@ def models_of(
     settings: Settings,
     model: Model,
     tokenizer: Any,
-    read: Callable[[str], Model] = hf.check_directory,
+    read: Callable[[str, str], Model] = hf.check_directory,
 ) -> tuple[dict[str, Model], dict[str, str]]:
     """The model of every role of a run, and the directories of those that do not begin as `model`.
 
     Args:
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
-      read: directory -> model.
+      read: (directory, --model_code) -> model.
     """
     models, directories = {}, {}
     names = role_names(algorithm)
@@ -180,7 +181,7 @@ def models_of(
         path = getattr(settings, name) if name in ("teacher", "reward_model") and name not in algorithm.losses else None
         if path is not None:
             with blaming(name):
-                models[name] = read(path)
+                models[name] = read(path, settings.model_code)
             directories[name] = path
             if (models[name].value is None) == (name in VALUES):
                 lacking = "value head, which `funrl reward_model` trains" if name in VALUES else "unembedding"
@@ -254,11 +255,31 @@ def check_meshes(
     return generating
 
 
-def check_engine(settings: Settings, model: Model, mesh: Mesh) -> None:
+def check_code(settings: Settings, models: Mapping[str, Model], generates: str | None) -> None:
+    """Check what transformers' own code cannot do.
+
+    Args:
+      generates: the role that generates, if one does.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    for name, model in models.items():
+        if not model.config.module:
+            continue
+        what = f"the {name} is {architecture(model.config)}, transformers' own code"
+        if settings.compile == "on":
+            raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
+        if name == generates and settings.engine != "hf":
+            raise SettingsError(f"--engine={settings.engine}: {what}, which has no pages of keys; give --engine=hf")
+
+
+def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
     """Check that the engine of a flag can generate with the model.
 
     Args:
       mesh: the generate mesh.
+      sampling, eval_sampling: of the completions to train on, and of those to evaluate.
 
     Raises:
       SettingsError: it cannot, or is not installed.
@@ -271,6 +292,18 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh) -> None:
                 f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
             )
         return  # the rest is for the server to say, which may have another device
+    if settings.engine == "hf":
+        if settings.dtype == "float64":
+            raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
+        penalties = {one.repetition_penalty for one in (sampling, eval_sampling)} - {1.0}
+        if penalties:
+            raise SettingsError(
+                f"--engine=hf: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; "
+                "leave it out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
+            )
+        if mesh.size("tensor") > 1:
+            raise SettingsError(f"--engine=hf holds whole weights; generate on a mesh without tp instead of {mesh}")
+        return
     cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
     try:
         check_vllm(model.config, mesh.device.type, TORCH_DTYPES[settings.dtype], mesh.size("tensor"), cache_bytes)

@@ -119,6 +119,11 @@ class Settings:
         "Hugging Face directory, or name of a model in its local cache",
         chosen="a small decoder from scratch",
     )
+    model_code: str = flag(
+        "auto", "job", "whose code computes models: native, this package's decoder; hf, transformers' own, data "
+        "parallel only; auto: native where it can",
+        one_of("auto", "native", "hf"), requires="model",
+    )  # fmt: skip
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
@@ -200,8 +205,9 @@ class Settings:
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
-        "native", "rollout", "what generates; vllm is in the trainer's processes",
-        one_of("native", "vllm", "vllm_server"), kinds=RL,
+        "native", "rollout", "what generates: native; vllm, in the trainer's processes; vllm_server, in its own; hf, "
+        "transformers' generate, which is slow",
+        one_of("native", "vllm", "vllm_server", "hf"), kinds=RL,
     )  # fmt: skip
     engine_url: str | None = flag(
         None, "rollout", "servers of --engine=vllm_server, one for each data rank, with commas between",

@@ -13,6 +13,7 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
 from funrl.mesh.text import AXES, ROW_AXES, SHORT
 from funrl.models import Model
+from funrl.models.config import architecture
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.settings import ROLES, Settings
 
@@ -60,6 +61,12 @@ def check_layouts(
                 shape = meshes.text(dict(mesh))
                 raise MeshError(f"{shape}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
     for role, model in models.items():
+        for mesh in (sizes, generate_sizes):
+            if model.config.module and mesh["tensor"] > 1:
+                raise MeshError(
+                    f"{meshes.text(dict(mesh))}: the {role} is {architecture(model.config)}, transformers' own code, "
+                    "which is not split over tp; use dp, with --fsdp where memory is short"
+                )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     if "policy" in models:
         layouts(models["policy"].shapes, models["policy"].axes, GENERATE, generate_sizes)

@@ -56,7 +56,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver) -> trees
     """
     mesh = placed.mesh
     if job.settings.model is not None:
-        return hf.load(job.settings.model, job.master, mesh, placed.stored)[1]
+        return hf.load(job.settings.model, job.master, mesh, placed.stored, job.model)[1]
     generator = torch.Generator().manual_seed(job.settings.seed)
     weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:
@@ -136,8 +136,8 @@ def _read(cached: Path, job: Job, placed: Placed | None = None) -> tuple[trees.T
             return None, ""
         if hf.load_model(cached).names != job.model.names:
             return None, "it holds another model"
-        where = () if placed is None else (placed.mesh, placed.stored)
-        return hf.load(cached, job.master, *where)[1], None
+        mesh, stored = (None, None) if placed is None else (placed.mesh, placed.stored)
+        return hf.load(cached, job.master, mesh, stored)[1], None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         return None, str(error) or type(error).__name__
 

@@ -25,7 +25,7 @@ def random_weights(peer):
     """The same module in evaluation mode with norms and biases that matter."""
     with torch.no_grad():
         for key, x in peer.named_parameters():
-            x.normal_(1.0 if key.endswith("norm.weight") else 0.0, 0.1)
+            x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") else 0.0, 0.1)
     return peer.eval()
 
 

@@ -63,6 +63,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
+    "model_code": "models/test_hf_module.py::test_whose_code_computes_a_model",
     "engine": "trainer/test_vllm_runs.py::test_a_run_that_vllm_cannot_generate_for_is_refused",
     "engine_url": "trainer/test_vllm_runs.py::test_the_servers_of_a_run_are_one_for_each_data_rank",
     "engine_timeout": "trainer/test_vllm_runs.py::test_a_run_waits_for_its_server_and_names_it",

@@ -1,0 +1,108 @@
+"""Runs over transformers' own code: GPT-2 and GPT-NeoX learn, data parallel and fully sharded, and are saved."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import funrl
+from funrl.algos.recipes import recipe
+from funrl.cost.dry_run import estimate, plain_job
+from funrl.cost.hardware import HARDWARE
+from funrl.mesh.mesh import MeshError
+from funrl.tasks import arithmetic
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.settings import Settings
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "bos_token_id": 1, "eos_token_id": 1}
+MODELS = {
+    "gpt2": SIZES | {"n_positions": 32},
+    "gpt_neox": SIZES | {"intermediate_size": 32, "max_position_embeddings": 32},
+    "bloom": SIZES,
+}
+PROMPTS = [{"prompt": f"{i}+{i + 3}="} for i in range(4)]
+RUN = {
+    "engine": "hf", "dtype": "float32", "steps": 2, "batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4,
+    "eval_prompts": 2, "lr": 1e-2, "queue": "fixed", "device": "cpu", "prompts": PROMPTS,
+}  # fmt: skip
+
+
+def digits(prompt, completion):
+    return sum(map(completion.count, "12345")) / 4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A random model of each kind with the tokenizer of the embedded task."""
+    tokenizer, found = arithmetic.tokenizer(), {}
+    for name, sizes in MODELS.items():
+        torch.manual_seed(0)
+        found[name] = str(tmp_path_factory.mktemp(name))
+        config = transformers.AutoConfig.for_model(name, vocab_size=len(tokenizer), **sizes)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
+        tokenizer.save_pretrained(found[name])
+    return found
+
+
+def _saved(run):
+    return load_file(f"{run.run_dir}/model/model.safetensors")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", MODELS)
+def test_two_steps_of_ppo_on_one_and_two_ranks(name, folders, tmp_path):
+    kinds = {"dp1": {}, "dp2": {"mesh": "dp2"}, "fsdp": {"mesh": "dp2", "fsdp": True, "remat": "full"}}
+    kinds = {key: more for key, more in kinds.items() if name != "bloom" or key == "dp2"}
+    runs = {
+        key: funrl.train("ppo", model=folders[name], reward=digits, run_dir=str(tmp_path / key), **RUN, **more)
+        for key, more in kinds.items()
+    }
+    for run in runs.values():
+        assert len(run.metrics) == 2
+        for told in run.metrics:
+            assert told["rollout/logprob_gap_max"] < 1e-5
+            assert math.isfinite(told["actor/pg_loss"]) and told["actor/grad_norm"] > 0 and told["critic/grad_norm"] > 0
+        peer = transformers.AutoModelForCausalLM.from_pretrained(f"{run.run_dir}/model").eval()
+        raw = json.loads(Path(f"{run.run_dir}/model/config.json").read_text())
+        assert raw["architectures"] == [type(peer).__name__]
+        held, before = peer.state_dict(), load_file(f"{folders[name]}/model.safetensors")
+        for key, x in _saved(run).items():
+            assert torch.equal(held[key], x.to(held[key].dtype)), key
+        changed = [key for key, x in _saved(run).items() if key in before and not torch.equal(x.float(), before[key])]
+        assert len(changed) > 20
+        made = funrl.generate(f"{run.run_dir}/model", ["1+4="], max_new_tokens=3)
+        assert made == run.model.generate(["1+4="], max_new_tokens=3)
+    if "fsdp" in runs:  # the same rows on the same ranks: shards and layers computed again change nothing
+        whole, sharded = (runs[key].metrics[0] for key in ("dp2", "fsdp"))
+        for key in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+            assert sharded[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ({"engine": "native"}, "--engine=native: the policy is GPT2LMHeadModel, transformers' own code.*--engine=hf"),
+        ({"dtype": "float64"}, "--engine=hf: transformers' generate gives float32 at most"),
+        ({"compile": "on"}, "--compile=on: the policy is GPT2LMHeadModel, transformers' own code"),
+        ({"mesh": "tp2", "generate_mesh": "dp2"}, "tp2: the policy is GPT2LMHeadModel.*not split over tp; use dp"),
+        ({"repetition_penalty": 1.2, "top_k": 0}, "--engine=hf: a repetition_penalty of 1.2"),
+        ({"model_code": "native"}, "model_type is 'gpt2', supported are"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_the_run(flags, message, folders, tmp_path):
+    with pytest.raises((SettingsError, MeshError), match=message):
+        funrl.train("grpo", model=folders["gpt2"], reward=digits, run_dir=str(tmp_path / "run"), **RUN | flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+def test_the_dry_run_counts_all_but_generation(mesh, folders):
+    settings = Settings(model=folders["gpt2"], mesh=mesh, fsdp=mesh == "dp2", max_new_tokens=8, batch_prompts=8)
+    found = estimate(plain_job(settings, recipe("ppo")(), 1e12), 8, HARDWARE["cpu"])
+    assert "generation, which is by transformers' own code" in found.left_out
+    assert found.phases["update_policy"].flops > 2 * found.phases["score_reference"].flops > 0
+    assert found.phases["generate"].flops == 0 < found.phases["generate"].total
