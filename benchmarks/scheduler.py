@@ -136,7 +136,7 @@ def pass_seconds(rows: int, kv_tokens: float) -> float:
 
 
 def cache_bytes() -> float:
-    """What is left for keys and values, with 2 GB for activations and logits."""
+    """Memory for keys and values, beside the weights and 2 GB of activations and logits."""
     return USABLE * HARDWARE[DEVICE.value].memory - WEIGHT_BYTES - 2e9
 
 
