@@ -17,7 +17,7 @@ from funrl.cost.costs import Costs, Tracer, after, plus, times
 from funrl.cost.estimate import make_weights
 from funrl.cost.hardware import Hardware
 from funrl.rollout.backends import PassWork, TorchBackend
-from funrl.rollout.native import page_tokens, pass_tokens
+from funrl.rollout.native import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Generator
 from funrl.trainer.job import Job
@@ -51,6 +51,7 @@ def waves(
       generator: at the full depth of the model.
       room: bytes that the cache may have where no flag says how many.
     """
+    assert isinstance(generator.engine, NativeEngine)
     model = generator.engine.model
     rows, page = own_prompts(job, generator) * sampling.samples, _page_tokens(hardware)
     pages = -(-(prompt_tokens + sampling.max_new_tokens) // page)

@@ -20,7 +20,8 @@ from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.experiments.arguments import arguments_of, find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
-from funrl.models import Model, hf
+from funrl.models import Config, Model, hf
+from funrl.models.generation_config import sampling_defaults
 from funrl.rewards.load import Reward
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import complete
@@ -73,7 +74,8 @@ def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: in
       model: a Hugging Face directory, the name of a model in the local cache, or the model of a run.
       texts: prompts.
       seed: fixes the samples.
-      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy where no temperature is given.
+      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Those that are not given are as the
+        model's generation_config.json says; greedy where neither gives a temperature, or the file does not sample.
 
     Returns: one completion a text.
 
@@ -89,10 +91,22 @@ def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: in
     engine = native_engine(made, single(device), decode=decode)
     engine.load(trees.named(params), 0)
     stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
-    how = Sampling(**({"greedy": "temperature" not in sampling, "stop": stop} | sampling))
+    how = Sampling(**({"stop": stop} | sampling_of_model(made.config, "temperature" in sampling) | sampling))
     prompts = [encode_prompt(tokenizer, text)[0] for text in texts]
     done = complete(engine, requests_of(prompts, how, seed))
     return completion_texts(done, decode, [prompt[-1] for prompt in prompts for _ in range(how.samples)])
+
+
+def sampling_of_model(config: Config, sampled: bool) -> dict[str, Any]:
+    """Fields of `Sampling` by a model's generation_config.json.
+
+    Args:
+      sampled: a temperature is given, so that completions are sampled whatever the file says.
+    """
+    found = sampling_defaults(config)
+    greedy = not sampled and found.get("temperature", 0.0) == 0.0
+    idle = ("temperature", "top_k", "top_p", "min_p") if greedy else ("temperature",) * sampled
+    return {"greedy": greedy} | {name: x for name, x in found.items() if name not in idle}
 
 
 @dataclasses.dataclass(frozen=True)

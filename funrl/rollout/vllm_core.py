@@ -34,7 +34,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_sampler import NO_TOKEN, DrawParameters, RequestSampler
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
-FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
+PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
@@ -137,8 +137,8 @@ class Core(Protocol):
 
 def vllm_problem(config: Config, device: str, dtype: torch.dtype) -> str | None:
     """Reason why vLLM cannot generate with a model of these sizes; None where none is known."""
-    if config.family not in FAMILIES:
-        return f"model_type is {config.family!r}; weights go into vLLM for {', '.join(FAMILIES)} so far"
+    if config.family not in PROVEN_FAMILIES:
+        return f"model_type is {config.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
     if device == "cpu" and config.head not in CPU_HEADS:

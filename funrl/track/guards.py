@@ -1,4 +1,4 @@
-"""What goes wrong in runs, read off their metrics: each guard is a function of the steps so far, and says what helps.
+"""Guards: functions of the metrics of a run that say, in plain words, what goes wrong and what helps.
 
 A guard looks at the rows of metrics.jsonl, newest last, and gives a line of plain words with the flag that helps, or
 None. A run asks them after every step and shows what each says once; the report asks them again.
@@ -19,7 +19,7 @@ Guard = Callable[[Sequence[Row]], str | None]
 
 
 class Finding(NamedTuple):
-    """What a guard said.
+    """Message of a guard.
 
     Attributes:
       step: the first at which it spoke.
@@ -42,7 +42,7 @@ class Watch:
         self.spoken: set[str] = set()
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """What is new with this step.
+        """Messages that are new with this step.
 
         Args:
           step: from 1.
@@ -59,7 +59,7 @@ class Watch:
 
 
 def findings(rows: Sequence[Row]) -> Iterator[Finding]:
-    """What a run was told, from its metrics, in the order of steps."""
+    """Messages of all guards about a run, from its metrics, in the order of steps."""
     watch = Watch()
     for row in rows:
         yield from watch.look(int(row["step"]), {name: row[name] for name in READ if row.get(name) is not None})
@@ -268,4 +268,4 @@ READ = frozenset(
         "response_length/mean",
         "partial/staleness_mean",
     }
-)  # fmt: skip  (what guards read)
+)  # fmt: skip  (by guards)

@@ -147,7 +147,7 @@ def _legend(run: RunFiles) -> str:
 
 
 def _noticed(run: RunFiles) -> str:
-    """What guards said of the run."""
+    """Messages of the guards about the run."""
     items = [f"<li>step {found.step}: {_text(found.text)}</li>" for found in findings(run.rows)]
     return _section("Noticed", '<div><ul class="noticed">', [*items, "</ul>"] if items else [])
 

@@ -137,6 +137,10 @@ def _check_requirements(settings: Settings) -> None:
 def _check_engine(settings: Settings) -> None:
     if settings.engine != "native" and settings.dry_run:
         raise SettingsError(f"--engine={settings.engine}: --dry_run counts the native engine; leave one of them out")
+    if settings.engine != "native" and settings.speculate:
+        raise SettingsError(
+            f"--speculate={settings.speculate} does nothing with --engine={settings.engine}; leave it out"
+        )
     if settings.engine_url is not None and settings.engine != "vllm_server":
         raise SettingsError(f"--engine_url={settings.engine_url} does nothing without --engine=vllm_server")
     if settings.engine_url is None and settings.engine == "vllm_server":

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from funrl.compiled_kernels.decode_step import packed_decoder
 from funrl.compiled_kernels.kernel_library import KernelError, library_problem
+from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear
+from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
+from funrl.models import Config, decoder_model
 
 NO_KERNEL = library_problem()
 pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
@@ -61,6 +65,42 @@ def test_a_sequence_depends_on_no_other_one(dtype, window):
             assert torch.equal(alone, out[part])
     prefix = slice(57, 100)  # a token depends on none behind it
     assert torch.equal(packed_attention(q[prefix], k[prefix], v[prefix], torch.tensor([0, 43]), window), out[prefix])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_forward_pass_of_these_is_that_of_the_engine(name):
+    """The trainer's pass with these products and attention, beside one call of the decoding step over the same texts:
+    what is left between them is the rounding of norms, rotations and the gate."""
+    more = {"family": "qwen3", "qk_norm": True} if name == "qwen3" else {}
+    config = Config(vocab=70, embed=48, layers=3, heads=6, kv_heads=2, head=16, mlp=80, **more)
+    params = decoder_model(config).init(torch.Generator().manual_seed(0))
+    lengths = [5, 21, 40]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    tokens = torch.randint(0, 70, (len(positions),), generator=torch.Generator().manual_seed(1))
+    rope, x = (
+        rotary(positions, frequencies(config.head, config.rope_theta, None), torch.float32),
+        params["embed"][tokens],
+    )
+
+    def linear(h, weight):
+        return packed_linear(h, pack_linear(weight))
+
+    for layer in params["layers"]:
+        attn, mlp, h = layer["attn"], layer["mlp"], rms_norm(x, layer["attn_norm"], config.norm_eps)
+        q, k, v = (linear(h, attn[one].flatten(0, 1)).unflatten(1, attn[one].shape[:2]) for one in "qkv")
+        if config.qk_norm:
+            q, k = (rms_norm(y, attn[f"{one}_norm"], config.norm_eps) for y, one in ((q, "q"), (k, "k")))
+        out = packed_attention(*(rotate(y[None], rope)[0] for y in (q, k)), v, offsets)
+        x = x + linear(out.flatten(1), attn["o"].flatten(1))
+        h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+        x = x + linear(torch.nn.functional.silu(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
+    logits = linear(rms_norm(x, params["norm"], config.norm_eps), params["unembed"])
+    decoder = packed_decoder(config, params, torch.float32)
+    tables = torch.arange(9, dtype=torch.int32).view(3, 3)
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    engine = decoder.forward(decoder.init_cache(9), tokens, positions, sequence, tables, torch.arange(len(tokens)))
+    assert (logits - engine).abs().max() < 2e-6 * engine.abs().max()
 
 
 def test_bad_input_is_named():

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +151,21 @@ def test_greedy_completions_are_the_likeliest_tokens_and_samples_follow_their_se
     drawn = [funrl.generate(model, ["12+30="] * 8, max_new_tokens=6, temperature=1.0, seed=s) for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 1
     assert len(funrl.generate(model, ["1+1="], max_new_tokens=2, temperature=1.0, samples=3)) == 3
+
+
+def test_completions_are_drawn_as_the_models_generation_config_says(model):
+    texts, file = ["12+30="] * 12, Path(model) / "generation_config.json"
+    greedy = funrl.generate(model, texts, max_new_tokens=6)
+    file.write_text(json.dumps({"do_sample": True, "temperature": 3.0, "top_k": 4, "eos_token_id": 5}))
+    given = {"temperature": 3.0, "top_k": 4, "max_new_tokens": 6}
+    said = funrl.generate(model, texts, max_new_tokens=6)
+    assert len(set(greedy)) == 1 < len(set(said)) and said == funrl.generate(model, texts, **given)
+    assert funrl.generate(model, texts, max_new_tokens=6, greedy=True) == greedy
+    assert funrl.generate(model, texts, max_new_tokens=6, temperature=3.0) == said  # what is not given is the file's
+    file.write_text(json.dumps({"do_sample": False, "temperature": 3.0, "top_k": 4}))
+    assert funrl.generate(model, texts, max_new_tokens=6) == greedy
+    file.write_text(json.dumps({"do_sample": True, "top_k": 1}))
+    assert funrl.generate(model, texts, max_new_tokens=6) == greedy
 
 
 def test_texts_in_memory_for_a_supervised_recipe():

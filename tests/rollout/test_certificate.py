@@ -319,6 +319,24 @@ def test_an_engine_that_computes_with_earlier_weights_is_found_by_the_probe_alon
         check(engine, params, version=2, probes=True)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "torch"])
+def test_a_prefix_that_stays_in_the_cache_after_a_load_is_found_by_the_probe_alone(packed, monkeypatch):
+    """The real cache: pages of the probe's own prompts, whose keys and values are of the weights before."""
+    engine = native_engine(decoder_model(CONFIG), packed=packed)
+    engine.load(engine.weights.named(weights()), 1)
+    assert check(engine, weights(), version=1, probes=True)["sync/verified"] == 1
+    params, before = weights(seed=1), engine.cost().cached
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_drop_cache", lambda: None)
+        engine.load(engine.weights.named(params), 2)
+    assert check(engine, params, version=2) == {"sync/verified": 1.0}
+    with pytest.raises(SyncError, match=r"what it has made of them is wrong or stale, such as .* cached prefixes"):
+        check(engine, params, version=2, probes=True)
+    assert engine.cost().cached > before
+    engine.load(engine.weights.named(params), 2)
+    assert check(engine, params, version=2, probes=True)["sync/probe_gap"] < 1e-5
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_probe_allows_what_rounding_does_and_no_exchange_of_layers(dtype):
     params = weights()
