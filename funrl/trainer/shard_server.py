@@ -314,7 +314,7 @@ def _database(base: str) -> dict[str, Any]:
 
 
 def _spec(base: str, name: str, array: Array | None) -> dict[str, Any]:
-    """Where an array is, and what it is, if that is to be written."""
+    """The place of an array, and its metadata, if that is to be written."""
     spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**_database(base), "path": name.replace("/", ".") + "/"}}
     if array is None:
         return spec
@@ -331,7 +331,7 @@ def _spec(base: str, name: str, array: Array | None) -> dict[str, Any]:
 
 
 def _tree_entry(name: str, array: Array) -> dict[str, Any]:
-    """What orbax wants to know of an array."""
+    """The entry of an array in the tree that orbax reads."""
     keys = [{"key": key, "key_type": 2} for key in name.split("/")]  # 2: of a dict
     kind = "scalar" if array.scalar else "np.ndarray"
     return {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": False}}
