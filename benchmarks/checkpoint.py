@@ -63,7 +63,8 @@ class Bench:
         self.mesh, self.folder = mesh, Path(folder)
         self.tensors, self.layouts = made(mesh, gb)
         self.own: OwnShards = own_shards(self.tensors, self.layouts, mesh)
-        self.memory, self.server, self.number = Memory(self.own.nbytes), ShardServer(), 0
+        self.memory, self.number = Memory(self.own.nbytes), 0
+        self.server, self.reader = ShardServer(), ShardServer()  # a run reads before it writes, at full priority
         self.server.send(Reserve(self.memory.path, self.own.nbytes))
         self.finish()
 
@@ -96,7 +97,7 @@ class Bench:
 
     def read(self) -> None:
         found = recorded(self.folder / f"step-{self.number}")
-        for name, x in read_tensors(str(found.path), found.arrays, self.tensors, self.layouts, self.mesh, self.server):
+        for name, x in read_tensors(str(found.path), found.arrays, self.tensors, self.layouts, self.mesh, self.reader):
             assert x.shape == self.tensors[name].shape
 
     def plain_write(self) -> None:
@@ -154,6 +155,7 @@ def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> d
             seconds[name].append(bench.timed(run))
             bench.finish()
     bench.server.close()
+    bench.reader.close()
     return seconds
 
 

@@ -69,7 +69,8 @@ def kill_once(folder: Path, mesh: str, steps: int, kind: str, draw: random.Rando
       Lost: a checkpoint or a line is gone.
     """
     run, at = started(folder, mesh, steps), draw.randint(1, 3)
-    begin, deadline, seen = max(checkpoints(folder), default=0), time.monotonic() + 300, 0
+    begin = max((*checkpoints(folder), *(int(row["step"]) for row in finished_lines(folder))), default=0)
+    deadline, seen = time.monotonic() + 300, 0
     while run.poll() is None and seen < begin + at and time.monotonic() < deadline:
         seen = max((int(row["step"]) for row in finished_lines(folder)), default=0)
         time.sleep(0.005)
@@ -79,14 +80,14 @@ def kill_once(folder: Path, mesh: str, steps: int, kind: str, draw: random.Rando
     before, lines = checkpoints(folder), finished_lines(folder)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     ranks = [int(pid) for pid in children.read_text().split()] if run.poll() is None else []
-    if run.poll() is not None or not ranks:
+    if run.poll() is not None:
         _, error = run.communicate()
         if run.returncode:
             raise Lost(f"the run ended by itself with status {run.returncode}: {error}")
         return False
-    if kind == "rank":
+    if kind == "rank" and ranks:
         os.kill(draw.choice(ranks), signal.SIGKILL)
-    elif kind == "launcher":
+    elif kind in ("rank", "launcher"):
         run.kill()
     else:
         os.killpg(run.pid, signal.SIGKILL)
@@ -107,7 +108,7 @@ def survive(folder: Path, mesh: str, kills: int, seed: int) -> int:
     Raises:
       Lost: the two differ, or something was lost on the way.
     """
-    draw, steps, killed = random.Random(seed), 3 * kills + 2, 0
+    draw, steps, killed = random.Random(seed), 5 * kills + 5, 0
     for number in range(kills):
         killed += kill_once(folder / "run", mesh, steps, KINDS[number % len(KINDS)], draw)
     for name in ("run", "whole"):

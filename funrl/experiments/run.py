@@ -165,7 +165,7 @@ def _signals() -> Iterator[None]:
 
 
 def _stopped(step: int, run_dir: str | None) -> str:
-    """What to do about a run that was asked to stop."""
+    """The way on for a run that was asked to stop."""
     return f"terminated after step {step}, which is saved; --resume --run_dir={run_dir} continues"
 
 

@@ -29,7 +29,7 @@ SCALARS = {bool: "bool", int: "int64", float: "float64"}
 
 
 class Recorded(NamedTuple):
-    """What a checkpoint says of itself.
+    """The record of a checkpoint.
 
     Attributes:
       arrays: everything in it, by name.
@@ -88,7 +88,7 @@ def sweep(folder: str | Path) -> None:
 
 
 def recorded(path: str | Path) -> Recorded:
-    """What a checkpoint says of itself, after a look at the sizes of its files.
+    """The record of a checkpoint, after a look at the sizes of its files.
 
     Raises:
       DamagedError: a file is missing or has another size, or the record cannot be read.

@@ -1,4 +1,4 @@
-"""When a run saves its state, what it keeps of it, and how it goes on from there."""
+"""Saves of a run: when they are due, which are kept, and the way on from one."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class Saver:
                 self.memory.close()
 
     def _prepare(self, state: State) -> tuple[OwnShards, Memory]:
-        """What this rank writes of a state, and the memory for it, which is made while the run computes.
+        """Own shards of a state, and the memory for them, which is made while the run computes.
 
         What the source holds, such as rows that are begun, is on the first rank, and changes in size.
         """
@@ -295,7 +295,7 @@ def kept_steps(scores: Mapping[int, float | None], count: int) -> set[int]:
 
 
 def score_of(metrics: Mapping[str, float]) -> float | None:
-    """How good a checkpoint is, larger is better: by the held-out reward, or loss, of its very step; None: unknown."""
+    """Score of a checkpoint, larger is better: the held-out reward, or loss, of its very step; None: unknown."""
     found = [sign * metrics[name] for name, sign in BETTER.items() if name in metrics]
     return found[0] if found else None
 

@@ -367,7 +367,7 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
 
 
 class Interval(typing.NamedTuple):
-    """How often something is done: in steps, or in seconds; 0 of both: never."""
+    """Interval in steps, or in seconds; 0 of both: never."""
 
     steps: int
     seconds: float

@@ -36,7 +36,7 @@ COMPLETE = "complete.json"  # written last: a checkpoint that has it is whole
 FILE_BYTES = 256 << 20
 CACHE_BYTES = 64 << 20  # of the databases' index
 COPY_THREADS, FILE_THREADS = 2, 8
-NICENESS = 10  # training comes first
+NICENESS = 5  # while writing: training comes first
 
 Ends = tuple[tuple[int, int], ...]
 
@@ -138,8 +138,6 @@ def main() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
     requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # whatever a library prints is no answer
     while True:
@@ -170,6 +168,8 @@ def answered(request: Any) -> str | None:
 def write_own(request: WriteShards) -> str | None:
     """Write this rank's part; leave word of it, good or bad, where `commit` looks."""
     problem = None
+    with contextlib.suppress(OSError):
+        os.nice(max(0, NICENESS - os.nice(0)))
     try:
         _write_parts(request)
     except Exception as error:
@@ -314,7 +314,7 @@ def _database(base: str) -> dict[str, Any]:
 
 
 def _spec(base: str, name: str, array: Array | None) -> dict[str, Any]:
-    """Where an array is, and what it is, if that is to be written."""
+    """The place of an array, and its metadata, if that is to be written."""
     spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**_database(base), "path": name.replace("/", ".") + "/"}}
     if array is None:
         return spec
@@ -331,7 +331,7 @@ def _spec(base: str, name: str, array: Array | None) -> dict[str, Any]:
 
 
 def _tree_entry(name: str, array: Array) -> dict[str, Any]:
-    """What orbax wants to know of an array."""
+    """The entry of an array in the tree that orbax reads."""
     keys = [{"key": key, "key_type": 2} for key in name.split("/")]  # 2: of a dict
     kind = "scalar" if array.scalar else "np.ndarray"
     return {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": False}}

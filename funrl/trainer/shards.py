@@ -45,7 +45,7 @@ class ShardError(RuntimeError):
 
 
 class OwnShards(NamedTuple):
-    """What one rank writes of a state.
+    """The part of a state that one rank writes.
 
     Attributes:
       arrays: of the whole state, by name.
@@ -89,7 +89,7 @@ def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mes
 
 
 def joined_shards(one: OwnShards, other: OwnShards) -> OwnShards:
-    """What one rank writes of two sets of tensors."""
+    """The parts of two sets of tensors that one rank writes."""
     parts = (*one.parts, *(part._replace(offset=part.offset + one.nbytes) for part in other.parts))
     return OwnShards(one.arrays | other.arrays, parts, one.created | other.created, one.nbytes + other.nbytes)
 
@@ -136,7 +136,7 @@ class Memory:
         self.bytes = mmap.mmap(self.file.fileno(), nbytes) if nbytes else None
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """A tensor that lies there."""
+        """A tensor in these bytes."""
         count = math.prod(shape)
         if not count or self.bytes is None:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -166,7 +166,7 @@ class ShardServer:
         self.waiting += 1
 
     def answers(self, wait: bool) -> list[str]:
-        """What went wrong in the requests that have been answered, or where `wait` in all of them."""
+        """Problems of the requests that have been answered, or where `wait` of all of them."""
         problems = []
         while self.waiting and (wait or self.replies.poll()):
             try:
