@@ -3,6 +3,7 @@
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
 funrl export RUN_DIR --step=50
+funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
 
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name == "export":
         return export(argv[1:])
+    if name == "doctor":
+        from funrl.experiments.doctor import doctor
+
+        return doctor(argv[1:])
     if name in experiment_names():
         sys.argv = program
         runpy.run_module(f"funrl.experiments.{name}", run_name="__main__")
@@ -92,7 +97,8 @@ def listing() -> str:
     column = max(len(name) for name, _ in experiments + recipes) + 2
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
-    return "\n".join([*parts, "", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"])
+    parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 
 def _lines(entries: Sequence[tuple[str, str]], column: int) -> list[str]:

@@ -26,8 +26,8 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.processes import RankProgram, WorkerError, can_fork, run_processes
 
 __all__ = [
-    "WorkerError", "check_devices", "cores", "device_type", "groups", "launch", "local_ranks", "ranks_per_node",
-    "submesh", "view",
+    "WorkerError", "check_devices", "communication_backends", "cores", "device_type", "groups", "launch", "local_ranks",
+    "ranks_per_node", "submesh", "view",
 ]  # fmt: skip
 
 Before = Callable[[int], contextlib.AbstractContextManager[Any]]
@@ -39,6 +39,12 @@ _made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] =
 def device_type() -> str:
     """ "cuda" where torch sees a GPU (ROCm included), else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def communication_backends() -> tuple[str, ...]:
+    """Backends of torch.distributed that this build has, of those that ranks use."""
+    there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    return tuple(name for name, available in there.items() if dist.is_available() and available())
 
 
 def check_devices(sizes: Mapping[str, int], device: str) -> None:
