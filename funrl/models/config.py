@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from funrl.models.config_fields import LARGEST_SIZES
 from funrl.models.families import FAMILIES, FULL, SLIDING, HFFamily, ModelError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -120,6 +121,8 @@ class Config:
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.layers > LARGEST_SIZES["num_hidden_layers"]:
+            raise ModelError(f"layers is {self.layers}, it must be at most {LARGEST_SIZES['num_hidden_layers']}")
         if self.module:
             return
         if self.heads % self.kv_heads:

@@ -22,16 +22,18 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.models.config import Config, ModelError, architecture, config_from_hf, config_to_hf
+from funrl.models.config_fields import check_config_fields
 from funrl.models.decoder import decoder_model
 from funrl.models.families import FAMILIES
 from funrl.models.generation_config import GENERATION, with_generation_config
 from funrl.models.model import Model
 from funrl.models.names import UNEMBED, Stored, fused, stored_in
 from funrl.models.value_head import with_value_head
+from funrl.models.weight_files import INDEX, WHOLE, read_json, weight_tables
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "BF16", "F16")
 CLASSIFIER = "ForSequenceClassification"
+TIED_ROWS = 4096  # compared at a time
 
 
 def load_model(path: str | Path, code: str = "native") -> Model:
@@ -50,8 +52,9 @@ def load_model(path: str | Path, code: str = "native") -> Model:
       ModelError: a file is missing, broken or describes a model that is not supported.
     """
     file = Path(path) if Path(path).is_file() else _directory(path) / "config.json"
-    raw = _json(file)
+    raw = read_json(file)
     try:
+        check_config_fields(raw)
         config, make = _config_of(raw, code)
         if _is_classifier(raw):
             if config.module:
@@ -59,12 +62,15 @@ def load_model(path: str | Path, code: str = "native") -> Model:
             return with_value_head(decoder_model(config))
         beside = file.with_name(GENERATION)
         if file.name == "config.json" and beside.exists():
-            file, generation = beside, _json(beside)
+            file, generation = beside, read_json(beside)
             config = with_generation_config(config, generation)
             file = file.with_name("config.json")
         return make(config)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
+    except Exception as error:  # transformers raises what it likes, in several lines
+        said = " ".join(str(error).split())
+        raise ModelError(f"{file}: it describes no model ({type(error).__name__}: {said})") from error
 
 
 def _config_of(raw: Mapping[str, Any], code: str) -> tuple[Config, Callable[[Config], Model]]:
@@ -120,7 +126,7 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
     model = load_model(_directory(folder), code)
     config = model.config
     found: dict[str, tuple[tuple[int, ...], str, str]] = {}
-    for file, table in _tables(folder).items():
+    for file, table in weight_tables(folder).items():
         for name, entry in table.items():
             found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
     expected = {one.name: one.shape for one in _stored(model, found).values()}
@@ -138,6 +144,8 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
             raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
         if dtype not in FLOATS:
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
+    if config.tied and model.unembed is not None and not config.module and UNEMBED in found:
+        _check_tied(*(folder / found[name][2] for name in (model.names["embed"][0], UNEMBED)), model.names["embed"][0])
     return model
 
 
@@ -164,7 +172,7 @@ def load(
     model = check_directory(folder) if model is None else model
     wanted = dtype or getattr(torch, model.config.dtype)
     device = torch.device("cpu") if mesh is None else mesh.device
-    where = {name: file for file, table in _tables(folder).items() for name in table}
+    where = {name: file for file, table in weight_tables(folder).items() for name in table}
     opened: dict[Path, Any] = {}
     stored = _stored(model, where)
 
@@ -292,56 +300,18 @@ def _architecture(model: Model) -> str:
     return name
 
 
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ModelError(f"{file} is missing")
-    try:
-        raw = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
-    return raw
-
-
-def _tables(folder: Path) -> dict[Path, dict[str, Any]]:
-    """The files of weights with their tables; all that an index names must be there."""
-    if (folder / WHOLE).is_file():
-        return {folder / WHOLE: _table(folder / WHOLE)}
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"{folder} has neither {WHOLE} nor {INDEX}; other formats of weights are not read")
-    weight_map = _json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{folder / INDEX} has no weight_map")
-    tables = {}
-    for name in sorted(set(weight_map.values())):
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder / name} is missing; {INDEX} names it")
-        tables[folder / name] = _table(folder / name)
-    for name, file in weight_map.items():
-        if name not in tables[folder / file]:
-            raise ModelError(f"{folder / file} lacks {name}, which {INDEX} says is in it")
-    return tables
-
-
-def _table(file: Path) -> dict[str, Any]:
-    """The table of a safetensors file: the length of the table, the table in JSON, then the numbers."""
-    size = file.stat().st_size
-    if size == 0:
-        raise ModelError(f"{file} is empty; it should hold weights")
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or 8 + length > size:
-            raise ModelError(f"{file} is cut short: it has {size} bytes, its table alone should have {length}")
-        try:
-            table = json.loads(stream.read(length))
-            table.pop("__metadata__", None)
-            expected = 8 + length + max((entry["data_offsets"][1] for entry in table.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ModelError(f"{file} is not a safetensors file: it does not begin with a table") from None
-    if size != expected:
-        raise ModelError(f"{file} has {size} bytes, its table says {expected}: it is cut short or damaged")
-    return table
+def _check_tied(embed_file: Path, file: Path, embed: str) -> None:
+    """Raise ModelError where a second copy of tied embeddings is not a copy. Both are read, some rows at a time."""
+    with safe_open(embed_file, framework="pt") as first, safe_open(file, framework="pt") as second:
+        one, other = first.get_slice(embed), second.get_slice(UNEMBED)
+        shapes = [tuple(part.get_shape()) for part in (one, other)]
+        rows = range(0, shapes[0][0], TIED_ROWS) if shapes[0] == shapes[1] else ()
+        if rows and all(torch.equal(one[i : i + TIED_ROWS], other[i : i + TIED_ROWS]) for i in rows):
+            return
+    raise ModelError(
+        f"{file}: {UNEMBED} is not {embed}, but config.json has tie_word_embeddings: true; set it to false to use "
+        f"both, or take {UNEMBED} out of the file"
+    )
 
 
 def _redundant(name: str, config: Config) -> bool:

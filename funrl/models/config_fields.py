@@ -1,0 +1,104 @@
+"""Types and sizes of the fields of a Hugging Face config.json, by name, checked before anything is made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from funrl.models.families import FAMILIES, ModelError
+
+# The largest value that is taken for real: a larger one would take all memory before its mistake is found.
+LARGEST_SIZES = {
+    "vocab_size": 2**26,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**40,
+}
+POSITIVE = (
+    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "embedding_multiplier", "residual_multiplier",
+    "attention_multiplier", "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+COUNTS = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "num_labels")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention")
+NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:7])
+ROPE_FIELDS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def check_config_fields(raw: Mapping[str, Any]) -> None:
+    """Check the fields of a parsed config.json that this package reads, where its family is one of `FAMILIES`.
+
+    Raises:
+      ModelError: naming the field, its value and what it must be.
+    """
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        return
+    for fields, text, holds in RULES:
+        for field in fields:
+            if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):
+                raise ModelError(f"{field} is {_short(raw[field])}, it must be {text}")
+    for field, largest in LARGEST_SIZES.items():
+        value = raw.get(field)
+        if value is not None and not (type(value) is int and 1 <= value <= largest):
+            least = "a whole number of at least 1"
+            raise ModelError(f"{field} is {_short(value)}, it must be {least} and at most {largest}")
+    for field in ("rope_scaling", "rope_parameters"):
+        _check_rope(field, raw.get(field) or {})
+
+
+def _check_rope(name: str, rope: Mapping[str, Any]) -> None:
+    for field, value in rope.items():
+        if isinstance(value, Mapping):
+            _check_rope(f"{name}.{field}", value)
+        elif field in ROPE_FIELDS and value is not None and not _positive(value):
+            raise ModelError(f"{name}.{field} is {_short(value)}, it must be a number above 0")
+        elif field in ("rope_type", "type") and not isinstance(value, str):
+            raise ModelError(f"{name}.{field} is {_short(value)}, it must be text")
+
+
+def _positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0 if not isinstance(value, int) or value < 2**63 else False
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 2**63
+
+
+def _token(value: Any) -> bool:
+    return type(value) is int and -1 <= value < 2**63  # -1 is none, in old files
+
+
+def _tokens(value: Any) -> bool:
+    return _token(value) or (isinstance(value, list) and all(map(_token, value)))
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) for item in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (POSITIVE, "a number above 0", _positive),
+    (COUNTS, "a whole number of at least 1", _count),
+    (SWITCHES, "true or false", lambda value: isinstance(value, bool)),
+    (("max_window_layers",), "a whole number of at least 0", lambda value: value == 0 or _count(value)),
+    (("bos_token_id", "eos_token_id", "pad_token_id"), "a token id or a list of them", _tokens),
+    (("architectures", "layer_types"), "a list of texts", _texts),
+    (("no_rope_layers",), "a list of 0 and 1", _numbers),
+    (("rope_scaling", "rope_parameters", "id2label"), "an object", lambda value: isinstance(value, dict)),
+    (("dtype", "torch_dtype", "hidden_act", "hidden_activation"), "text", lambda value: isinstance(value, str)),
+)

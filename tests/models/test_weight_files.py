@@ -1,0 +1,137 @@
+"""Odd config.json, index and table of weights: refused in a line that names the file and the field."""
+
+import json
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from funrl.models import Config, decoder_model, hf
+from funrl.models.config import ModelError
+from funrl.models.weight_files import TABLE_LIMIT, read_table
+
+CONFIG = Config(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, head=4, mlp=8, tied=True, eos=(1,), pad=0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = decoder_model(CONFIG)
+    hf.save(tmp_path / "model", model, model.init(torch.Generator().manual_seed(0)))
+    return tmp_path / "model"
+
+
+def write_table(file, table, nbytes=0):
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TABLES = [
+    ([1], 0, "does not begin with a table"),
+    (b"[" * 5000, 0, "does not begin with a table"),
+    ({"a": None}, 0, "a has the entry None, not an object"),
+    ({"a": ENTRY | {"dtype": 3}}, 8, "a has dtype 3, it must be text"),
+    ({"a": ENTRY | {"shape": [-2]}}, 8, "a has shape [-2], it must be a list of whole numbers"),
+    ({"a": ENTRY | {"shape": [True]}}, 8, "a has shape [True]"),
+    ({"a": ENTRY | {"shape": None}}, 8, "a has shape None"),
+    ({"a": ENTRY | {"shape": [2**62, 2**62]}}, 8, "of shape [4611686018427387904, 4611686018427387904] takes"),
+    ({"a": ENTRY | {"data_offsets": [8, 0]}}, 8, "a has data_offsets [8, 0]"),
+    ({"a": ENTRY | {"data_offsets": "08"}}, 8, "a has data_offsets '08'"),
+    ({"a": ENTRY | {"data_offsets": [0, 2**63]}}, 8, "takes 8 bytes"),
+    ({"a": ENTRY, "b": ENTRY}, 8, "b has data_offsets [0, 8], which overlaps a"),
+    ({"a": ENTRY, "b": ENTRY | {"data_offsets": [12, 20]}}, 20, "b has data_offsets [12, 20], which leaves a hole"),
+    ({"a": ENTRY}, 4, "it is cut short or damaged"),
+]
+
+
+@pytest.mark.parametrize(("table", "nbytes", "says"), TABLES, ids=range(len(TABLES)))
+def test_an_odd_table_is_refused(table, nbytes, says, tmp_path):
+    write_table(tmp_path / "x.safetensors", table, nbytes)
+    with pytest.raises(ModelError) as refused:
+        read_table(tmp_path / "x.safetensors")
+    assert str(refused.value).startswith(str(tmp_path / "x.safetensors")) and says in str(refused.value)
+
+
+def test_an_absurd_table_is_not_read(tmp_path):
+    with open(tmp_path / "x.safetensors", "wb") as file:  # sparse
+        file.write(struct.pack("<Q", TABLE_LIMIT + 1))
+        file.truncate(TABLE_LIMIT + 100)
+    with pytest.raises(ModelError, match="safetensors allows"):
+        read_table(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("../other/model.safetensors", "which is not in the directory; put it there"),
+        ("/etc/passwd", "which is not in the directory"),
+        (None, "is None, it must be the name of a file"),
+        (3, "is 3, it must be"),
+        ("a\0b", "it must be the name of a file"),
+        ("x" * 300, "it must be the name of a file"),
+        ("gone.safetensors", "gone.safetensors is missing"),
+        ("model.safetensors", "lacks x"),
+    ],
+)
+def test_an_index_names_files_of_its_directory(file, says, folder):
+    shutil.copytree(folder, folder.parent / "other")
+    (folder / "part.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors").unlink()
+    if file == "model.safetensors":
+        file = "part.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
+    with pytest.raises(ModelError) as refused:
+        hf.check_directory(folder)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_second_copy_of_tied_embeddings_is_a_copy(folder):
+    weights = load_file(folder / "model.safetensors")
+    copy = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": copy}, folder / "model.safetensors")
+    assert hf.check_directory(folder).config.tied
+    copy[3, 3] += 1
+    save_file(weights | {"lm_head.weight": copy}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lm_head.weight is not model.embed_tokens.weight.*set it to false to use"):
+        hf.check_directory(folder)
+    save_file(weights | {"lm_head.weight": copy[:3].clone()}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="tie_word_embeddings: true"):
+        hf.check_directory(folder)
+
+
+FIELDS = [
+    ("rms_norm_eps", "small", "a number above 0"), ("rms_norm_eps", None, "a number above 0"),
+    ("rms_norm_eps", float("nan"), "a number above 0"), ("rope_theta", 10**400, "a number above 0"),
+    ("rope_theta", [1], "a number above 0"), ("sliding_window", "many", "at least 1"),
+    ("eos_token_id", "</s>", "a token id or a list"), ("eos_token_id", [1, None], "a token id or a list"),
+    ("bos_token_id", 1.5, "a token id"), ("pad_token_id", {}, "a token id"), ("tie_word_embeddings", "yes", "true or"),
+    ("layer_types", 3, "a list of texts"), ("layer_types", [["full_attention"]], "a list of texts"),
+    ("architectures", "Llama", "a list of texts"), ("rope_scaling", [8], "an object"),
+    ("rope_scaling", {"rope_type": ["linear"]}, "must be text"),
+    ("rope_scaling", {"rope_type": "linear", "factor": "8"}, "rope_scaling.factor is '8', it must be a number"),
+    ("dtype", 32, "must be text"), ("vocab_size", 10**30, "at most"), ("num_hidden_layers", 10**9, "at most 4096"),
+    ("num_hidden_layers", 2.0, "a whole number"), ("hidden_size", True, "a whole number"),
+    ("max_window_layers", -1, "at least 0"), ("num_labels", "one", "at least 1"), ("id2label", [0], "an object"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value", "says"), FIELDS, ids=range(len(FIELDS)))
+def test_an_odd_field_is_named_with_its_value(field, value, says, folder):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "llama", field: value}))
+    with pytest.raises(ModelError) as refused:
+        hf.check_directory(folder, "auto")
+    assert str(refused.value).startswith(f"{folder / 'config.json'}: {field}") and says in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["many", [], {}, 10**9, float("nan")])
+def test_of_another_family_too_nothing_odd_is_a_traceback(value, folder):
+    raw = json.loads((folder / "config.json").read_text())
+    for field in ("n_embd", "n_layer", "n_head"):
+        small = raw | {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, field: value}
+        (folder / "config.json").write_text(json.dumps(small))
+        with pytest.raises(ModelError) as refused:
+            hf.check_directory(folder, "auto")
+        assert "\n" not in str(refused.value)
