@@ -73,7 +73,7 @@ def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        check(json.loads(line))
+                        check(parse_line(line))
                     except ValueError as error:  # what json and utf-8 raise is one too
                         raise DataError(f"{path}, line {number}: {error}") from error
                     offsets.append(offset)
@@ -82,6 +82,20 @@ def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines
     except OSError as error:
         raise DataError(f"{path}: it cannot be read: {error.strerror}") from error
     return JsonLines(path, np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64), stamp)
+
+
+def parse_line(line: bytes) -> Any:
+    """The record of a line of JSON. Raises: ValueError, it is no JSON, nested too deeply, or has text that is none."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+        if b"\\ud" in line.lower():
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(f"{half} is half of a surrogate pair, which no text has; write the character itself") from None
+    except RecursionError:
+        raise ValueError("nested too deeply; a record is an object with a few fields") from None
+    return record
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
+from funrl.data.json_lines import parse_line
+
 RESERVED = ("completion",)  # names that a reward function is given anyway
 T = TypeVar("T")
 
@@ -113,11 +115,13 @@ def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> 
 
 def _parse(where: str, line: bytes) -> Prompt:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = parse_line(line)
     except UnicodeDecodeError as error:
         raise PromptError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise PromptError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise PromptError(f"{where}: {error}") from error
     return _check_record(where, record)
 
 

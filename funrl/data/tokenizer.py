@@ -59,9 +59,10 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
-        raise TokenizerError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
+        said = " ".join(str(error).split())
+        raise TokenizerError(f"{folder}: transformers cannot load its tokenizer: {said}") from error
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> tuple[list[int], str]:

@@ -19,6 +19,7 @@ LARGEST_SIZES = {
     "head_dim": 2**16,
     "max_position_embeddings": 2**40,
 }
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
@@ -43,8 +44,8 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
             if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):
                 raise ModelError(f"{field} is {_short(raw[field])}, it must be {text}")
     for field, largest in LARGEST_SIZES.items():
-        value = raw.get(field)
-        if value is not None and not (type(value) is int and 1 <= value <= largest):
+        value = raw.get(field, 1)
+        if not ((value is None and field in MAY_BE_NULL) or (type(value) is int and 1 <= value <= largest)):
             least = "a whole number of at least 1"
             raise ModelError(f"{field} is {_short(value)}, it must be {least} and at most {largest}")
     for field in ("rope_scaling", "rope_parameters"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,21 @@ class RewardError(ValueError):
 
 def load_rewards(text: str) -> tuple[Reward, ...]:
     """The functions that "FILE.py:f,FILE.py:g" names, at least one. Raises: LoadError, as `loading.load_function`."""
-    return tuple(loading.load_function("reward", part.strip()) for part in text.split(","))
+    with torch_state_kept():
+        return tuple(loading.load_function("reward", part.strip()) for part in text.split(","))
+
+
+@contextlib.contextmanager
+def torch_state_kept() -> Iterator[None]:
+    """Put torch's grad mode, default dtype and default device back at the end: a reward's changes are not the run's."""
+    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)  # it is the CPU where none is set
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
@@ -77,7 +92,8 @@ def score_one(
 ) -> float:
     """The reward of one completion; `score_all` says of what kind, and what is raised."""
     try:
-        value = reward(prompt, completion, **fields)
+        with torch_state_kept():
+            value = reward(prompt, completion, **fields)
     except (Exception, SystemExit) as error:
         own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
         trace = "".join(traceback.format_exception(type(error), error, own))

@@ -32,6 +32,7 @@ from funrl.trainer.job_data import (
     check_budget,
     check_cache,
     check_prompt_lengths,
+    check_token_ids,
     fields_of_texts,
     prompts_of,
     texts_of,
@@ -121,6 +122,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
+    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)

@@ -233,6 +233,35 @@ def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: i
         )
 
 
+def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
+    """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
+
+    Raises:
+      SettingsError: one is beyond it, and the way out.
+    """
+    ends = [("eos_token_id of config.json", token) for token in config.eos]
+    ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
+    for name, token in ends:
+        if token is not None and token >= config.vocab:
+            raise SettingsError(f"the {name} is {token}{_beyond(config)}")
+    if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
+        return
+    examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
+    for example in examples:
+        texts = [example] if isinstance(example, Example) else example.texts
+        found = [token for one in texts for token in one.tokens if token >= config.vocab]
+        if found:
+            text = tokenizer.convert_ids_to_tokens(found[0])
+            raise SettingsError(f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config)}")
+
+
+def _beyond(config: Config) -> str:
+    return (
+        f", but the model has token ids below {config.vocab} (vocab_size of config.json); use a token that it has, or "
+        "add rows with transformers' resize_token_embeddings and save the model"
+    )
+
+
 def check_budget(settings: Settings, new_tokens: int) -> None:
     """Raise SettingsError where no completion could take more than one step."""
     tokens = settings.new_tokens_per_step

@@ -33,6 +33,8 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + "\n" + "[1, 2]\n", r"line 3: a JSON object is needed.*\[1, 2\]"),
         (GOOD + '"text"\n', "line 2: a JSON object is needed"),
         (GOOD + '{"question": "b", "answer": 1}\n', r"line 2: there is no field 'prompt'.*\['answer', 'question'\]"),
+        (GOOD + '{"prompt": "a\\ud800b"}\n', r"line 2: '.ud800' is half of a surrogate pair"),
+        (GOOD + "[" * 10**5 + "]" * 10**5 + "\n", "line 2: nested too deeply"),
         (GOOD + '{"prompt": ""}\n', "line 2: 'prompt' must be text that is not empty"),
         (GOOD + '{"prompt": 3}\n', "line 2: 'prompt' must be text.*it is 3"),
         (GOOD + '{"prompt": []}\n', "line 2: 'prompt' must be text"),

@@ -37,6 +37,36 @@ def test_what_is_no_finite_number_stops_with_the_row(value):
     assert repr(value) in str(caught.value)
 
 
+GREEDY_STATE = """
+import torch
+
+torch.set_default_dtype(torch.float64)
+torch.set_grad_enabled(False)
+
+
+def greedy(p, c):
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    return 1 / len(c)
+"""
+
+
+def state_of_torch():
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.empty(1).device.type
+
+
+def test_a_reward_file_does_not_change_torch_for_the_run(tmp_path):
+    before = state_of_torch()
+    (tmp_path / "greedy.py").write_text(GREEDY_STATE)
+    (reward,) = load_rewards(f"{tmp_path}/greedy.py:greedy")
+    assert state_of_torch() == before
+    assert score_all(reward, ["p"], ["c"], [{}]) == [1.0] and state_of_torch() == before
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        score_all(reward, ["p"], [""], [{}])
+    assert state_of_torch() == before
+
+
 def test_the_largest_number_of_float32_is_taken():
     largest = torch.finfo(torch.float32).max
     assert score_all(lambda p, c: -largest, ["p"], ["c"], [{}]) == [-largest]

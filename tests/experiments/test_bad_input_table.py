@@ -1,0 +1,200 @@
+"""Bad inputs, made by rule: each gives one clear line that names it, no traceback, before any work starts."""
+
+import itertools
+import json
+import re
+import shutil
+import struct
+import sys
+
+import pytest
+import torch
+
+from funrl.experiments.arguments import arguments_of, find_recipe
+from funrl.experiments.run import main
+from funrl.models import decoder_model, hf
+from funrl.tasks import arithmetic
+from funrl.trainer.settings import settings_flags
+
+ODD = {bool: ("maybe", "2"), int: ("many", "1.5", "0x10", "nan"), float: ("fast", "nan", "inf", "-inf"), str: ()}
+
+
+def outside(bound):
+    """Texts of values that a bound's own text excludes."""
+    if found := re.fullmatch(r"(at least|above|at most|below) (\S+)", bound.text):
+        limit = 2**63 if found[2] == "2^63" else float(found[2])
+        beyond = {"at least": limit - 1, "above": limit, "at most": limit + 1, "below": limit}[found[1]]
+        return (str(int(beyond)) if beyond == int(beyond) else str(beyond),)
+    if found := re.fullmatch(r"(one|some) of (\S.*)", bound.text):
+        first = found[2].replace(" ", "").split(",")[0]
+        return ("nonsense", first.upper() + "!", f"{first},nonsense", f"{first},{first}")
+    return ("nonsense", "-1x")
+
+
+def bad_values(flag):
+    texts = [*ODD[flag.type], *itertools.chain.from_iterable(map(outside, flag.bounds))]
+    return [text for text in dict.fromkeys(texts) if not (flag.type is str and not flag.bounds)]
+
+
+def flag_cases():
+    """(program, flags, the text that the error names)."""
+    for flag in settings_flags().values():
+        program = "grpo" if "rl" in flag.kinds else "sft"
+        for text in bad_values(flag):
+            yield program, [f"--{flag.name}={text}"], f"--{flag.name}={text}: "
+        yield program, [f"--{flag.name}q=1"], f"--{flag.name}q is not a flag"
+        if len(flag.kinds) == 1:
+            other, good = "sft" if program == "grpo" else "grpo", "" if flag.type is bool else f"={good_value(flag)}"
+            yield other, [f"--{flag.name}{good}"], f"--{flag.name}"
+    for recipe in ("grpo", "ppo", "dpo"):
+        for flag in arguments_of(find_recipe(recipe), recipe).flags.values():
+            if flag.name not in settings_flags():
+                for text in bad_values(flag):
+                    yield recipe, [f"--{flag.name}={text}"], f"--{flag.name}={text}: "
+
+
+def good_value(flag):
+    return flag.default if flag.default is not None else next(
+        text for text in ("1", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f") if not flag_problem(flag, text)
+    )  # fmt: skip
+
+
+def flag_problem(flag, text):
+    try:
+        flag.parse(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+VALUES = (None, True, 3, -1.5, [], {}, "", [1], {"a": 1})
+GOOD_LINE = '{"prompt": "1+1="}'
+LINES = [
+    *(json.dumps(value) for value in VALUES),
+    *(json.dumps({"prompt": value}) for value in VALUES),
+    *(json.dumps({"prompt": [{"role": role, "content": "x"}]}) for role in VALUES if role != ""),
+    *(json.dumps({"prompt": [{"role": "user", "content": content}]}) for content in VALUES if content != ""),
+    *(json.dumps({"prompt": ["x", message]}) for message in VALUES),
+    *(GOOD_LINE[:cut] for cut in range(1, len(GOOD_LINE))),
+    '{"prompt": "\\ud800"}', '{"prompt": "1", "answer": "\\udfff"}', "[" * 10**5, '{"prompt": ' + "[" * 10**5,
+    '{"prompt": "1", "completion": "2"}', '{"prompt": "1" "answer": 2}', "\x00", "{'prompt': '1'}", "NaN", "1" * 5000,
+]  # fmt: skip
+
+CONFIG_VALUES = (None, "x", [], {"a": []}, -1, 0, 10**30, 1.5, True)
+CONFIG_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+TYPED_FIELDS = {
+    "rms_norm_eps": ("x", None, [], 0, True), "rope_theta": ("x", None, {}, -1), "head_dim": ("x", 0, 10**30),
+    "num_key_value_heads": ("x", [], 0), "eos_token_id": ("x", {}, [None]), "tie_word_embeddings": ("x", 3, []),
+    "rope_scaling": ("x", [1], {"rope_type": 3}, {"rope_type": "linear", "factor": "x"}), "dtype": (3, "int8", []),
+    "layer_types": ("x", 3, [1]), "architectures": ("x", 3), "model_type": (None, 3, [], "nonsense"),
+}  # fmt: skip
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TABLES = [
+    *({"a": value} for value in VALUES),
+    *({"a": {key: value for key, value in ENTRY.items() if key != missing}} for missing in ENTRY),
+    *({"a": ENTRY | {"shape": value}} for value in (None, "x", [-1], [1.5], [2**70], [True])),
+    *({"a": ENTRY | {"data_offsets": value}} for value in (None, "x", [8], [8, 0], [0, 2**70], [0, 4], [-8, 0])),
+    {"a": ENTRY, "b": ENTRY},
+]
+INDEXES = [*VALUES, *({"weight_map": value} for value in VALUES if value != {"a": 1})]
+INDEXES += [{"weight_map": {"x": value}} for value in (*VALUES, "../x", "/etc/passwd", "a\0b", "y" * 300, "gone")]
+
+REWARDS = {
+    "syntax": "def reward(:", "indent": "  x = 1\n y = 2", "import": "import no_such_module", "raises": "1 / 0",
+    "leaves": "import sys\nsys.exit(0)", "empty": "", "value": "reward = 3", "none": "reward = None",
+    "text": "reward = 'f'", "no_arguments": "def reward():\n    return 1", "one": "def reward(prompt):\n    return 1",
+    "more": "def reward(prompt, completion, answer):\n    return 1", "named": "def reward(*, x):\n    return 1",
+    "null": "\0", "other": "def rewrad(prompt, completion):\n    return 1", "deep": "(" * 500,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A folder with a model, prompts and a reward, all good."""
+    folder = tmp_path_factory.mktemp("own")
+    model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
+    hf.save(folder / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    (folder / "p.jsonl").write_text(GOOD_LINE + "\n")
+    (folder / "r.py").write_text("def reward(prompt, completion):\n    return 1")
+    return folder
+
+
+def refused(program, flags, names, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(program, [program, "--device=cpu", f"--run_dir={tmp_path / 'run'}", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and names in err and "Traceback" not in err, err
+    assert len(err.strip().splitlines()) == 1 and len(err) < 1500, err
+    assert out == "" and not (tmp_path / "run").exists()
+
+
+FLAG_CASES = list(flag_cases())
+
+
+@pytest.mark.parametrize(("program", "flags", "names"), FLAG_CASES, ids=[case[1][0][:60] for case in FLAG_CASES])
+def test_flags(program, flags, names, tmp_path, capsys):
+    refused(program, flags, names, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("number", range(len(LINES)))
+def test_prompts(number, own, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text(f"{GOOD_LINE}\n{LINES[number]}\n")
+    flags = [f"--prompts={tmp_path}/bad.jsonl", f"--reward={own}/r.py:reward"]
+    refused("grpo", flags, f"{tmp_path}/bad.jsonl, line 2", tmp_path, capsys)
+
+
+def refuse_model(own, tmp_path, capsys, names, change):
+    shutil.copytree(own / "model", tmp_path / "model")
+    change(tmp_path / "model")
+    flags = [f"--model={tmp_path}/model", f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward"]
+    refused("grpo", flags, names, tmp_path, capsys)
+
+
+FIELDS = [(field, value) for field in CONFIG_FIELDS for value in CONFIG_VALUES]
+FIELDS += [(field, value) for field, values in TYPED_FIELDS.items() for value in values]
+
+
+@pytest.mark.parametrize(("field", "value"), FIELDS, ids=range(len(FIELDS)))
+def test_configs(field, value, own, tmp_path, capsys):
+    raw = json.loads((own / "model" / "config.json").read_text()) | {field: value}
+    refuse_model(own, tmp_path, capsys, field, lambda to: (to / "config.json").write_text(json.dumps(raw)))
+
+
+@pytest.mark.parametrize("number", range(len(TABLES)))
+def test_tables(number, own, tmp_path, capsys):
+    text = json.dumps(TABLES[number]).encode()
+    table = struct.pack("<Q", len(text)) + text + bytes(8)
+    change = lambda to: (to / "model.safetensors").write_bytes(table)  # noqa: E731
+    refuse_model(own, tmp_path, capsys, "model.safetensors", change)
+
+
+@pytest.mark.parametrize("number", range(len(INDEXES)))
+def test_indexes(number, own, tmp_path, capsys):
+    def change(to):
+        (to / "model.safetensors").unlink()
+        (to / "model.safetensors.index.json").write_text(json.dumps(INDEXES[number]))
+
+    refuse_model(own, tmp_path, capsys, "model.safetensors.index.json", change)
+
+
+BROKEN = {"": "is not JSON", "[]": "holds a list", "{": "is not JSON", "\x00": "is not JSON", "[" * 10**5: "too deeply"}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_broken_files(file, text, own, tmp_path, capsys):
+    says = f"{tmp_path}/model" if file == "tokenizer.json" else BROKEN[text]
+    refuse_model(own, tmp_path, capsys, says, lambda to: (to / file).write_text(text))
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_rewards(name, own, tmp_path, capsys):
+    (tmp_path / f"{name}.py").write_text(REWARDS[name])
+    flags = [f"--prompts={own}/p.jsonl", f"--reward={tmp_path}/{name}.py:reward"]
+    refused("grpo", flags, f"--reward={tmp_path}/{name}.py:reward", tmp_path, capsys)
+    assert not [module for module in sys.modules if module == name]
+
+
+def test_there_are_enough():
+    files = len(LINES) + len(FIELDS) + len(TABLES) + len(INDEXES) + len(REWARDS)
+    assert len(FLAG_CASES) >= 200 and files >= 150
