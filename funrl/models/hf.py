@@ -145,7 +145,8 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
         if dtype not in FLOATS:
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
     if config.tied and model.unembed is not None and not config.module and UNEMBED in found:
-        _check_tied(*(folder / found[name][2] for name in (model.names["embed"][0], UNEMBED)), model.names["embed"][0])
+        embed = model.names["embed"][0]
+        _check_tied(folder / found[embed][2], folder / found[UNEMBED][2], embed)
     return model
 
 

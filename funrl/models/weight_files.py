@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from funrl.models.families import ModelError
 
@@ -125,7 +125,7 @@ def _problem(entry: Any) -> str:
     return ""
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
 
 
