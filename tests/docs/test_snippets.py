@@ -98,7 +98,7 @@ def words_of(line: str) -> list[str]:
     words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
-    if not {"--help", "export"} & set(words) and any(word.startswith("funrl.experiments") for word in words):
+    if not {"--help", "export", "doctor"} & set(words) and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
         given |= {"--samples_per_prompt", "--max_new_tokens"} if "--data" in given else set()
