@@ -68,11 +68,12 @@ def own(tmp_path_factory):
     shutil.copytree(folder / "model", folder / "short")
     weights = (folder / "model" / "model.safetensors").read_bytes()
     (folder / "short" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    shutil.copytree(folder / "model", folder / "mamba")
     record = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "mamba" / "config.json").write_text(
-        json.dumps(record | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
-    )
+    for name, architecture in (("mamba", "MambaForCausalLM"), ("unheard", "UnheardForCausalLM")):
+        shutil.copytree(folder / "model", folder / name)
+        (folder / name / "config.json").write_text(
+            json.dumps(record | {"model_type": name, "architectures": [architecture]})
+        )
     (folder / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(1, 9)))
     (folder / "none.jsonl").write_text("\n")
     (folder / "broken.jsonl").write_text('{"prompt": "1+1="}\n\n{"prompt": "2+2="\n')
@@ -98,7 +99,9 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--model={own}/empty"], "--model: {own}/empty is empty; a model directory has config.json"),
     ([*DATA, "--model={own}/short"], "short/model.safetensors has"),
     ([*DATA, "--model={own}/short"], "it is cut short or damaged"),
-    ([*DATA, "--model={own}/mamba"], "model_type is 'mamba', supported are ['llama', 'qwen2', 'qwen3']"),
+    ([*DATA, "--model={own}/mamba"], "mamba: 22 tensors are missing, the first is backbone.embeddings.weight"),
+    ([*DATA, "--model={own}/mamba", "--model_code=native"], "model_type is 'mamba', supported are ['gemma2', "),
+    ([*DATA, "--model={own}/unheard"], "model_type is 'unheard'"),
     (DATA[:1], "needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
     (DATA[:2], "needs --reward=FILE.py:function"),
     ([DATA[0], DATA[2]], "needs --prompts=FILE.jsonl"),
