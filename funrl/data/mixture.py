@@ -13,7 +13,7 @@ from funrl.data.json_lines import DataError
 
 DRAWS = 1000  # among which each part has its share exactly
 WEIGHTED = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
-Held = TypeVar("Held")
+MixedItem = TypeVar("MixedItem")
 
 
 class WeightedFile(NamedTuple):
@@ -64,7 +64,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(shares.tolist())
 
 
-class Mixture(Sequence[Held]):
+class Mixture(Sequence[MixedItem]):
     """The items of several parts, one part after the other; drawn by the parts' shares.
 
     Attributes:
@@ -72,7 +72,7 @@ class Mixture(Sequence[Held]):
       shares: of each part among 1,000 draws.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Held]], shares: Sequence[int]):
+    def __init__(self, parts: Sequence[Sequence[MixedItem]], shares: Sequence[int]):
         self.parts, self.shares = parts, shares
         self._starts = np.cumsum([0, *map(len, parts)])
 
@@ -80,10 +80,10 @@ class Mixture(Sequence[Held]):
         return int(self._starts[-1])
 
     @overload
-    def __getitem__(self, index: int) -> Held: ...
+    def __getitem__(self, index: int) -> MixedItem: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Held]: ...
-    def __getitem__(self, index: int | slice) -> Held | list[Held]:
+    def __getitem__(self, index: slice) -> list[MixedItem]: ...
+    def __getitem__(self, index: int | slice) -> MixedItem | list[MixedItem]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
