@@ -50,7 +50,12 @@ class JsonLines(Sequence[Any]):
             raise DataError(f"{self.path}: it cannot be read any more: {error.strerror}") from error
         if stamp != self._stamp:
             raise DataError(f"{self.path}: the file has been changed since the run began; start again")
-        return json.loads(line)
+        return parsed_line(line)
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """[records] bytes of each record's text, at least; the last line's end is not known."""
+        return np.append(np.abs(np.diff(self.offsets)), np.iinfo(np.int64).max)[: len(self)]
 
     def where(self, index: int) -> str:
         """The file and the line of a record."""
@@ -73,7 +78,7 @@ def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
-                        check(parse_line(line))
+                        check(parsed_line(line))
                     except ValueError as error:  # what json and utf-8 raise is one too
                         raise DataError(f"{path}, line {number}: {error}") from error
                     offsets.append(offset)
@@ -84,18 +89,23 @@ def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines
     return JsonLines(path, np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64), stamp)
 
 
-def parse_line(line: bytes) -> Any:
-    """The record of a line of JSON. Raises: ValueError, it is no JSON, nested too deeply, or has text that is none."""
+def parsed_line(line: bytes) -> Any:
+    """The value that JSON text means. Raises: ValueError, it is no JSON, not UTF-8, or nested too deeply."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
         if b"\\ud" in line.lower():
             json.dumps(record, ensure_ascii=False).encode()
+        return record
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise ValueError(f"{half} is half of a surrogate pair, which no text has; write the character itself") from None
     except RecursionError:
         raise ValueError("nested too deeply; a record is an object with a few fields") from None
-    return record
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"not valid JSON: {error.msg} at {at}") from error
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:

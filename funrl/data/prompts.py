@@ -1,4 +1,4 @@
-"""Prompts from a file of JSON lines, and the endless order in which training takes them."""
+"""Prompts from a file of records, and the endless order in which training takes them."""
 
 from __future__ import annotations
 
@@ -9,57 +9,66 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from funrl.data.json_lines import parse_line
+from funrl.data.columns import Fields, prompt_columns, renamed
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import Mixture
+from funrl.data.records import FORMATS, read_records, source_problem
+from funrl.seeds import derived_seed
 
 RESERVED = ("completion",)  # names that a reward function is given anyway
 T = TypeVar("T")
 
 
 class PromptError(ValueError):
-    """A prompts file that cannot be used; the message names the file, the line and what is wrong with it."""
+    """A prompts file that cannot be used; the message names the file, the line or row and what is wrong with it."""
 
 
 class Prompt(NamedTuple):
-    """A prompt to complete, with the fields of its line.
+    """A prompt to complete, with the other fields of its record.
 
     Attributes:
       prompt: text, or chat messages with "role" and "content".
-      fields: whatever else the line holds; the reward function gets it by name.
+      fields: whatever else the record holds; the reward function gets it by name.
+      source: the file and the line or row it is from.
     """
 
     prompt: str | list[dict[str, str]]
     fields: dict[str, Any]
+    source: str = ""
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
-    """All prompts of a file with one `{"prompt": text or messages, ...fields}` per line; blank lines are skipped.
+def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]:
+    """All prompts of a file, whose records have a prompt, text or messages, and further fields; see `records`.
+
+    Args:
+      fields: names of fields -> columns, as in `renamed`; further names of columns are those of `prompt_columns`.
 
     Raises:
-      PromptError: the file is missing, empty or a directory; a line is no JSON object, or lacks a usable prompt.
+      PromptError: the file is missing, empty or cannot be read; a record is no object, or lacks a usable prompt.
     """
-    path = Path(path)
-    if not path.is_file():
-        problem = "this is a directory" if path.is_dir() else "no such file"
-        raise PromptError(f"{path}: {problem}; prompts are JSON lines, each with a field 'prompt'")
+    if problem := source_problem(path):
+        raise PromptError(f"{path}: {problem}; prompts are {FORMATS}, with a field 'prompt'")
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise PromptError(f"{path}: it cannot be read: {error.strerror}") from error
-    prompts = [_parse(f"{path}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+        prompts = [_check_record(where, record, fields or {}) for where, record in read_records(path)]
+    except DataError as error:
+        raise PromptError(str(error)) from error
     if not prompts:
-        raise PromptError(f"{path}: the file is empty; prompts are JSON lines, each with a field 'prompt'")
+        raise PromptError(f"{path}: the file is empty; prompts are {FORMATS}, with a field 'prompt'")
     return prompts
 
 
-def check_prompts(records: Sequence[Any]) -> list[Prompt]:
-    """Prompts of records in memory, each with "prompt" and further fields, as the lines of a file.
+def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[Prompt]:
+    """Prompts of records in memory, each with "prompt" and further fields, as the records of a file.
+
+    Args:
+      fields: as in `load_prompts`.
 
     Raises:
       PromptError: there is none, or one is not a mapping or lacks a usable prompt.
     """
     if not records:
         raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
-    return [_check_record(f"prompt {n}", record) for n, record in enumerate(records, 1)]
+    return [_check_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(records, 1)]
 
 
 class Drawn(Sequence[T]):
@@ -109,34 +118,37 @@ def drawn_places(total: int, count: int, seed: int, consumed: int) -> list[int]:
 
 
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
-    """The prompts at the next `drawn_places`."""
-    return [prompts[place] for place in drawn_places(len(prompts), count, seed, consumed)]
+    """The prompts at the next `drawn_places`; of a mixture, those of each part in an order of its own."""
+    if not isinstance(prompts, Mixture):
+        return [prompts[place] for place in drawn_places(len(prompts), count, seed, consumed)]
+    order, earlier = prompts.drawn_parts(count, seed, consumed)
+    places = [
+        iter(drawn_places(len(part), order.count(number), derived_seed(seed, number), earlier[number]))
+        for number, part in enumerate(prompts.parts)
+    ]
+    return [prompts.parts[number][next(places[number])] for number in order]
 
 
-def _parse(where: str, line: bytes) -> Prompt:
-    try:
-        record = parse_line(line)
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
-    except ValueError as error:
-        raise PromptError(f"{where}: {error}") from error
-    return _check_record(where, record)
-
-
-def _check_record(where: str, record: Any) -> Prompt:
+def _check_record(where: str, record: Any, fields: Fields) -> Prompt:
     if not isinstance(record, dict):
         raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
+    try:
+        record = prompt_columns(renamed(record, fields))
+    except DataError as error:
+        raise PromptError(f"{where}: {error}") from error
     if "prompt" not in record:
-        raise PromptError(f"{where}: there is no field 'prompt'; the fields are {sorted(record)}")
+        raise PromptError(
+            f"{where}: there is no field 'prompt'; the fields are {sorted(record)}: --fields=prompt:COLUMN names the "
+            "column that has it"
+        )
     taken = [name for name in RESERVED if name in record]
     if taken:
         raise PromptError(
-            f"{where}: a field cannot be called {taken[0]!r}, the reward function gets that from the model"
+            f"{where}: a field cannot be called {taken[0]!r}, the reward function gets that from the model; "
+            f"--fields=reference:{taken[0]} gives it another name"
         )
-    fields = {k: v for k, v in record.items() if k != "prompt"}
-    return Prompt(_check_prompt(where, record["prompt"]), fields)
+    others = {k: v for k, v in record.items() if k != "prompt"}
+    return Prompt(_check_prompt(where, record["prompt"]), others, where)
 
 
 def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, str]]:
@@ -155,5 +167,5 @@ def _is_message(x: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,15 +1,16 @@
-"""Demonstrations and preferences: from a file of JSON lines, or in memory, to tokens of which some are trained.
+"""Demonstrations and preferences: from a file of records, or in memory, to tokens of which some are trained.
 
-| kind | one line of the file |
+| kind | one record of the file |
 |---|---|
-| demonstrations | `{"prompt": text or messages, "completion": text}` or `{"messages": [...]}` |
+| demonstrations | `{"prompt": text or messages, "completion": text}` or `{"messages": [...]}` or `{"text": text}` |
 | preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and "margin" where it is known |
 
 Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; of a conversation every turn
 of the assistant is trained, and nothing else. A completion may also be a list of one message. It ends with the
-end-of-text token, so that ending is trained too.
+end-of-text token, so that ending is trained too. Of a `text` all is trained but its first token, which nothing
+predicts. `text_columns` takes further names of columns.
 
-What is checked when: `load_examples` parses every line and checks its fields, without tokenizing. Before a run,
+What is checked when: `load_examples` reads every record and checks its fields, without tokenizing. Before a run,
 `check_lengths` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
 that may be too long by their bytes. A text is tokenized when it is read: once a draw, by the rank that has it. What is
 drawn for a step is checked too, as a chat template may add tokens to a line of few bytes.
@@ -26,8 +27,10 @@ import numpy as np
 import torch
 
 from funrl.batch import Batch
-from funrl.data.json_lines import DataError, JsonLines, open_json_lines
+from funrl.data.columns import Fields, renamed, text_columns
+from funrl.data.json_lines import DataError, JsonLines
 from funrl.data.packing import pad_rows
+from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, encode_prompt
 
 TEXT_FIELDS = {"demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
@@ -59,17 +62,21 @@ class TextFile(Sequence[TextExample]):
     """The examples of a file, read and tokenized when they are asked for. Slices are views.
 
     Attributes:
-      lines: the file's records.
+      records: of the file.
       kind: "demonstrations" or "preferences".
       tokenizer: of Hugging Face.
-      has_margin: whether every line of the file has a margin.
+      has_margin: whether every record of the file has a margin.
+      fields: names of fields -> columns, as in `renamed`.
     """
 
-    def __init__(self, lines: JsonLines, kind: str, tokenizer: Any, has_margin: bool):
-        self.lines, self.kind, self.tokenizer, self.has_margin = lines, kind, tokenizer, has_margin
+    def __init__(
+        self, records: JsonLines | Records, kind: str, tokenizer: Any, has_margin: bool, fields: Fields | None = None
+    ):
+        self.records, self.kind, self.tokenizer = records, kind, tokenizer
+        self.has_margin, self.fields = has_margin, fields or {}
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.records)
 
     @overload
     def __getitem__(self, index: int) -> TextExample: ...
@@ -78,50 +85,52 @@ class TextFile(Sequence[TextExample]):
     def __getitem__(self, index: int | slice) -> TextExample | TextFile:
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
         if isinstance(index, slice):
-            return TextFile(self.lines[index], self.kind, self.tokenizer, self.has_margin)
-        record = self.lines[index]
+            return TextFile(self.records[index], self.kind, self.tokenizer, self.has_margin, self.fields)
+        record, where = self.records[index], self.records.where(index)
         try:
-            found = text_example(record, self.kind, self.tokenizer)
+            found = text_example(renamed(record, self.fields), self.kind, self.tokenizer)
         except (DataError, TokenizerError) as error:
-            raise DataError(f"{self.lines.where(index)}: {error}") from error
+            raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
-            raise DataError(f"{self.lines.where(index)}: the tokenizer refuses it: {error}") from error
+            raise DataError(f"{where}: the tokenizer refuses it: {error}") from error
         # A column of margins needs one for every row, whichever rows are drawn.
-        return found._replace(margin=found.margin if self.has_margin else None, source=self.lines.where(index))
+        return found._replace(margin=found.margin if self.has_margin else None, source=where)
 
     def suspects(self, positions: int) -> Iterable[int]:
         """Indices of the examples that are worth tokenizing to find one that is too long or that is refused."""
-        begins = self.lines.offsets
-        if not len(begins) or begins[-1] - begins[0] <= SMALL_BYTES:
+        nbytes = self.records.nbytes
+        if nbytes[:-1].sum() <= SMALL_BYTES:
             return range(len(self))
-        # A token is a byte at least, but for what a template adds. The last line's end is not known: it is a suspect.
-        nbytes = np.append(np.abs(np.diff(begins)), positions + 1)
-        return np.flatnonzero((nbytes > positions) | (np.arange(len(begins)) < FIRST_LINES)).tolist()
+        # A token is a byte at least, but for what a template adds.
+        return np.flatnonzero((nbytes > positions) | (np.arange(len(nbytes)) < FIRST_LINES)).tolist()
 
 
-def load_examples(path: str | Path, kind: str, tokenizer: Any) -> TextFile:
-    """Open a file of examples; blank lines are skipped. Memory does not depend on its size but for an index.
+def load_examples(path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None) -> TextFile:
+    """Open a file of examples; blank lines are skipped. How much of it is held in memory, `records` says.
 
     Args:
       kind: "demonstrations" or "preferences".
+      fields: names of fields -> columns, as in `renamed`.
+
     Raises:
-      DataError: the file is missing or empty, or a line is not as the table above says.
+      DataError: the file is missing or empty, or a record is not as the table above says.
     """
-    without_margin = 0
+    fields, without_margin = fields or {}, 0
 
     def check(record: Any) -> None:
         nonlocal without_margin
-        check_record(record, kind)
-        without_margin += record.get("margin") is None
+        found = text_columns(renamed(record, fields), kind)
+        check_record(found, kind)
+        without_margin += found.get("margin") is None
 
-    lines = open_json_lines(path, check)
-    if not len(lines):
-        raise DataError(f"{path}: the file is empty; {kind} are JSON lines")
-    return TextFile(lines, kind, tokenizer, not without_margin)
+    records = open_records(path, check)
+    if not len(records):
+        raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
+    return TextFile(records, kind, tokenizer, not without_margin, fields)
 
 
 def check_record(record: Any, kind: str) -> None:
-    """Raise DataError where a field of a record is missing or of the wrong type."""
+    """Raise DataError where a field of a record, after `text_columns`, is missing or of the wrong type."""
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
     if kind == "demonstrations" and "messages" in record:
@@ -129,9 +138,16 @@ def check_record(record: Any, kind: str) -> None:
         if not _are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
             raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
         return
+    if kind == "demonstrations" and "text" in record and "prompt" not in record:
+        if not isinstance(record["text"], str):
+            raise DataError("'text' must be text")
+        return
     missing = [name for name in ("prompt", *TEXT_FIELDS[kind]) if name not in record]
     if missing:
-        raise DataError(f"there is no field {missing[0]!r}; the fields are {sorted(record)}")
+        raise DataError(
+            f"there is no field {missing[0]!r}; the fields are {sorted(record)}: --fields={missing[0]}:COLUMN "
+            "names the column that has it"
+        )
     if not (isinstance(record["prompt"], str) or _are_messages(record["prompt"])):
         raise DataError("'prompt' must be text, or a list of messages")
     for name in TEXT_FIELDS[kind]:
@@ -148,9 +164,12 @@ def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
     Raises:
       DataError, TokenizerError: a field is missing or of the wrong kind.
     """
+    record = text_columns(record, kind)
     check_record(record, kind)
     if kind == "demonstrations" and "messages" in record:
         return TextExample((conversation(record["messages"], tokenizer),))
+    if kind == "demonstrations" and "prompt" not in record:
+        return TextExample((_whole(record["text"], tokenizer),))
     prompt, _ = encode_prompt(tokenizer, record["prompt"])
     texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
     return TextExample(texts, record.get("margin"))
@@ -249,6 +268,15 @@ def _completed(prompt: list[int], name: str, completion: str, tokenizer: Any) ->
     if not prompt or not ids:
         raise DataError(f"the prompt and {name!r} must have at least one token")
     return Text([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
+
+
+def _whole(text: str, tokenizer: Any) -> Text:
+    ids, _ = encode_prompt(tokenizer, text)
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids = [*ids, tokenizer.eos_token_id]
+    if len(ids) < 2:
+        raise DataError("'text' must have at least two tokens")
+    return Text(ids, [False] + [True] * (len(ids) - 1))
 
 
 def _are_messages(x: Any) -> bool:

@@ -152,7 +152,7 @@ def train(
       model: a Hugging Face directory, the name of a model in the local Hugging Face cache, or a `Model`, whose weights
         begin at random. None: the embedded task's.
       tokenizer: of a `Model` that is given.
-      prompts: a file of JSON lines, or dicts such as its lines; for supervised recipes the texts to learn from.
+      prompts: a file, as --prompts takes it, or dicts such as its records; for supervised recipes, texts.
       reward: "FILE.py:function", or functions(prompt, completion, **fields) -> float.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
       mesh: devices by axis, such as "dp4,tp2".

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from funrl.data.columns import Fields, parsed_fields
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import WeightedFile, weighted_files
+from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import ROW_AXES, SHORT, devices
 from funrl.trainer.declaration import SettingsError, parts
@@ -60,6 +64,7 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
       SettingsError: they do not.
     """
     if settings.prompts is None:
+        refuse_idle_fields(settings)
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
         if settings.model is not None:
@@ -75,21 +80,24 @@ def check_data(settings: Settings) -> None:
     """Check that the flags of a supervised run name texts. Raises: SettingsError."""
     if settings.model is not None and settings.data is None:
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
+    if settings.data is None:
+        refuse_idle_fields(settings)
 
 
 def check_files(settings: Settings) -> None:
-    """Check that the files and directories that flags name are there; they are not read.
+    """Check that the files and directories that flags name are there, and --fields; they are not read.
 
     A model that looks like a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B, is left to who loads it.
 
     Raises:
       SettingsError, LoadError: one is missing.
     """
-    for name in ("prompts", "data"):
-        path = getattr(settings, name)
-        if path is not None and not settings.dry_run and not Path(path).is_file():
-            problem = "this is a directory" if Path(path).is_dir() else "no such file"
-            raise SettingsError(f"--{name}: {path}: {problem}; {name} are JSON lines, see --help")
+    names_of_fields(settings)
+    prompts = () if settings.prompts is None else [one.path for one in prompt_files(settings)]
+    for name, paths in (("prompts", prompts), ("data", () if settings.data is None else (settings.data,))):
+        for path in () if settings.dry_run else paths:
+            if problem := source_problem(path):
+                raise SettingsError(f"--{name}: {path}: {problem}; {name} are {FORMATS}, see --help")
     for name in ("model", "teacher", "reward_model"):
         path = getattr(settings, name)
         if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
@@ -98,6 +106,28 @@ def check_files(settings: Settings) -> None:
             raise SettingsError(f"--{name}: {path} is not a directory")
     for text in parts(settings.reward):
         locate("reward", text)
+
+
+def prompt_files(settings: Settings) -> list[WeightedFile]:
+    """The files that --prompts names. Raises: SettingsError."""
+    try:
+        return weighted_files(str(settings.prompts))
+    except DataError as error:
+        raise SettingsError(f"--prompts: {error}") from error
+
+
+def refuse_idle_fields(settings: Settings) -> None:
+    """Refuse --fields where the embedded task is taken. Raises: SettingsError."""
+    if settings.fields is not None:
+        raise SettingsError(f"--fields={settings.fields} does nothing without --prompts or --data")
+
+
+def names_of_fields(settings: Settings) -> Fields:
+    """The columns that --fields names. Raises: SettingsError."""
+    try:
+        return parsed_fields(settings.fields)
+    except DataError as error:
+        raise SettingsError(str(error)) from error
 
 
 def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:

@@ -39,12 +39,14 @@ class Example(NamedTuple):
     Attributes:
       tokens: ids of the prompt, special tokens and chat template included.
       text: what the reward function is given as the prompt.
-      fields: the other fields of the prompt's line, given to the reward function by name.
+      fields: the other fields of the prompt's record, given to the reward function by name.
+      source: the file and the line or row it is from.
     """
 
     tokens: list[int]
     text: str
     fields: dict[str, Any]
+    source: str = ""
 
 
 class Rollout(NamedTuple):

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funrl.data.columns import renamed
+from funrl.data.mixture import Mixture, shares_of
 from funrl.data.prompts import Prompt, check_prompts, load_prompts
 from funrl.data.supervised import TextFile, check_lengths, load_examples, text_batch, text_example
-from funrl.data.tokenizer import encode_prompt
+from funrl.data.tokenizer import TokenizerError, encode_prompt
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.native import bytes_of_page, page_tokens
 from funrl.tasks import arithmetic
-from funrl.trainer.checks import check_rewards, weights_of_rewards
+from funrl.trainer.checks import check_rewards, names_of_fields, prompt_files, refuse_idle_fields, weights_of_rewards
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example
 from funrl.trainer.settings import Settings, resolved
@@ -103,20 +105,30 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards
-    try:
-        prompts = load_prompts(str(settings.prompts)) if given.records is None else check_prompts(given.records)
-        examples = [to_example(p, tokenizer) for p in prompts]
-    except ValueError as error:
-        raise SettingsError(f"--prompts: {error}") from error
+    examples = _prompt_examples(settings, tokenizer, given)
     for reward in rewards:
         check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
     train, heldout = split(examples, settings.eval_prompts)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
-    name = "prompts" if settings.prompts is None else Path(settings.prompts).stem
+    name = "prompts" if settings.prompts is None else "+".join(Path(one.path).stem for one in prompt_files(settings))
     new_tokens = resolved(settings, given=True).max_new_tokens
     assert new_tokens is not None
     return Task(name, train, heldout, rewards, weights, None, new_tokens)
+
+
+def _prompt_examples(settings: Settings, tokenizer: Any, given: Given) -> Sequence[Example]:
+    """The prompts of all files or of a caller, as token ids; a mixture where files have weights."""
+    fields = names_of_fields(settings)
+    files = prompt_files(settings) if given.records is None else []
+    try:
+        if given.records is not None:
+            return [to_example(p, tokenizer) for p in check_prompts(given.records, fields)]
+        loaded = [[to_example(p, tokenizer) for p in load_prompts(one.path, fields)] for one in files]
+    except ValueError as error:
+        raise SettingsError(f"--prompts: {error}") from error
+    weights = [one.weight for one in files if one.weight is not None]
+    return Mixture(loaded, shares_of(weights)) if weights else [example for part in loaded for example in part]
 
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
@@ -162,12 +174,14 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
       SettingsError, DataError: the first thing that cannot work.
     """
     if settings.data is None and given.records is None:
+        refuse_idle_fields(settings)
         texts = embedded_texts(settings, kind, tokenizer)
     else:
         if given.records is None:
-            examples = load_examples(str(settings.data), kind, tokenizer)
+            examples = load_examples(str(settings.data), kind, tokenizer, names_of_fields(settings))
         else:
-            examples = [text_example(record, kind, tokenizer) for record in given.records]
+            fields = names_of_fields(settings)
+            examples = [text_example(renamed(record, fields), kind, tokenizer) for record in given.records]
         train, heldout = split(examples, settings.eval_prompts)
         name = "records" if settings.data is None else Path(settings.data).stem
         texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
@@ -204,7 +218,13 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
 
 
 def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Examples to train on, and at most a tenth of them to evaluate on."""
+    """Examples to train on, and at most a tenth of them to evaluate on; of a mixture, a tenth of each part by its
+    share."""
+    if isinstance(examples, Mixture):
+        counts = [max(1, heldout * share // sum(examples.shares)) for share in examples.shares]
+        pairs = [split(part, count) for part, count in zip(examples.parts, counts, strict=True)]
+        held_out = [example for _, held in pairs for example in held]
+        return Mixture([train for train, _ in pairs], examples.shares), held_out
     held = min(heldout, len(examples) // 10)
     # With fewer than ten there is none to spare: evaluation uses those to train on.
     return (examples[:-held], examples[-held:]) if held else (examples, examples)
@@ -212,10 +232,14 @@ def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequenc
 
 def to_example(prompt: Prompt, tokenizer: Any) -> Example:
     """A prompt as token ids; chat messages go through the tokenizer's chat template."""
-    tokens, text = encode_prompt(tokenizer, prompt.prompt)
+    where = f"{prompt.source}: " if prompt.source else ""
+    try:
+        tokens, text = encode_prompt(tokenizer, prompt.prompt)
+    except TokenizerError as error:
+        raise SettingsError(f"{where}{error}") from error
     if not tokens:
-        raise SettingsError(f"prompt {prompt.prompt!r} has no tokens")
-    return Example(tokens, text, prompt.fields)
+        raise SettingsError(f"{where}prompt {prompt.prompt!r} has no tokens")
+    return Example(tokens, text, prompt.fields, prompt.source)
 
 
 def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: int = 0) -> None:
@@ -227,9 +251,11 @@ def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: i
     longest = max((*task.prompts, *task.heldout), key=lambda e: len(e.tokens))
     beyond = f", {further} of them to read the whole completion" if further else ""
     if len(longest.tokens) + new_tokens + further > config.max_positions:
+        where = f"{longest.source}: " if longest.source else ""
         raise SettingsError(
-            f"the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the model "
-            f"has {config.max_positions} positions{beyond}; shorten one of them (prompt begins {longest.text[:60]!r})"
+            f"{where}the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the "
+            f"model has {config.max_positions} positions{beyond}; shorten one of them (prompt begins "
+            f"{longest.text[:60]!r})"
         )
 
 

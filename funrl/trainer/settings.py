@@ -127,7 +127,11 @@ class Settings:
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
-    prompts: str | None = flag(None, "job", 'JSON lines, each {"prompt": text or chat messages, ...fields}', kinds=RL)
+    prompts: str | None = flag(
+        None, "job", "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, or a "
+        "directory that `datasets` saved; several as a.jsonl@0.7,b.parquet@0.3",
+        kinds=RL,
+    )  # fmt: skip
     reward: str | None = flag(
         None,
         "job",
@@ -154,10 +158,13 @@ class Settings:
     data: str | None = flag(
         None,
         "job",
-        'JSON lines to learn from, each {"prompt": ..., "completion": ...} or {"prompt": ..., "chosen": ..., '
-        '"rejected": ...}',
+        'file to learn from, in the formats of --prompts, each record {"prompt": ..., "completion": ...} or '
+        '{"prompt": ..., "chosen": ..., "rejected": ...}',
         chosen="made of the embedded task",
         kinds=SUPERVISED,
+    )
+    fields: str | None = flag(
+        None, "job", "columns of --prompts or --data that have other names: prompt:question,answer:extra_info.answer"
     )
     teacher: str | None = flag(
         None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"

@@ -18,7 +18,9 @@ def test_prompts_are_text_or_messages_with_fields(tmp_path):
     lines = [{"prompt": "1+1=", "answer": 2}, {"prompt": chat, "level": "easy", "tags": [1]}, {"prompt": "\u00e9"}]
     path = write(tmp_path, "\ufeff" + "\n\n".join(map(json.dumps, lines)) + "\n \n")
     expected = [Prompt("1+1=", {"answer": 2}), Prompt(chat, {"level": "easy", "tags": [1]}), Prompt("\u00e9", {})]
-    assert load_prompts(path) == expected
+    found = load_prompts(path)
+    assert [one._replace(source="") for one in found] == expected
+    assert [one.source for one in found] == [f"{path}, line {n}" for n in (1, 3, 5)]
 
 
 GOOD = '{"prompt": "a"}\n'
@@ -32,7 +34,10 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + '{"prompt": "b"\n', "line 2: not valid JSON.*column"),
         (GOOD + "\n" + "[1, 2]\n", r"line 3: a JSON object is needed.*\[1, 2\]"),
         (GOOD + '"text"\n', "line 2: a JSON object is needed"),
-        (GOOD + '{"question": "b", "answer": 1}\n', r"line 2: there is no field 'prompt'.*\['answer', 'question'\]"),
+        (
+            GOOD + '{"text": "b", "answer": 1}\n',
+            r"line 2: there is no field 'prompt'.*\['answer', 'text'\].*--fields=pro",
+        ),
         (GOOD + '{"prompt": "a\\ud800b"}\n', r"line 2: '.ud800' is half of a surrogate pair"),
         (GOOD + "[" * 10**5 + "]" * 10**5 + "\n", "line 2: nested too deeply"),
         (GOOD + '{"prompt": ""}\n', "line 2: 'prompt' must be text that is not empty"),
@@ -51,7 +56,7 @@ def test_a_bad_file_is_named_with_the_line(tmp_path, text, message):
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(PromptError, match=r"nothing\.jsonl: no such file"):
         load_prompts(tmp_path / "nothing.jsonl")
-    with pytest.raises(PromptError, match=f"{tmp_path}: this is a directory; prompts are"):
+    with pytest.raises(PromptError, match=f"{tmp_path}: this is a directory, and not one that"):
         load_prompts(tmp_path)
 
 

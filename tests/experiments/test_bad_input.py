@@ -145,7 +145,7 @@ BAD = [  # flags, and what the one line says
     (["--reward_weights=0"], "--reward_weights=0: every score would be 0"),
     ([*DATA, "--reward={own}/r.py:fine,{own}/r.py:fine", "--reward_weights=0,-0"], "every score would be 0"),
     (["--reward_weights=1e300"], "--reward_weights=1e300: give one number for each of the rewards (1)"),
-    ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory; prompts are JSON lines"),
+    ([*DATA, "--prompts={own}/model"], "--prompts: {own}/model: this is a directory, and not one that"),
     (["--reward_workers=-1"], "--reward_workers=-1: it must be at least 0"),
     (["--reward_timeout=0"], "--reward_timeout=0: it must be above 0"),
     (["--reward_timeout=5"], "--reward_timeout=5: only a worker's reward can be ended, and there are no "),

@@ -90,9 +90,12 @@ def test_files_must_be_there(tmp_path):
     for values, says in (
         (
             {"prompts": f"{tmp_path}/not.jsonl"},
-            f"--prompts: {tmp_path}/not.jsonl: no such file; prompts are JSON lines",
+            f"--prompts: {tmp_path}/not.jsonl: no such file; prompts are a .jsonl",
         ),
-        ({"data": str(tmp_path)}, f"--data: {tmp_path}: this is a directory; data are JSON lines"),
+        ({"prompts": f"{tmp_path}/there.jsonl@1,{tmp_path}/not.csv@2"}, "not.csv: no such file"),
+        ({"prompts": "a.jsonl@1,b.jsonl"}, "--prompts: a.jsonl@1,b.jsonl: give each file a weight"),
+        ({"prompts": f"{tmp_path}/there.jsonl", "fields": "a"}, "--fields=a: write NAME:COLUMN"),
+        ({"data": str(tmp_path)}, f"--data: {tmp_path}: this is a directory, and not one that `datasets`"),
         ({"model": f"{tmp_path}/not"}, f"--model: {tmp_path}/not is not a directory"),
         ({"teacher": "./not"}, "--teacher: ./not is not a directory"),
         ({"reward_model": f"{tmp_path}/there.jsonl"}, "is not a directory"),

@@ -84,6 +84,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "reward_timeout": "trainer/test_pending_rewards.py::test_a_reward_that_takes_longer_than_its_flag_ends_the_run",
     "reward_weights": "experiments/test_experiments.py::test_gdpo_weighs_by_the_flag_that_weighs_rewards",
     "data": "trainer/test_gkd.py::test_given_texts_are_distilled_too",
+    "fields": "trainer/test_job_data.py::test_fields_name_the_columns_of_prompts_and_texts",
     "teacher": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",
     "teacher_top_k": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",
     "dry_run": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",

@@ -1,0 +1,120 @@
+"""Columns of data as TRL, verl and raw files name them, under the names that this package uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from funrl.data.json_lines import DataError
+
+Fields = Mapping[str, str]
+
+
+def parsed_fields(text: str | None) -> Fields:
+    """The names in "prompt:question,answer:extra_info.answer": of a field here, and of the column that it is in.
+
+    >>> parsed_fields("prompt:question,answer:extra_info.answer")
+    {'prompt': 'question', 'answer': 'extra_info.answer'}
+
+    Raises:
+      DataError: the text is not of this form, or names a field twice.
+    """
+    pairs = [part.partition(":") for part in (text or "").split(",") if part.strip()]
+    found = {name.strip(): column.strip() for name, _, column in pairs}
+    if not all(found) or not all(found.values()) or len(found) < len(pairs) or (text is not None and not found):
+        raise DataError(
+            f"--fields={text}: write NAME:COLUMN, with commas between, as in prompt:question,answer:solution"
+        )
+    return found
+
+
+def renamed(record: Any, fields: Fields) -> Any:
+    """A record whose columns have the names of `fields`; other columns stay.
+
+    Args:
+      fields: name of a field -> name of its column; "a.b" is the entry b of the column a.
+
+    Raises:
+      DataError: the record has no such column.
+    """
+    if not fields or not isinstance(record, Mapping):
+        return record
+    taken = {name: _column(record, name, column) for name, column in fields.items()}
+    return {name: value for name, value in record.items() if name not in fields.values()} | taken
+
+
+def prompt_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record for reinforcement learning: a `question` is the prompt where there is none, and the `ground_truth` in
+    verl's `reward_model` is a field of its own."""
+    found = dict(record)
+    if "prompt" not in found and "question" in found:
+        found["prompt"] = found.pop("question")
+    nested = found.get("reward_model")
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        found.setdefault("ground_truth", nested["ground_truth"])
+    return found
+
+
+def text_columns(record: Any, kind: str) -> Any:
+    """A record to learn from: a `question` and its `answer` are a prompt and its completion where there are none, and
+    the prompt of a pair may be the common beginning of its texts. Columns without a value are left out.
+
+    Args:
+      kind: "demonstrations" or "preferences".
+    """
+    if not isinstance(record, Mapping):
+        return record
+    found = {name: value for name, value in record.items() if value is not None}
+    if "prompt" not in found and "question" in found:
+        found["prompt"] = found.pop("question")
+        if kind == "demonstrations" and "completion" not in found and "answer" in found:
+            found["completion"] = found.pop("answer")
+    if isinstance(found.get("margin"), str):  # as it is in CSV
+        found["margin"] = _number(found["margin"])
+    return _with_prompt(found) if kind == "preferences" else found
+
+
+def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
+    """A pair with its prompt taken out of its conversations, where these begin with it."""
+    texts = [record.get(name) for name in ("chosen", "rejected")]
+    chosen, rejected = texts
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        if "prompt" in record or not (isinstance(chosen, str) and isinstance(rejected, str)):
+            return record
+        raise DataError(
+            f"there is no field 'prompt', and 'chosen' is no list of messages; the fields are {sorted(record)}"
+        )
+    if "prompt" in record and len(chosen) == len(rejected) == 1:
+        return record
+    common = _common(chosen, rejected)
+    if isinstance(record.get("prompt"), list) and common[: len(record["prompt"])] != record["prompt"]:
+        raise DataError("'chosen' and 'rejected' have several messages, but do not begin with those of 'prompt'")
+    if not common:
+        raise DataError("there is no field 'prompt', and 'chosen' and 'rejected' have no common first message")
+    if {len(chosen), len(rejected)} != {len(common) + 1}:
+        raise DataError("'chosen' and 'rejected' must differ in their last message, and in no other")
+    return record | {"prompt": common, "chosen": chosen[-1:], "rejected": rejected[-1:]}
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Messages that both begin with."""
+    same = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    return list(first[: min(len(first), len(second)) if same is None else same])
+
+
+def _column(record: Mapping[str, Any], name: str, column: str) -> Any:
+    value: Any = record
+    for part in [column] if column in record else column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise DataError(
+                f"there is no field {column!r}, which --fields={name}:{column} names; the fields are {sorted(record)}"
+            )
+        value = value[part]
+    return value
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return text
