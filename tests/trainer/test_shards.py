@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -117,7 +118,8 @@ def test_what_one_mesh_writes_another_reads(tmp_path, monkeypatch):
 
 
 def test_orbax_reads_what_ranks_write(tmp_path):
-    pytest.importorskip("orbax.checkpoint")
+    if find_spec("orbax") is None:  # to import it here would start threads in a process that is forked later
+        pytest.skip("orbax is not installed")
     server = ShardServer()
     write_checkpoint(tmp_path, "dp2,tp2", server)
     server.close()
