@@ -146,7 +146,6 @@ FORBIDDEN = {  # a word that is not the field's: what to write instead
     r"is none of": "is not one of",
 }
 OWN_WORDS = {  # where another's own word is meant
-    "funrl/algos/losses/pairs.py": r"lets a judge or reward model choose",
 }
 
 

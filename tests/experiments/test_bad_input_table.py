@@ -119,13 +119,15 @@ def own(tmp_path_factory):
     return folder
 
 
-def refused(program, flags, names, tmp_path, capsys):
+def refusal(program, flags, tmp_path, capsys):
+    """The one line that a command is refused with, before any work."""
     capsys.readouterr()
     assert main(program, [program, "--device=cpu", f"--run_dir={tmp_path / 'run'}", *flags]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("error: ") and names in err and "Traceback" not in err, err
+    assert err.startswith("error: ") and "Traceback" not in err, err
     assert len(err.strip().splitlines()) == 1 and len(err) < 1500, err
     assert out == "" and not (tmp_path / "run").exists()
+    return err
 
 
 FLAG_CASES = list(flag_cases())
@@ -133,21 +135,21 @@ FLAG_CASES = list(flag_cases())
 
 @pytest.mark.parametrize(("program", "flags", "names"), FLAG_CASES, ids=[case[1][0][:60] for case in FLAG_CASES])
 def test_flags(program, flags, names, tmp_path, capsys):
-    refused(program, flags, names, tmp_path, capsys)
+    assert names in refusal(program, flags, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("number", range(len(LINES)))
 def test_prompts(number, own, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text(f"{GOOD_LINE}\n{LINES[number]}\n")
     flags = [f"--prompts={tmp_path}/bad.jsonl", f"--reward={own}/r.py:reward"]
-    refused("grpo", flags, f"{tmp_path}/bad.jsonl, line 2", tmp_path, capsys)
+    assert f"{tmp_path}/bad.jsonl, line 2" in refusal("grpo", flags, tmp_path, capsys)
 
 
-def refuse_model(own, tmp_path, capsys, names, change):
+def model_refusal(own, tmp_path, capsys, change):
     shutil.copytree(own / "model", tmp_path / "model")
     change(tmp_path / "model")
     flags = [f"--model={tmp_path}/model", f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward"]
-    refused("grpo", flags, names, tmp_path, capsys)
+    return refusal("grpo", flags, tmp_path, capsys)
 
 
 FIELDS = [(field, value) for field in CONFIG_FIELDS for value in CONFIG_VALUES]
@@ -157,7 +159,7 @@ FIELDS += [(field, value) for field, values in TYPED_FIELDS.items() for value in
 @pytest.mark.parametrize(("field", "value"), FIELDS, ids=range(len(FIELDS)))
 def test_configs(field, value, own, tmp_path, capsys):
     raw = json.loads((own / "model" / "config.json").read_text()) | {field: value}
-    refuse_model(own, tmp_path, capsys, field, lambda to: (to / "config.json").write_text(json.dumps(raw)))
+    assert field in model_refusal(own, tmp_path, capsys, lambda to: (to / "config.json").write_text(json.dumps(raw)))
 
 
 @pytest.mark.parametrize("number", range(len(TABLES)))
@@ -165,7 +167,7 @@ def test_tables(number, own, tmp_path, capsys):
     text = json.dumps(TABLES[number]).encode()
     table = struct.pack("<Q", len(text)) + text + bytes(8)
     change = lambda to: (to / "model.safetensors").write_bytes(table)  # noqa: E731
-    refuse_model(own, tmp_path, capsys, "model.safetensors", change)
+    assert "model.safetensors" in model_refusal(own, tmp_path, capsys, change)
 
 
 @pytest.mark.parametrize("number", range(len(INDEXES)))
@@ -174,7 +176,7 @@ def test_indexes(number, own, tmp_path, capsys):
         (to / "model.safetensors").unlink()
         (to / "model.safetensors.index.json").write_text(json.dumps(INDEXES[number]))
 
-    refuse_model(own, tmp_path, capsys, "model.safetensors.index.json", change)
+    assert "model.safetensors.index.json" in model_refusal(own, tmp_path, capsys, change)
 
 
 BROKEN = {"": "is not JSON", "[]": "holds a list", "{": "is not JSON", "\x00": "is not JSON", "[" * 10**5: "too deeply"}
@@ -184,14 +186,14 @@ BROKEN = {"": "is not JSON", "[]": "holds a list", "{": "is not JSON", "\x00": "
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
 def test_broken_files(file, text, own, tmp_path, capsys):
     says = f"{tmp_path}/model" if file == "tokenizer.json" else BROKEN[text]
-    refuse_model(own, tmp_path, capsys, says, lambda to: (to / file).write_text(text))
+    assert says in model_refusal(own, tmp_path, capsys, lambda to: (to / file).write_text(text))
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_rewards(name, own, tmp_path, capsys):
     (tmp_path / f"{name}.py").write_text(REWARDS[name])
     flags = [f"--prompts={own}/p.jsonl", f"--reward={tmp_path}/{name}.py:reward"]
-    refused("grpo", flags, f"--reward={tmp_path}/{name}.py:reward", tmp_path, capsys)
+    assert f"--reward={tmp_path}/{name}.py:reward" in refusal("grpo", flags, tmp_path, capsys)
     assert not [module for module in sys.modules if module == name]
 
 

@@ -206,7 +206,7 @@ def hands_over(mesh, text):
 @pytest.mark.gloo
 @pytest.mark.parametrize(("train", "generate"), [("dp2,tp2", "dp4"), ("dp3", "tp3")])
 def test_rows_are_handed_over_between_meshes(train, generate):
-    launch(lambda mesh: hands_over(mesh, generate), parse(train))
+    assert launch(lambda mesh: hands_over(mesh, generate), parse(train)) > 0
 
 
 @pytest.mark.gloo

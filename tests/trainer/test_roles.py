@@ -109,8 +109,8 @@ def test_what_no_run_provides_is_named():
     run_fields = set(fields_by("source")) - {"margin", "label"}
     with pytest.raises(SettingsError, match="margin"):
         check_algorithm(algorithm, Settings(), run_fields)
-    with pytest.raises(SettingsError, match="has a loss for 'judge', which is not one of policy, critic"):
-        check_algorithm(dataclasses.replace(grpo(), losses={**grpo().losses, "judge": loss}), Settings())
+    with pytest.raises(SettingsError, match="has a loss for 'grader', which is not one of policy, critic"):
+        check_algorithm(dataclasses.replace(grpo(), losses={**grpo().losses, "grader": loss}), Settings())
 
 
 def test_filters_may_read_what_a_rollout_knows():

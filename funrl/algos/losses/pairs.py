@@ -109,7 +109,7 @@ def online_pairs(batch: Batch) -> Batch:
     Needs: score, group [B], and what the loss needs; rows are single sequences.
     References: Guo et al., 2024, https://arxiv.org/abs/2402.04792
 
-    Warning: TRL samples two completions a prompt and lets a judge or reward model choose; a tie is a pair there.
+    Warning: TRL samples two completions a prompt and lets another model choose; a tie is a pair there.
     """
     return side_by_side(batch, *best_and_worst(batch.score, batch.group))
 
