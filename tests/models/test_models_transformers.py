@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hf_peers import SMALL
 from paged_rows import Rows
 
 from funrl import trees
@@ -13,17 +14,6 @@ from funrl.batch import Batch
 from funrl.models import Config, Inputs, hf, place
 from funrl.models.config import config_from_hf, config_to_hf
 
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -98,7 +88,7 @@ def test_greedy_continuation(name, tmp_path):
     model, params = hf.load(tmp_path)
     tokens_BT = _tokens(model.config, rows=2, length=9)
     with torch.no_grad():
-        expected = peer.generate(tokens_BT, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = peer.generate(tokens_BT, max_new_tokens=16, do_sample=False, eos_token_id=None)
         rows = Rows(model, params, torch.cat((tokens_BT, torch.zeros(2, 16, dtype=torch.int64)), 1))
         hidden_RD = rows.pass_of([9, 9]).view(2, 9, -1)[:, -1]
         for at in range(9, 25):
@@ -148,7 +138,7 @@ def test_float64_stays_float64(tmp_path):
 @pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
 def test_reward_models_are_sequence_classifiers(name, tmp_path):
     """Theirs read here, and ours read there: the score at the last token of every row."""
-    config = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name], num_labels=1, pad_token_id=0)
+    config = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name], num_labels=1)
     torch.manual_seed(0)
     peer = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
