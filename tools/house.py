@@ -40,7 +40,7 @@ SHARED_DEFINITIONS = {
     "main": ("cost", "experiments", "mesh.processes", "track.report", "trainer.shard_server"),  # of programs
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
-    "LARGEST": ("rewards.load", "trainer.checks"),  # one number, once of torch and once where torch is not imported
+    "LARGEST": ("rewards.call", "trainer.checks"),  # one number, once of torch and once where torch is not imported
 }
 
 

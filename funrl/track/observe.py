@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,18 @@ class RunObserver:
             self.warmstart.__exit__(None, None, None)
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None:
         if self.run is None:
             return
-        given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]
+        given = [
+            Sample(step, e.text, *rest) for e, *rest in zip(examples, texts, scores, map(dict, parts), strict=True)
+        ]
         with _writing(self.run):
             for sample in given:
                 self.write_sample.write(sample)

@@ -42,7 +42,7 @@ class Quiet:
     def note(self, text):
         self.notes.append(text)
 
-    def samples(self, step, examples, texts, scores):
+    def samples(self, step, examples, texts, scores, parts):
         self.shown.append((step, [e.text for e in examples], list(texts), list(scores)))
 
     def supervised(self, step, steps, metrics):
