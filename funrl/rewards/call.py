@@ -27,7 +27,11 @@ from funrl.rewards.named import unique_names
 
 Reward = Callable[..., Any]  # (prompt, completion, **fields), or (completions, **columns)
 LARGEST = torch.finfo(torch.float32).max  # which the trainer computes in
-COLUMNS = ("prompts", "completions", "completion_ids")  # an argument of such a name makes a function a batched one
+BATCH_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+)  # an argument of such a name makes a function a batched one
 
 
 class RewardError(ValueError):
@@ -70,7 +74,7 @@ class Failure(NamedTuple):
     value: Any = None
 
 
-Outcome = float | Failure  # of one function for one row; NaN: it does not apply
+RewardOutcome = float | Failure  # of one function for one row; NaN: it does not apply
 
 
 class RewardFunction(NamedTuple):
@@ -101,8 +105,8 @@ class RewardFunction(NamedTuple):
 
 
 def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
-    """How each function is called; functions of one name are numbered."""
-    found = [one if isinstance(one, RewardFunction) else described_function(one, name_of(one)) for one in rewards]
+    """Descriptions of functions that run together; those of one name are numbered."""
+    found = [one if isinstance(one, RewardFunction) else described_function(one, function_name(one)) for one in rewards]
     names = unique_names([one.name for one in found])
     return tuple(one._replace(name=name, alone=len(found) == 1) for one, name in zip(found, names, strict=True))
 
@@ -116,10 +120,10 @@ def described_function(function: Reward, name: str, needs: tuple[tuple[str, ...]
         return RewardFunction(name, function, awaited=awaited, needs=needs)
     takes = frozenset(one.name for one in arguments if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
     keywords = any(one.kind == one.VAR_KEYWORD for one in arguments)
-    return RewardFunction(name, function, bool(takes & set(COLUMNS)), awaited, takes, keywords, needs)
+    return RewardFunction(name, function, bool(takes & set(BATCH_ARGUMENTS)), awaited, takes, keywords, needs)
 
 
-def name_of(function: Reward) -> str:
+def function_name(function: Reward) -> str:
     """The name of a function, or of the class of an object that is called."""
     inner = getattr(function, "func", function)  # of a partial
     return getattr(inner, "__name__", type(inner).__name__).strip("<>")
@@ -138,16 +142,18 @@ def torch_state_kept() -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)  # it is the CPU where none is set
 
 
-def outcomes(one: RewardFunction, rows: Sequence[Completed]) -> list[Outcome]:
+def outcomes(one: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
     """Numbers of rows by a function that is not awaited, in their order. Nothing is raised."""
     if one.batched:
         return _batch_outcomes(one, rows, lambda: one.function(**columns_of(one, rows)))
-    return [_row_outcome(one, row, lambda row=row: one.function(row.prompt, row.completion, **row.fields)) for row in rows]
+    return [
+        _row_outcome(one, row, lambda row=row: one.function(row.prompt, row.completion, **row.fields)) for row in rows
+    ]
 
 
 async def awaited_outcomes(
     one: RewardFunction, rows: Sequence[Completed], timeout_s: float | None = None
-) -> list[Outcome]:
+) -> list[RewardOutcome]:
     """The same by an awaited function; of a plain one, all rows are under way at once.
 
     Args:
@@ -156,7 +162,7 @@ async def awaited_outcomes(
     if one.batched:
         return _batch_outcomes(one, rows, await _awaited(lambda: one.function(**columns_of(one, rows)), timeout_s))
 
-    async def reward(row: Completed) -> Outcome:
+    async def reward(row: Completed) -> RewardOutcome:
         call = await _awaited(lambda: one.function(row.prompt, row.completion, **row.fields), timeout_s)
         return _row_outcome(one, row, call)
 
@@ -168,7 +174,7 @@ def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list
     has no such field."""
     own = {"prompts": [row.prompt for row in rows], "completions": [row.completion for row in rows]}
     fields = dict.fromkeys(name for row in rows for name in row.fields)
-    columns = own | {name: [row.fields.get(name) for row in rows] for name in fields if name not in COLUMNS}
+    columns = own | {name: [row.fields.get(name) for row in rows] for name in fields if name not in BATCH_ARGUMENTS}
     if "completion_ids" in one.takes:
         columns["completion_ids"] = [list(row.completion_ids) for row in rows]
     return {name: column for name, column in columns.items() if one.keywords or name in one.takes}
@@ -215,7 +221,7 @@ def failure_of(one: RewardFunction, row: Completed, what: str, rest: str = "", v
     return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value)
 
 
-def picklable(outcome: Outcome) -> Outcome:
+def picklable(outcome: RewardOutcome) -> RewardOutcome:
     """The outcome with a value that another process can have: a number, a text, or how it is written."""
     if not isinstance(outcome, Failure) or isinstance(outcome.value, (bool, int, float, str, type(None))):
         return outcome
@@ -226,7 +232,7 @@ def too_slow(timeout_s: float) -> str:
     return f"took longer than {timeout_s:g} s"
 
 
-def _row_outcome(one: RewardFunction, row: Completed, call: Callable[[], Any]) -> Outcome:
+def _row_outcome(one: RewardFunction, row: Completed, call: Callable[[], Any]) -> RewardOutcome:
     try:
         with torch_state_kept():
             value = call()
@@ -237,7 +243,7 @@ def _row_outcome(one: RewardFunction, row: Completed, call: Callable[[], Any]) -
     return _checked(one, row, value)
 
 
-def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callable[[], Any]) -> list[Outcome]:
+def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callable[[], Any]) -> list[RewardOutcome]:
     among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
     try:
         with torch_state_kept():
@@ -254,7 +260,7 @@ def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callab
     return [_checked(one, row, value) for row, value in zip(rows, values, strict=True)]
 
 
-def _checked(one: RewardFunction, row: Completed, value: Any) -> Outcome:
+def _checked(one: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
     """The number of a row; NaN where the function does not apply."""
     number = _number(value)
     if not one.alone and (value is None or (number is not None and math.isnan(number))):

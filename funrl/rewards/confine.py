@@ -67,7 +67,7 @@ CHANGES_FOLDERS = {  # with EACCES where nothing may be written
     "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
 }  # fmt: skip
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in the pairs above, and the kernel's number
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+OPEN_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CLONE_THREAD = 0x10000
 F_SETOWN, F_SETOWN_EX = 8, 15
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
@@ -155,8 +155,8 @@ def filter_lines(machine: str, pid: int, writes: bool) -> list:
         *check(FCNTL, 1, equal, (F_SETOWN, F_SETOWN_EX), errno.EPERM, False),
         *([] if writes else [
             *refuse(CHANGES_FOLDERS, errno.EACCES),
-            *check(OPEN, 1, some, (WRITES,), errno.EACCES, False),
-            *check(OPENAT, 2, some, (WRITES,), errno.EACCES, False),
+            *check(OPEN, 1, some, (OPEN_TO_WRITE,), errno.EACCES, False),
+            *check(OPENAT, 2, some, (OPEN_TO_WRITE,), errno.EACCES, False),
         ]),
         (give, 0, 0, allow),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-LONGEST = 500  # characters of an expression
+LONGEST_EXPRESSION = 500  # characters of an expression
 
 
 def countdown(
@@ -37,7 +37,7 @@ def countdown(
     expression = text.split("=")[0].replace("\u00d7", "*").replace("\u00f7", "/").strip()
     used: list[Fraction] = []
     try:
-        value = _value(ast.parse(expression, mode="eval").body, used) if len(expression) <= LONGEST else None
+        value = _value(ast.parse(expression, mode="eval").body, used) if len(expression) <= LONGEST_EXPRESSION else None
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     given = [Fraction(str(number)) for number in (nums if len(nums) else numbers)]

@@ -42,7 +42,7 @@ def boxed_answer(prompt: str, completion: str, **fields: Any) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside of the last \boxed{...} that is closed; None where there is none."""
+    r"""The text inside of the last \boxed{...} that is closed; None where there is none."""
     for mark in (r"\boxed{", r"\fbox{"):
         begin = text.rfind(mark)
         while begin >= 0:
@@ -77,7 +77,7 @@ def _equal(wanted: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
     return verify(list(wanted), list(given), timeout_seconds=_timeout_s())
 
 
-def _timeout_s() -> int | None:
+def _timeout_s() -> Any:
     """math-verify's timeouts are signals, which only the main thread can take: the pool's must do in others."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every formula that takes long
     return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

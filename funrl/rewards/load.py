@@ -9,7 +9,7 @@ from typing import Any
 
 from funrl import loading
 from funrl.rewards.call import (
-    COLUMNS,
+    BATCH_ARGUMENTS,
     Reward,
     RewardError,
     RewardFunction,
@@ -33,7 +33,8 @@ def load_rewards(text: str) -> tuple[RewardFunction, ...]:
 def _loaded(one: NamedReward) -> RewardFunction:
     verifier = VERIFIERS.get(one.source)
     if verifier is None:
-        return described_function(loading.load_function("reward", one.source), one.name)
+        needs = next((known.fields for known in VERIFIERS.values() if known.source == one.source), ())
+        return described_function(loading.load_function("reward", one.source), one.name, needs)
     if verifier.library:
         try:
             importlib.import_module(verifier.library)  # once, before ranks and workers are forked
@@ -67,20 +68,20 @@ def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]])
 
 def _check_call(text: str, one: RewardFunction, names: Sequence[str]) -> None:
     """Compare a function's arguments with the fields of a prompt."""
-    clash = sorted(set(names) & set(COLUMNS)) if one.batched else []
+    clash = sorted(set(names) & set(BATCH_ARGUMENTS)) if one.batched else []
     if clash:
         raise RewardError(
-            f"--reward={text}: it takes lists of {', '.join(COLUMNS)}, but a prompt has a field {clash[0]!r} too; "
-            f"--fields=NEW:{clash[0]} renames it"
+            f"--reward={text}: it takes lists of {', '.join(BATCH_ARGUMENTS)}, but a prompt has a field {clash[0]!r} "
+            f"too; --fields=NEW:{clash[0]} renames it"
         )
     signature = inspect.signature(one.function)
     try:
         if one.batched:
-            columns = {*COLUMNS, *names}
+            columns = {*BATCH_ARGUMENTS, *names}
             signature.bind(**dict.fromkeys(columns if one.keywords else columns & one.takes))
         else:
             signature.bind("", "", **dict.fromkeys(names))
     except TypeError as error:
-        given = [f"{name}=[...]" for name in (*COLUMNS, *names)] if one.batched else []
+        given = [f"{name}=[...]" for name in (*BATCH_ARGUMENTS, *names)] if one.batched else []
         call = ", ".join(given or ("prompt", "completion", *(f"{n}=..." for n in names)))
         raise RewardError(f"--reward={text}: the prompts' fields make the call ({call}), but it has {error}") from error

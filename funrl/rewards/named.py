@@ -1,6 +1,6 @@
 """Rewards that a command line names: functions of files and packages, and verifiers. Nothing here imports torch.
 
-    --reward=FILE.py:function,format@0.1     the function, and a tenth of the verifier `format`
+--reward=FILE.py:function,format@0.1     the function, and a tenth of the verifier `format`
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def weights_text(text: str, further: int = 0) -> str | None:
     weights = [one.weight for one in parse_rewards(text)]
     if all(weight is None for weight in weights):
         return None
-    return ",".join(str(1.0 if weight is None else weight).removesuffix(".0") for weight in [*weights, *[1.0] * further])
+    return ",".join(
+        str(1.0 if weight is None else weight).removesuffix(".0") for weight in [*weights, *[1.0] * further]
+    )
 
 
 def unique_names(names: Sequence[str], places: Sequence[str] = ()) -> list[str]:

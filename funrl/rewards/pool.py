@@ -28,16 +28,16 @@ import cloudpickle
 from funrl.rewards.call import (
     Completed,
     Failure,
-    Outcome,
     Reward,
     RewardError,
     RewardFunction,
+    RewardOutcome,
     awaited_outcomes,
     outcomes,
     reward_functions,
     row_text,
 )
-from funrl.rewards.pool_server import Submission, flush, fork, serve
+from funrl.rewards.pool_server import Submission, flush, fork, serve_rewards
 
 
 class Pool:
@@ -53,19 +53,19 @@ class Pool:
     ):
         self.functions, self.workers = reward_functions(rewards), workers
         self._connection, self._server = connection, server
-        self._waiting: dict[int, Future[list[Outcome]]] = {}
+        self._waiting: dict[int, Future[list[RewardOutcome]]] = {}
         self._lock, self._count, self._closed = threading.Lock(), 0, False
         if connection is not None:
             threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
-    def begin(self, function: int, rows: Sequence[Completed]) -> Future[list[Outcome]]:
+    def begin(self, function: int, rows: Sequence[Completed]) -> Future[list[RewardOutcome]]:
         """Begin to reward rows by the function of a number; a batched one sees all of them in one call.
 
         Returns: one outcome a row. It raises RewardError only where the pool itself has ended.
         """
         if self._closed:
             raise RewardError("the pool of reward workers is closed")
-        future: Future[list[Outcome]] = Future()
+        future: Future[list[RewardOutcome]] = Future()
         if self._connection is None:
             future.set_result(_now(self.functions[function], rows))
             return future
@@ -138,7 +138,9 @@ def open_pool(
         here, there = Pipe()
         flush()
         most = max(workers, most or workers)
-        program = functools.partial(serve, there, here, os.getpid(), reward_functions(rewards), workers, most, timeout_s)
+        program = functools.partial(
+            serve_rewards, there, here, os.getpid(), reward_functions(rewards), workers, most, timeout_s
+        )
         server = fork(program)
         there.close()
         pool = Pool(rewards, most, here, server)
@@ -157,14 +159,14 @@ class RowRewards(NamedTuple):
     """
 
     row: Completed
-    parts: tuple[tuple[Future[list[Outcome]], int], ...]
+    parts: tuple[tuple[Future[list[RewardOutcome]], int], ...]
 
     def done(self) -> bool:
         """True where no number is waited for."""
         return all(future.done() for future, _ in self.parts)
 
-    def outcomes(self, timeout: float | None = None) -> list[Outcome]:
-        """Outcome of each function. A row to which no function applies is a failure of all of them.
+    def outcomes(self, timeout: float | None = None) -> list[RewardOutcome]:
+        """RewardOutcome of each function. A row to which no function applies is a failure of all of them.
 
         Raises:
           RewardError: the pool has ended.
@@ -198,7 +200,7 @@ def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
     Example: [one.result() for one in score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])] is [[1.0]] for a pool
       of `verifiers.exact_match`.
     """
-    found: list[list[tuple[Future[list[Outcome]], int]]] = [[] for _ in rows]
+    found: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
     for number, one in enumerate(pool.functions):
         together = one.batched or (one.awaited and not pool.workers)
         future = pool.begin(number, rows) if together and rows else None
@@ -207,11 +209,11 @@ def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
     return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, found, strict=True)]
 
 
-def _now(one: RewardFunction, rows: Sequence[Completed]) -> list[Outcome]:
+def _now(one: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
     """Outcomes computed in this process."""
     if not one.awaited:
         return outcomes(one, rows)
-    found: list[Outcome] = []
+    found: list[RewardOutcome] = []
     thread = threading.Thread(target=lambda: found.extend(asyncio.run(awaited_outcomes(one, rows))))
     thread.start()  # in this one an event loop may run already, as in a notebook
     thread.join()

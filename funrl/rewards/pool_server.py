@@ -28,7 +28,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.rewards.call import Outcome, RewardFunction, awaited_outcomes, failure_of, outcomes, picklable, too_slow
+from funrl.rewards.call import (
+    RewardFunction,
+    RewardOutcome,
+    awaited_outcomes,
+    failure_of,
+    outcomes,
+    picklable,
+    too_slow,
+)
 
 IN_FLIGHT = 256  # calls of an event loop at once
 BATCH_ROWS = 1024  # of a call of a batched function, unless its group alone has more
@@ -174,7 +182,7 @@ class Server:
                     self.queues[call.tasks[0].function].extendleft(reversed(call.tasks))
             self._replace(worker)
 
-    def _answer(self, call: _Call, found: Sequence[Outcome]) -> None:
+    def _answer(self, call: _Call, found: Sequence[RewardOutcome]) -> None:
         """Tell the rank of each task."""
         at = 0
         for task in call.tasks:
@@ -200,7 +208,7 @@ class Server:
             self.workers.append(_Worker(pid, here, awaits, {}))
 
 
-def serve(
+def serve_rewards(
     parent: Connection, theirs: Connection, rank: int, functions: Sequence[RewardFunction], least: int, most: int,
     timeout_s: float,
 ) -> None:  # fmt: skip

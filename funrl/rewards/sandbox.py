@@ -68,6 +68,9 @@ class Limits(NamedTuple):
     open_files: int = 64
 
 
+LIMITS = Limits()
+
+
 class Ended(NamedTuple):
     """End of a program.
 
@@ -84,7 +87,7 @@ class Ended(NamedTuple):
 
 
 def run_program(
-    program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = Limits(), landlock: bool = True
+    program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = LIMITS, landlock: bool = True
 ) -> Ended:
     """Run a Python program to its end or a limit.
 

@@ -45,7 +45,7 @@ def json_schema(prompt: str, completion: str, *, schema: Any = None, **fields: A
 
 
 def _validator(schema: Any) -> Any:
-    """What checks values by a schema."""
+    """Validator of values by a schema. Raises: ValueError, it is none."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry

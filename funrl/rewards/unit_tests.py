@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.rewards.named import TESTS
-from funrl.rewards.sandbox import Limits, run_program
+from funrl.rewards.sandbox import LIMITS, Limits, run_program
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -25,7 +25,7 @@ class UnitTests(NamedTuple):
     pairs: tuple[tuple[str, str], ...] = ()
 
 
-def unit_tests(share: bool = False, limits: Limits = Limits()) -> Callable[..., float]:
+def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., float]:
     """A reward of 1.0 for a program that passes all of its tests; or, with `share`, of the share of those that pass.
 
     The program is the completion's last fenced block, where it has one, else all of it. Where a field "entry_point"

@@ -120,7 +120,7 @@ def _decimal(text: str) -> Decimal | None:
 def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
     """The letter of a right answer: itself, its place among the choices, or the place of its text."""
     text = str(answer).strip()
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < max(len(choices), 26):
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < (len(choices) or 26):
         return chr(ord("A") + answer)
     if plain := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text):
         return plain[1].upper()

@@ -87,7 +87,8 @@ class RunObserver:
         if self.run is None:
             return
         given = [
-            Sample(step, e.text, *rest) for e, *rest in zip(examples, texts, scores, map(dict, parts), strict=True)
+            Sample(step, e.text, text, score, dict(part))
+            for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):
             for sample in given:

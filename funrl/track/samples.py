@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funrl.track.run_directory import open_lines, read_lines
 
@@ -33,7 +33,6 @@ def open_samples(path: Path) -> SampleWriter:
     """Open samples.jsonl to add to it."""
     lines = open_lines(path)
 
-
     def write(sample: Sample) -> None:
         fields = sample._asdict()
         lines.write(fields if sample.rewards else {name: x for name, x in fields.items() if name != "rewards"})
@@ -45,13 +44,12 @@ def read_samples(path: Path) -> list[Sample]:
     """All samples of a run in the order in which they were written; none where there is no file."""
     if not path.exists():
         return []
-    return [
-        Sample(
-            int(line.get("step") or 0), str(line.get("prompt", "")), str(line.get("completion", "")),
-            line.get("reward"), line.get("rewards") or {},
-        )  # fmt: skip
-        for line in read_lines(path)
-    ]
+    return [_sample(line) for line in read_lines(path)]
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    prompt, completion = (str(line.get(name, "")) for name in ("prompt", "completion"))
+    return Sample(int(line.get("step") or 0), prompt, completion, line.get("reward"), line.get("rewards") or {})
 
 
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

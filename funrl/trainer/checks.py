@@ -160,9 +160,7 @@ def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
     except ValueError:
         weights = ()
     if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(
-            f"{flag}={given}: give one number for each of the rewards ({rewards}), with commas between"
-        )
+        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), with commas between")
     if not any(weights):  # a negative one alone is a penalty, from which a policy can learn
         raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
     return weights

@@ -98,7 +98,9 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     if settings.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
     else:
-        source = partial_source(generation, budgeted(job, parts, decode, show, settings.new_tokens_per_step), clock, show)
+        source = partial_source(
+            generation, budgeted(job, parts, decode, show, settings.new_tokens_per_step), clock, show
+        )
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
@@ -118,7 +120,9 @@ def with_remark(show: Show, done: Rollout) -> Rollout:
     """The completions, after a remark where reward functions failed on some."""
     if done.failed is not None and done.problem:
         count, rows = int(done.failed.sum()), len(done.failed)
-        show.note(f"a reward function failed on {count} of {rows} completions, such as: {done.problem[:LONGEST_REMARK]}")
+        show.note(
+            f"a reward function failed on {count} of {rows} completions, such as: {done.problem[:LONGEST_REMARK]}"
+        )
     return done
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from funrl.rewards.call import Completed, Failure, Outcome, RewardError
+from funrl.rewards.call import Completed, Failure, RewardError, RewardOutcome
 from funrl.rewards.pool import Pool, RowRewards
 from funrl.rollout.requests import Completion
 
-Part = tuple[Future[list[Outcome]], int]  # of one function: its numbers, and the row's place among them
+_Part = tuple[Future[list[RewardOutcome]], int]  # of one function: its numbers, and the row's place among them
 
 
 class Rewarded(NamedTuple):
@@ -44,7 +44,7 @@ class PendingRewards:
         """
         self._pool, self._completed, self._samples = pool, completed, samples
         self._rows: dict[int, Completed] = {}
-        self._parts: dict[tuple[int, int], Part] = {}  # by row and function
+        self._parts: dict[tuple[int, int], _Part] = {}  # by row and function
         self._groups: defaultdict[int, list[int]] = defaultdict(list)  # rows that batched functions wait for
 
     def add(self, done: Completion) -> None:
@@ -82,7 +82,7 @@ class PendingRewards:
         rewarded = Rewarded([], [], "")
         for number in numbers:
             rewards = RowRewards(self._rows[number], tuple(self._parts[number, k] for k in self._functions()))
-            found = list[Outcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
+            found = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
             failures = [one for one in found if isinstance(one, Failure)]
             rewarded.scores.append([0.0 if isinstance(one, Failure) else one for one in found])
             rewarded.failed.append(bool(failures))

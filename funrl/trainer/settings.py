@@ -136,8 +136,8 @@ class Settings:
     reward: str | None = flag(
         None,
         "job",
-        f"FILE.py:function, function(prompt, completion, **fields) -> float, or a verifier ({', '.join(VERIFIERS)}); "
-        "several with commas between, each with a weight as in format@0.1",
+        "FILE.py:function, of (prompt, completion, **fields), or one of "
+        f"{', '.join(VERIFIERS)}; several as math,format@0.1",
         kinds=RL,
     )
     reward_model: str | None = flag(
@@ -150,15 +150,13 @@ class Settings:
         chosen="those in --reward, else 1",
     )  # fmt: skip
     on_reward_error: str = flag(
-        "stop", "job", "where a reward function fails on a completion: stop, the run ends; zero, that reward is 0; "
-        "skip, the completion is not trained on",
+        "stop", "job", "where a reward fails: stop the run, take it as zero, or skip the completion in training",
         one_of("stop", "zero", "skip"), kinds=RL,
     )  # fmt: skip
     reward_workers: int | None = flag(
         None, "job", "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
         at_least(0), kinds=RL,
-        chosen="the rank's share of the cores, and up to 16 where functions wait for something else; 0 with the "
-        "embedded task, whose reward takes less time than the way to a process",
+        chosen="the rank's share of the cores, up to 16 where functions mostly wait; 0 with the embedded task",
     )  # fmt: skip
     reward_timeout: float | None = flag(
         None, "job", "seconds that a call of a reward function may take in a worker", above(0), chosen="600", kinds=RL

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Filter
-from funrl.rewards.call import RewardError
 from funrl.data.prompts import Drawn, drawn_places, prompt_batch
+from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
@@ -144,7 +144,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 f"--max_refills above {g.max_refills} may fill it"
             )
         batch = one_step_of(g, [one for one in found if one.examples], begin, clock)
-        failures = {} if rows.batch.get("failed") is None else {"reward/failed": failed}
+        failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         return batch, {"prompts_consumed": consumed}, failures | (metrics if g.filter else {})
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:

@@ -175,7 +175,10 @@ def test_a_batched_function_gives_a_number_a_row(values):
         (1.0, "the reward function gave 1.0; a list"),
         (None, "the reward function gave None; a list"),
         ([1.0, "x"], "the reward function gave 'x', a finite number"),
-        (KeyError("k"), "the reward function raised KeyError('k') for 2 completions, the first of which is\n  prompt: 'p'"),
+        (
+            KeyError("k"),
+            "the reward function raised KeyError('k') for 2 completions, the first of which is\n  prompt: 'p'",
+        ),
     ],
 )
 def test_what_a_batched_function_may_not_give(values, says):

@@ -26,7 +26,9 @@ def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
     assert [one.name for one in found] == ["a@b.f", "math", "rewards.f", "rewards.f.2"]
     assert weights_text("math,format") is None and weights_text("math@2,format@0.25", further=1) == "2,0.25,1"
     for text in ("r.py", "maths", "", "math,,format"):
-        with pytest.raises(LoadError, match=rf"--reward={text}: '.*' is not a verifier \(exact, .*write FILE.py:function"):
+        with pytest.raises(
+            LoadError, match=rf"--reward={text}: '.*' is not a verifier \(exact, .*write FILE.py:function"
+        ):
             parse_rewards(text)
     for text in ("math@", "math@x", "math@inf"):
         with pytest.raises(LoadError, match=rf"--reward={text}: the weight '.*' is no finite number"):
@@ -63,5 +65,7 @@ def test_fields_that_do_not_fit_a_function_are_told_before_the_run():
     assert "missing a required argument: 'answer'" in missing
     assert "a field 'prompts' too; --fields=NEW:prompts" in says(lambda completions, **columns: 0, [{"prompts": 1}])
     wanted = says(lambda p, c, **f: 0, [{"x": 1}], (("answer", "solution"),))
-    assert wanted.startswith("--reward=r.py:f: f needs one of the fields answer, solution, and a prompt has x; --fields")
+    assert wanted.startswith(
+        "--reward=r.py:f: f needs one of the fields answer, solution, and a prompt has x; --fields"
+    )
     assert re.search("f needs a field 'pattern', and a prompt has none", says(len, [{}], (("pattern",),)))

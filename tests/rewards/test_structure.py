@@ -39,20 +39,27 @@ def test_json_of_a_schema():
 
 
 def test_words_within_bounds_and_said_again():
-    assert [within_length("", text, min_words=2, max_words=3) for text in ("a", "a b", "a b c", "a b c d")] == [0, 1, 1, 0]
+    assert [within_length("", text, min_words=2, max_words=3) for text in ("a", "a b", "a b c", "a b c d")] == [
+        0,
+        1,
+        1,
+        0,
+    ]
     assert within_length("", "a", max_words=1) == within_length("", "a", min_words=1) == 1.0
     assert repetition("", "so it is so it is so") < repetition("", "so it goes on and on") == 0.0
+
+
+RIGHT = "<answer>(4 - 1) * 8</answer>"
 
 
 @pytest.mark.parametrize(
     "completion,right",
     [
-        ("<answer>(4 - 1) * 8</answer>", 1), ("try 1 + 4 + 8\n(4 - 1) * 8 = 24\n", 1), ("-(1 - 4) * 8", 1),
-        ("<answer>8 * 3</answer>", 0), ("<answer>(4 - 1) * 8 + 0</answer>", 0), ("<answer>(4 - 1) * 8 * 1 / 1</answer>", 0),
-        ("<answer>24</answer>", 0), ("<answer>1 + 4 + 8</answer>", 0), ("<answer>(8 - 8) / 0</answer>", 0), ("", 0),
-        ("<answer>(4 - 1) * 8 if 1 else 0</answer>", 0), ("<answer>__import__('os')</answer>", 0),
-        ("<answer>4 ** 1 * 8</answer>", 0), ("<answer>(4 \u2212 1) \u00d7 8</answer>", 0), ("(" * 400, 0), ("1+" * 10**6, 0),
-        ("<answer>(4 - 1) \u00d7 8</answer>", 1),
+        (RIGHT, 1), ("try 1 + 4 + 8\n(4 - 1) * 8 = 24\n", 1), ("-(1 - 4) * 8", 1), ("", 0), ("(" * 400, 0),
+        *[(RIGHT.replace(")", before), 0) for before in (") + 0", ") * 1", ") ** 1", ")) if 1 else (0", " + 1)")],
+        ("<answer>8 * 3</answer>", 0), ("<answer>24</answer>", 0), ("<answer>1 + 4 + 8</answer>", 0),
+        ("<answer>(8 - 8) / 0</answer>", 0), ("<answer>__import__('os')</answer>", 0), ("1+" * 10**6, 0),
+        (RIGHT.replace("*", "\u00d7"), 1), (RIGHT.replace("-", "\u2212"), 0),
     ],
 )  # fmt: skip
 def test_countdown_takes_each_number_once(completion, right):

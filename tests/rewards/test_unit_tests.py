@@ -53,5 +53,5 @@ def test_the_forms_of_tests():
     assert read_tests({"tests": None, "test_list": '["a", "b"]'}).sources == ("a", "b")
     assert read_tests({"tests": {"inputs": [["1", "2"]], "outputs": [3]}}).pairs == (("1\n2", "3"),)
     for bad in (7, [], [1], {"inputs": [1], "outputs": [1], "fn_name": "f"}, {"inputs": [1], "outputs": []}):
-        with pytest.raises(ValueError, match="no tests|one of the fields tests, test_list"):
+        with pytest.raises(ValueError, match=r"no tests|one of the fields tests, test_list"):
             read_tests({"tests": bad})
