@@ -103,7 +103,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
             )
     flags.refuse_unknown(every.unknown, every.values)
     implied = resolved(settings)
-    known = every.values | {name: getattr(implied, name) for name in ("max_new_tokens", "reward_weights")}
+    known = {**every.values, "max_new_tokens": implied.max_new_tokens, "reward_weights": implied.reward_weights}
     command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
     from funrl.algos.core import Algorithm
     from funrl.trainer.roles import reads_scores

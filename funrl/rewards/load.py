@@ -10,10 +10,12 @@ from typing import Any
 from funrl import loading
 from funrl.rewards.call import (
     BATCH_ARGUMENTS,
+    BY_NAME,
     Reward,
     RewardError,
     RewardFunction,
     described_function,
+    named_fields,
     reward_functions,
     torch_state_kept,
 )
@@ -85,6 +87,8 @@ def _check_call(text: str, one: RewardFunction, names: Sequence[str]) -> None:
         if one.batched:
             columns = {*BATCH_ARGUMENTS, *names}
             signature.bind(**dict.fromkeys(columns if one.keywords else columns & one.takes))
+        elif BY_NAME in one.takes:
+            signature.bind(**named_fields(one, {BY_NAME: "", **dict.fromkeys(names)}))
         else:
             signature.bind("", "", **dict.fromkeys(names))
     except TypeError as error:
