@@ -31,12 +31,13 @@ from funrl.trainer.job_data import (
     Texts,
     check_budget,
     check_cache,
-    check_prompt_lengths,
     check_token_ids,
     fields_of_texts,
-    prompts_of,
+    fit_prompts,
+    task_of_prompts,
     texts_of,
 )
+from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
@@ -114,6 +115,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_devices(sizes, device)
     given = given or Given()
     model, tokenizer = first_model(settings, given)
+    tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     lead = "policy" if "policy" in models else next(iter(algorithm.losses))
@@ -130,8 +132,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)
-        for name, one in models.items():
-            check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
+        task = fit_prompts(task, settings, sampling.max_new_tokens, models)
         mesh = Mesh(generating, device=torch.device(device))
         if settings.engine == "native":
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
@@ -322,7 +323,7 @@ def task_of(
 ) -> Task | Texts:
     """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
-        return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
+        return task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
@@ -372,9 +373,14 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
         raise SettingsError(
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
+    if greedy and settings.eval_samples > 1:
+        raise SettingsError(
+            f"--eval_samples={settings.eval_samples}: evaluation is greedy, so all would be the same; give "
+            "--eval_temperature too"
+        )
     try:
         numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
-        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
+        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.eval_samples)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
 

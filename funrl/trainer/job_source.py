@@ -24,8 +24,10 @@ from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Parts
+from funrl.trainer.checks import difficulty_of
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
+from funrl.trainer.curriculum import weighing
 from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import has_workers
@@ -66,14 +68,16 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            scoring_budget(settings), clock,
+            scoring_budget(settings), clock, show,
         )  # fmt: skip
+    for remark in task.remarks:
+        show.note(remark)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     generation = Generation(
         roll=functools.partial(roll, job, parts, decode),
         decode=decode,
         prompts=task.prompts,
-        heldout=task.heldout[: settings.eval_prompts],
+        heldout=task.heldout,
         solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
@@ -85,7 +89,11 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
         seed=settings.seed,
         shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
-    )
+        weighing=weighing(
+            task.prompts, task.curriculum, None if settings.difficulty is None else difficulty_of(settings.difficulty),
+            task.weights[: len(task.rewards)], parts.mesh,
+        ),
+    )  # fmt: skip
     if taken := inherited(job):
         how = ", ".join(f"{name} {value}" for name, value in taken.items())
         show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")

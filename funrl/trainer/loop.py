@@ -25,6 +25,7 @@ from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
+from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
@@ -129,12 +130,13 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
+            state = state._replace(source=trainer.source.observed(state.source, metrics))
             observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
             whole = state._replace(roles={})
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
-    except (RewardError, NotFiniteError, SyncError) as failure:
+    except (RewardError, CurriculumError, NotFiniteError, SyncError) as failure:
         error = str(failure)
         if whole is not None:  # the weights are still those after the step before
             saver.save(whole._replace(roles=state.roles), done)

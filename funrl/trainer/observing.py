@@ -7,6 +7,7 @@ from typing import Protocol
 
 from funrl import trees
 from funrl.models.placed import Placed
+from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 
 
@@ -24,6 +25,10 @@ class Observer(WarmstartObserver, Protocol):
     def samples(
         self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
     ) -> None: ...
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Take some more rows of an evaluation's table."""
+        ...
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 

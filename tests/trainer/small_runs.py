@@ -38,12 +38,16 @@ class Quiet:
 
     def __init__(self, folder=None):
         self.notes, self.shown, self.losses, self.steps, self.folder = [], [], [], [], folder
+        self.table = []
 
     def note(self, text):
         self.notes.append(text)
 
     def samples(self, step, examples, texts, scores):
         self.shown.append((step, [e.text for e in examples], list(texts), list(scores)))
+
+    def evaluated(self, rows):
+        self.table += rows
 
     def supervised(self, step, steps, metrics):
         self.losses.append((step, metrics["train/loss"]))
