@@ -188,7 +188,7 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
             config,
             continuous_batching_config=how,
             progress_bar=False,
-            persistent_manager=True,
+            warmup=False,
         )
         seconds = time.process_time() - begin
         assert [len(one.generated_tokens) for one in done.values()] == list(new)
