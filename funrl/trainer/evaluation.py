@@ -135,9 +135,9 @@ def metrics_of(found: Evaluated, examples: Sequence[Example]) -> dict[str, float
 def _columns(found: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
     """Of each number that is told [P] values, and whether they are between 0 and 1."""
     columns: dict[str, tuple[np.ndarray, bool]] = {}
-    if found.reward_PN is not None:
-        columns["reward"] = found.reward_PN.mean(1), False
     right, rewards = found.correct_PN, found.reward_PN
+    if rewards is not None:
+        columns["reward"] = rewards.mean(1), right is not None and 0 <= rewards.min() <= rewards.max() <= 1
     if right is not None:
         columns["accuracy"] = right.mean(1), True
         columns |= {f"pass@{k}": (best_at(right.astype(float), k), True) for k in sample_counts(right.shape[1])}

@@ -109,10 +109,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = for_kind(settings, kind)
     check_settings(settings)
     settings = located(settings)
-    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
-    check_devices(sizes, device)
+    sizes, device = devices_of(settings)
     given = given or Given()
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
@@ -124,10 +121,41 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
-    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)
+    roles = Models(model, tokenizer, models, directories)
+    return job_of(settings, algorithm, roles, sizes, generating, device, task)._replace(warmstart_steps=warmstart)
+
+
+class Models(NamedTuple):
+    """Models of a job.
+
+    Attributes:
+      first, tokenizer: that the run begins with.
+      models, directories: as in `Job`.
+    """
+
+    first: Model
+    tokenizer: Any
+    models: dict[str, Model]
+    directories: dict[str, str]
+
+
+def job_of(
+    settings: Settings, algorithm: Algorithm, roles: Models, sizes: dict[str, int], generating: dict[str, int],
+    device: str, task: Task | Texts,
+) -> Job:  # fmt: skip
+    """A job of what has been checked by itself, after checking that the data fit the models and the engine.
+
+    Args:
+      sizes, generating: of the meshes to train and to generate on.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    model, tokenizer, models, directories = roles
+    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
@@ -141,8 +169,17 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
-        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
+        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
     )  # fmt: skip
+
+
+def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
+    """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
+    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+    check_devices(sizes, device)
+    return sizes, device
 
 
 def located(settings: Settings) -> Settings:

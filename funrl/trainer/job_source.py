@@ -70,10 +70,37 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
             scoring_budget(settings), clock, show,
         )  # fmt: skip
-    for remark in task.remarks:
+    generation = generation_of(job, parts, frozen)
+    for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
         show.note(remark)
+    if settings.new_tokens_per_step is None:
+        source = prompt_source(generation, clock, show)
+    else:
+        budget = budgeted(job, parts, generation.decode, settings.new_tokens_per_step)
+        source = partial_source(generation, budget, clock, show)
+    assert parts.generator is not None
+    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
+    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
+
+
+def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
+    """What evaluation takes from the model's generation_config.json.
+
+    Args:
+      prefix: of the flags that would come before it.
+    """
+    taken = inherited(job)
+    how = ", ".join(f"{name} {value}" for name, value in taken.items())
+    said = f"evaluation: {how}, as the model's {GENERATION} says; --{prefix}{next(iter(taken), '')} overrides it"
+    return [said] if taken else []
+
+
+def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]) -> Generation:
+    """Everything that the source of a job's prompts needs."""
+    settings, task = job.settings, job.task
+    assert isinstance(task, Task)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    generation = Generation(
+    return Generation(
         roll=functools.partial(roll, job, parts, decode),
         decode=decode,
         prompts=task.prompts,
@@ -94,16 +121,6 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
             task.weights[: len(task.rewards)], parts.mesh,
         ),
     )  # fmt: skip
-    if taken := inherited(job):
-        how = ", ".join(f"{name} {value}" for name, value in taken.items())
-        show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
-    assert parts.generator is not None
-    if settings.new_tokens_per_step is None:
-        source = prompt_source(generation, clock, show)
-    else:
-        source = partial_source(generation, budgeted(job, parts, decode, settings.new_tokens_per_step), clock, show)
-    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
-    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
 
 def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:

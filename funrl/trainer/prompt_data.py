@@ -134,7 +134,7 @@ def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[An
     """Examples to train on, and at most a tenth of them to evaluate on, which the seed chooses; both keep their order.
 
     Of a mixture with shares a tenth of each part is held out, by its share. With fewer than ten examples there is none
-    to spare: evaluation uses those to train on.
+    to spare: evaluation uses the first of those to train on.
     """
     if isinstance(examples, Mixture) and examples.shares is not None:
         counts = [max(1, heldout * share // sum(examples.shares)) for share in examples.shares]
@@ -143,7 +143,8 @@ def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[An
         return Mixture([train for train, _ in pairs], examples.shares), held_out
     count = min(heldout, len(examples) // 10)
     if not count:
-        return examples, examples
+        few = examples if heldout >= len(examples) else examples_at(examples, np.arange(heldout))
+        return examples, few
     held = chosen_places(len(examples), count, seed)
     return examples_at(examples, np.setdiff1d(np.arange(len(examples)), held)), examples_at(examples, held)
 

@@ -83,6 +83,7 @@ class Generation(NamedTuple):
       shows: step -> whether samples are shown.
       weighing: weights of the prompts before each step.
       table_prompts: held-out prompts whose completions an evaluation shows, at most; None: all.
+      eval_seed: of evaluations.
     """
 
     roll: Callable[[Sequence[Example], Sampling, int], Rollout]
@@ -102,6 +103,7 @@ class Generation(NamedTuple):
     shows: Callable[[int], bool] = lambda step: False
     weighing: Weighing = UNWEIGHTED
     table_prompts: int | None = 32
+    eval_seed: int = EVAL_SEED
 
 
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
@@ -151,7 +153,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return batch, {**state, "prompts_consumed": consumed, "told": told}, weighed | (metrics if g.filter else {})
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
+        done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, g.eval_seed, "eval")
         show_samples(g, show, step, g.heldout[:8], done, rows, g.eval_sampling.samples)
         found = evaluated(g.heldout, done, rows, g.solved, g.decode)
         for part in table_of(found, g.heldout, done, g.decode, step, g.table_prompts):
