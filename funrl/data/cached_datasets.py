@@ -66,7 +66,8 @@ def load_cached(wanted: DatasetName) -> Any:
     folder = max(folders, key=lambda one: (one / "dataset_info.json").stat().st_mtime_ns)
     splits = json.loads((folder / "dataset_info.json").read_text()).get("splits") or {}
     if wanted.split not in splits:
-        names = ", ".join(f"{wanted.name}:{split}" for split in splits)
+        own = wanted.name if wanted.config is None else f"{wanted.name}:{wanted.config}"
+        names = ", ".join(f"{own}:{split}" for split in splits)
         raise DataError(f"{wanted.name}: the local cache has no split {wanted.split!r} of it; give one of {names}")
     files = [file for pattern in ("", "-*-of-*") for file in folder.glob(f"*-{wanted.split}{pattern}.arrow")]
     found = library.concatenate_datasets([library.Dataset.from_file(str(file)) for file in sorted(files)])

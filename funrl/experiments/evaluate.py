@@ -108,11 +108,12 @@ def evaluate(
     named = {"data": str(data)} if isinstance(data, (str, Path)) else {}
     named |= {"reward": reward} if isinstance(reward, str) else {}
     chosen = settings_of("evaluate", stored, settings | named, given, seed)
+    embedded = chosen.eval_data is None and chosen.prompts is None and given.eval_records is None
+    if not embedded and chosen.reward is None and given.rewards is None and chosen.reward_model is None:
+        raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
     with _own_names():
         job = prepare_inference(chosen, stored, given, limit or ALL)
     assert isinstance(job.task, Task)
-    if not job.task.rewards and chosen.reward_model is None:
-        raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
     said = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
     with contextlib.ExitStack() as owned:
         folder = None

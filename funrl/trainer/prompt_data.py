@@ -125,6 +125,8 @@ def to_example(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPT
         tokens, text = encoded(tokenizer, prompt.prompt, form, prompt.fields.get("tools"))
     except (TokenizerError, DataError) as error:
         raise SettingsError(f"{where}{error}") from error
+    except Exception as error:  # tokenizers raise plain ones
+        raise SettingsError(f"{where}the tokenizer refuses it: {error}") from error
     if not tokens:
         raise SettingsError(f"{where}prompt {prompt.prompt!r} has no tokens")
     return Example(tokens, text, prompt.fields, prompt.source)
