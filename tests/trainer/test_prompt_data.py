@@ -134,7 +134,7 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     files = {"prompts": path, "reward": f"{tmp_path}/own.py:score", "eval_data": path}
 
     def prepared(**flags):
-        return small_job(GRPO, reward=None, sizes=None, **files | flags)
+        return small_job(GRPO, sizes=None, **files | flags)
 
     with pytest.raises(SettingsError, match=r"p\.jsonl, line 2: the longest prompt has 62 tokens, and --max_new_tokens "
                        "is 4, but the model has 64 positions"):  # fmt: skip
@@ -156,7 +156,9 @@ def test_every_flag_of_the_format_changes_a_prompt(tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     (tmp_path / "tools.json").write_text('[{"name": "b"}]')
     tokenizer = with_chat_template(TOKENIZER, Settings(chat_template=f"{tmp_path}/t.jinja"))
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ mark or '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ mark or '' }}" + (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     flags = {
         "prompt_template": "?{prompt}", "system_prompt": "e", "few_shot": f"{path}:1", "chat_template": "own",
         "tools": f"{tmp_path}/tools.json", "template_arguments": "mark:c",
