@@ -19,6 +19,7 @@ from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
+from funrl.mesh.heartbeat import beat
 from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
@@ -82,6 +83,7 @@ def gradient(
         (_, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, beside)
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
+        beat()
         found = _joined(found, numerators, metrics)
     assert found is not None
     grads, sums = sum_rest(grads, found[0], role.placed.stored, role.placed.compute, role.placed.mesh)
