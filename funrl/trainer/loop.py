@@ -34,6 +34,7 @@ from funrl.trainer.rescue import WholeState, saved_on_failure
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
+from funrl.trainer.skipped import Skips
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
@@ -62,6 +63,8 @@ class Trainer(NamedTuple):
 
     Attributes:
       frozen: weights of the roles that do not learn.
+      skips: takes note of updates that are left out; None: such an update is an error.
+      folder: of the checkpoints; None: the run has no directory.
     """
 
     job: Job
@@ -69,6 +72,8 @@ class Trainer(NamedTuple):
     source: Source
     frozen: Mapping[str, trees.Tree]
     clock: Clock
+    skips: Skips | None = None
+    folder: str | None = None
 
 
 def train_loop(
@@ -83,13 +88,12 @@ def train_loop(
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
-    Returns: how it ended. A reward function that fails, a gradient that is not finite, or an engine that does not hold
-      the trainer's weights ends the run too, with everything learned so far saved.
+    Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
+      that does not hold the trainer's weights ends the run too, with everything learned so far saved.
     """
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    folder = shared_folder(observer, mesh)
     with (
-        Saver(job, trainer.parts, trainer.source, state, folder, observer) as saver,
+        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer) as saver,
         stops_when_asked(),
         saved_on_failure(saver) as held,
     ):
@@ -148,6 +152,8 @@ def run_steps(
             observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
             before = state._replace(roles={})
             held.keep(state, done)
+            if trainer.skips is not None:
+                trainer.skips.check()
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
@@ -176,7 +182,9 @@ def begin_run(
     weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
     made = source(job, parts, frozen, clock, observer)
-    return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+    folder = shared_folder(observer, mesh)
+    skips = Skips(job.settings.max_skipped, mesh, folder, observer.note)
+    return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
 
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
@@ -224,8 +232,9 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     roles, metrics = learn(
         trainer.parts.roles, state.roles, rows, step, settings.epochs, settings.minibatches, settings.seed,
         settings.token_budget, trainer.clock, trainer.frozen, row_cost(trainer.parts.roles[trainer.job.lead].placed),
+        trainer.skips,
     )  # fmt: skip
-    return state._replace(roles=roles, step=step), metrics
+    return state._replace(roles=roles, step=step), metrics | (trainer.skips.take() if trainer.skips else {})
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
