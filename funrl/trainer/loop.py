@@ -149,9 +149,10 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
-            observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
+            metrics |= memory_metrics(parts.mesh)
             before = state._replace(roles={})
-            held.keep(state, done)
+            held.keep(state, done, metrics)
+            observer.step(step, metrics, trainer.clock.take())
             if trainer.skips is not None:
                 trainer.skips.check()
             if saver.after_step(state, metrics, done):

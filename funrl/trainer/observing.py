@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from funrl import trees
@@ -27,8 +27,12 @@ class Observer(WarmstartObserver, Protocol):
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 
-    def resumed(self, step: int) -> None:
-        """Forget later steps, which are repeated from here on."""
+    def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Forget later steps, which are repeated from here on.
+
+        Args:
+          metrics: of this step, where its line may be missing, as the run had failed before it was written.
+        """
         ...
 
     def checkpoint_folder(self) -> str | None:

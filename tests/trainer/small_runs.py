@@ -51,7 +51,7 @@ class Quiet:
     def step(self, step, metrics, seconds):
         self.steps.append((step, metrics))
 
-    def resumed(self, step):
+    def resumed(self, step, metrics=None):
         self.steps = [pair for pair in self.steps if pair[0] <= step]
 
     def checkpoint_folder(self):
