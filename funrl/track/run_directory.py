@@ -162,10 +162,12 @@ def open_lines(path: Path) -> Lines:
         begin = os.stat(path)  # a file that was deleted could be written still, for nobody
         if (begin.st_ino, begin.st_dev) != (own.st_ino, own.st_dev):
             raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(path))
-        written = file.write(line)
-        if written is not None and written < len(line):  # the disk is full: no half line is left
-            os.ftruncate(file.fileno(), begin.st_size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        try:
+            while line:  # a full disk may take a part
+                line = line[file.write(line) or 0 :]
+        except OSError:
+            os.ftruncate(file.fileno(), begin.st_size)  # no half line is left
+            raise
 
     return Lines(write, file.close)
 
