@@ -77,11 +77,19 @@ class RunObserver:
             self.warmstart.__exit__(None, None, None)
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None:
         if self.run is None:
             return
-        given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]
+        given = [
+            Sample(step, e.text, text, score, dict(part))
+            for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
+        ]
         with _writing(self.run):
             for sample in given:
                 self.write_sample.write(sample)

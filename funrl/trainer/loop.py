@@ -221,9 +221,10 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
         here = on_cpu(rows)
-        return rows, state, describe(here, here.batch) if trainer.job.generates else {}
+        return rows, state, describe(here, here.batch, trainer.job.reward_names) if trainer.job.generates else {}
     with trainer.clock.phase("advantage"):
-        rows, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, rows)
+        chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
+        rows, chain, metrics = advantages(chain, state.advantage, rows, names)
     return rows, state._replace(advantage=chain), metrics
 
 

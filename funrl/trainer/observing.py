@@ -22,7 +22,12 @@ class Observer(WarmstartObserver, Protocol):
     """Observer of a run, which shows and writes what happens. Every rank has one; that of rank 0 shows it."""
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
