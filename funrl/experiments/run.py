@@ -110,7 +110,8 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
         status, problem = (143, "terminated") if stop_asked() else (130, "interrupted")
         problem = problem if first else ""
     except BaseException as error:  # a rank's SystemExit is a failure too
-        status, problem = 1, f"error: {_explained(error)}{_newest(run_dir)}"
+        text = _explained(error)
+        status, problem = 1, f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
         if stop_asked() and isinstance(error, (WorkerError, *PLAIN)):
             status, problem = 143, "terminated before the first step was done"
     if run_dir is not None:
