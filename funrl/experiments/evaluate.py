@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.experiments.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
-from funrl.experiments.python import RECORDS
+from funrl.experiments.python import RECORDS, functions_of
 from funrl.mesh.environment import read_environment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh
-from funrl.rewards.load import Reward
+from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
 from funrl.track.run_directory import Lines, RunDirectory, open_lines, read_lines, valid, write_text
 from funrl.track.run_lock import owned_run
@@ -75,7 +75,7 @@ def evaluate(
     model: str | Path,
     *,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    reward: str | Reward | Sequence[Reward] | None = None,
+    reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
     step: int | None = None,
     limit: int | None = None,
     output: str | Path | None = None,
@@ -89,7 +89,7 @@ def evaluate(
         defaults of `reward` and `settings`.
       data: prompts, as --prompts of a run takes them, or dicts such as their records. None: those that the run holds
         out.
-      reward: "FILE.py:function", or functions(prompt, completion, **fields) -> float.
+      reward: as `funrl.train` takes it.
       step: of the run's checkpoint; None: the model at its end, else its newest checkpoint.
       limit: prompts at most, which the seed chooses.
       output: directory to write; None: runs/evaluate-TIME.
@@ -102,7 +102,7 @@ def evaluate(
     """
     stored = find_stored_model(model, step)
     given = Given(
-        rewards=None if reward is None or isinstance(reward, str) else (reward,) if callable(reward) else tuple(reward),
+        rewards=None if reward is None or isinstance(reward, str) else functions_of(reward),
         eval_records=None if data is None or isinstance(data, (str, Path)) else data,
     )
     named = {"data": str(data)} if isinstance(data, (str, Path)) else {}
@@ -237,7 +237,12 @@ class TableObserver:
             print(text, file=sys.stderr, flush=True)
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None: ...
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:

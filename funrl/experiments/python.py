@@ -21,7 +21,7 @@ from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Config, Model, hf
 from funrl.models.generation_config import sampling_defaults
-from funrl.rewards.load import Reward
+from funrl.rewards.call import Reward, described_function
 from funrl.rewards.pool import Pool
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
@@ -154,7 +154,7 @@ def train(
     model: str | Path | Model | None = None,
     tokenizer: Any = None,
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    reward: str | Reward | Sequence[Reward] | None = None,
+    reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
     eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     curriculum: str | Callable[..., Any] | None = None,
     source: MakeSource | None = None,
@@ -172,7 +172,8 @@ def train(
         begin at random. None: the embedded task's.
       tokenizer: of a `Model` that is given.
       prompts: a file, as --prompts takes it, or dicts such as its records; for supervised recipes, texts.
-      reward: "FILE.py:function", or functions(prompt, completion, **fields) -> float.
+      reward: what --reward takes, such as "FILE.py:function" or "math", or one function or several; a mapping of names
+        to functions says what they are called in metrics.
       eval_data: what is held out, in the same forms as `prompts`; None: a tenth of these.
       curriculum: "FILE.py:function", or a function; see `funrl.trainer.curriculum.weighing`.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
@@ -196,7 +197,7 @@ def train(
         model if isinstance(model, Model) else None,
         tokenizer,
         None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
-        None if reward is None or isinstance(reward, str) else (reward,) if callable(reward) else tuple(reward),
+        None if reward is None or isinstance(reward, str) else functions_of(reward),
         None if eval_data is None or isinstance(eval_data, (str, Path)) else eval_data,
         curriculum if callable(curriculum) else None,
     )
@@ -222,7 +223,7 @@ def train(
         run_dir = str(owned.path)
         program = functools.partial(_rank, job, run_dir, on_step, source)
         timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
-        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
+        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards, heartbeat_s=chosen.heartbeat)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"
@@ -235,6 +236,13 @@ def _rank(
 ) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
         return train_loop(job, mesh, observer, source or make_source, pool)
+
+
+def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tuple[Reward, ...]:
+    """The functions that a caller gives, with the names of a mapping."""
+    if isinstance(reward, Mapping):
+        return tuple(described_function(function, name) for name, function in reward.items())
+    return (reward,) if callable(reward) else tuple(reward)
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:

@@ -36,13 +36,16 @@ class Weighing(NamedTuple):
     Attributes:
       init: () -> what is remembered, before the first step.
       weights: (remembered, step) -> weights [N] (None: all equal), remembered, metrics. Collective.
-      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples) -> remembered.
+      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: none), which of these have none
+        because a function failed [P * S]) -> remembered.
       observed: (remembered, metrics of a step) -> remembered. Collective.
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
     weights: Callable[[Any, int], tuple[np.ndarray | None, Any, dict[str, float]]] = lambda told, step: (None, told, {})
-    measured: Callable[[Any, np.ndarray, Tensor], Any] = lambda told, places, scores_RK: told
+    measured: Callable[[Any, np.ndarray, Tensor | None, Tensor | None], Any] = (
+        lambda told, places, scores_RK, failed_R: told
+    )
     observed: Callable[[Any, Mapping[str, float]], Any] = lambda told, metrics: told
 
 
@@ -115,18 +118,20 @@ def weighing(
             )
         return found_N, told, metrics
 
-    def measured(told: Any, places: np.ndarray, scores_RK: Tensor) -> Any:
-        if not rates:
+    def measured(told: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None) -> Any:
+        if not rates or scores_RK is None:
             return told
+        scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
+        scored_PS = scored_R.double().reshape(len(places), -1)
         own_RK = scores_RK[:, : len(reward_weights)].double().cpu()
         score_R = (own_RK * torch.tensor(list(reward_weights), dtype=torch.float64)).nansum(1)
-        rate_PS = (score_R / full).clamp(0, 1).reshape(len(places), -1)
+        rate_PS = (score_R / full).clamp(0, 1).reshape(scored_PS.shape)
         at, here = torch.from_numpy(np.asarray(places)), torch.from_numpy(np.unique(places))
         passes, samples = told["passes"].clone(), told["samples"].clone()
         passes[here] *= KEPT
         samples[here] *= KEPT
-        passes.index_add_(0, at, rate_PS.sum(1))
-        samples.index_add_(0, at, torch.full((len(at),), float(rate_PS.shape[1]), dtype=torch.float64))
+        passes.index_add_(0, at, (rate_PS * scored_PS).sum(1))
+        samples.index_add_(0, at, scored_PS.sum(1))
         return {**told, "passes": passes, "samples": samples}
 
     def observed(told: Any, metrics: Mapping[str, float]) -> Any:

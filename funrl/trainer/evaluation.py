@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class EvalRow(NamedTuple):
       reward: None where nothing rewards.
       tokens: of the completion.
       finished: whether the model ended it, and not the limit.
+      rewards: what each of several functions gave, by name.
     """
 
     step: int
@@ -45,6 +47,7 @@ class EvalRow(NamedTuple):
     correct: bool | None
     tokens: int
     finished: bool
+    rewards: Mapping[str, float]
 
 
 class Evaluated(NamedTuple):
@@ -55,6 +58,7 @@ class Evaluated(NamedTuple):
       correct_PN: None where rewards are no verdicts.
       majority: k -> [P] verdict on the most frequent answer of k samples.
       tokens_PN, finished_PN: as in `EvalRow`.
+      parts: of the P * N completions, as in `EvalRow.rewards`.
     """
 
     reward_PN: np.ndarray | None
@@ -62,6 +66,7 @@ class Evaluated(NamedTuple):
     majority: Mapping[int, np.ndarray]
     tokens_PN: np.ndarray
     finished_PN: np.ndarray
+    parts: Sequence[Mapping[str, float]]
 
 
 def evaluated(
@@ -70,6 +75,7 @@ def evaluated(
     rows: Rows,
     solved: Callable[[Tensor], Tensor | None] | None,
     decode: Callable[[list[int]], str],
+    names: Sequence[str] = (),
 ) -> Evaluated:
     """Look at completions and their rewards; collective.
 
@@ -79,6 +85,7 @@ def evaluated(
       rows: of them, with all rewards.
       solved: as in `sources.Generation`.
       decode: token ids -> text.
+      names: of the rewards.
     """
     score_R, scores_RK = rows.batch.get("score"), rows.batch.get("scores")
     right_R = None if solved is None or scores_RK is None else solved(scores_RK.double())
@@ -90,6 +97,7 @@ def evaluated(
         {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode),
         done.lengths.cpu().numpy().reshape(shape),
         done.finished.cpu().numpy().reshape(shape),
+        parts_of_scores(names, rows, range(len(done.lengths))),
     )
 
 
@@ -117,12 +125,14 @@ def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: C
 
 
 def metrics_of(found: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
-    """Metrics "eval/...": of all prompts with their intervals, and of each file or `data_source` the means."""
+    """Metrics "eval/...": of all prompts with their intervals, and the means by reward and by file or `data_source`."""
     told: dict[str, float] = {}
     for name, (values_P, verdicts) in _columns(found).items():
         told[f"eval/{name}"] = float(values_P.mean())
         if (spread := interval(values_P, verdicts)) is not None:
             told |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
+    for name in dict.fromkeys(name for part in found.parts for name in part):
+        told[f"eval/reward/{name}"] = float(np.mean([part[name] for part in found.parts if name in part]))
     for name, places in sets_of(examples).items():
         for column in ("reward", "accuracy"):
             if column in _columns(found):
@@ -195,5 +205,14 @@ def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: in
 
     return EvalRow(
         step, examples[place].source, sample, examples[place].text, text, final_answer(text),
-        at(found.reward_PN), at(found.correct_PN), at(found.tokens_PN), at(found.finished_PN),
+        at(found.reward_PN), at(found.correct_PN), at(found.tokens_PN), at(found.finished_PN), found.parts[number],
     )  # fmt: skip
+
+
+def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:
+    """The numbers of which the scores of some rows are made, by their names; none where there are not several."""
+    scores_BK = rows.batch.get("scores")
+    if scores_BK is None or len(names) < 2:
+        return [{} for _ in numbers]
+    found = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
+    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in found]

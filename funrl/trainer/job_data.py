@@ -17,6 +17,7 @@ from funrl.data.supervised import TextFile, check_lengths, joined_files, load_ex
 from funrl.loading import load_function
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
+from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.native import bytes_of_page, page_tokens
 from funrl.tasks import arithmetic
@@ -173,7 +174,8 @@ def rewarded_task(
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards
     for reward in rewards:
-        check_fields(settings.reward or reward.__name__, reward, [e.fields for e in (*train, *heldout)])
+        fields = [e.fields for e in (*train, *heldout)]
+        check_fields(settings.reward or function_name(reward), reward, fields)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
     new_tokens = resolved(settings, given=True).max_new_tokens

@@ -34,9 +34,11 @@ from funrl.trainer.sources import (
     Show,
     Source,
     chosen_rows,
+    failed_rows,
     filtered_samples,
     one_step_of,
     prompt_source,
+    rewarded_samples,
     show_samples,
 )
 from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, split_rows, take
@@ -109,14 +111,16 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         at = _held(state["begun"], budget.mesh), begin
         held, consumed, examined, drawn, finished_early = _filled(g, budget, clock, *at, weights)
         seen = _joined_examined(examined)
-        told = g.weighing.measured(told, _prompt_numbers(g, seen.places), seen.rows.batch.scores)
+        scored = seen.rows.batch.get("scores"), seen.rows.batch.get("failed")
+        told = g.weighing.measured(told, _prompt_numbers(g, seen.places), *scored)
         useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
         metrics = weighed | _metrics(g, held, seen, drawn, finished_early)
         if weights is not None:
             metrics["curriculum/passed_over"] = consumed - begin - drawn
         if not len(useful):
             show.note(f"step {step}: the filter dropped all of {len(seen.places)} prompts; some are used as they are")
-            useful, seen = np.arange(len(seen.places))[: g.batch_prompts], _unfiltered(seen)
+            seen = seen._replace(kept_PS=rewarded_samples(g, seen.rows, len(seen.places)))
+            useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
         elif len(useful) < g.batch_prompts:
             show.note(f"step {step}: the filter kept {len(useful)} prompts, the batch needs {g.batch_prompts}")
         examples = _examples(g, seen.places)
@@ -142,7 +146,8 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         return {**whole.shared(state), "begun": _tree(_held(begun, budget.mesh)._replace(rows=rows))}
 
     first = {**whole.init(), "begun": _tree(nothing)}
-    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, gathered, shared, whole.observed)
+    ways = {"gathered": gathered, "shared": shared, "observed": whole.observed, "spread": True}
+    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, **ways)
 
 
 def _filled(
@@ -270,10 +275,6 @@ def _joined_examined(found: Sequence[Examined]) -> Examined:
     return Examined(places[order], take(join_rows([one.rows for one in found]), numbers), kept_PS[order])
 
 
-def _unfiltered(seen: Examined) -> Examined:
-    return seen._replace(kept_PS=np.ones_like(seen.kept_PS))
-
-
 def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyond: int) -> dict[str, float]:
     """Numbers of a step's prompts."""
     useful, unfinished = np.asarray(seen.kept_PS.any(1)), int((~held.ready(g.sampling.samples)).sum())
@@ -283,6 +284,8 @@ def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyo
         "partial/finished_prompts_left": max(0, int(useful.sum()) - g.batch_prompts),
         "partial/prompts_beyond_budget": beyond,
     }
+    if seen.rows.batch.get("failed") is not None:
+        told["reward/failed"] = failed_rows(seen.rows)
     if g.filter is None:
         return told
     return told | {

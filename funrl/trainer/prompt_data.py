@@ -29,7 +29,7 @@ from funrl.trainer.generation import Example
 from funrl.trainer.settings import Settings
 
 SPLIT = 0x5917  # sets the numbers that hold prompts out apart from those that shuffle
-NAMED = 10  # prompts that a remark names
+NAMED_PROMPTS = 10  # prompts that a remark names
 
 
 class Fitting(NamedTuple):
@@ -184,8 +184,8 @@ def fit(prompts: Sequence[Example], most: int, how: str, reason: str) -> Fitting
     long = [one for one in prompts if len(one.tokens) > most]
     if not long:
         return Fitting(prompts, "")
-    named = ", ".join(one.source or repr(one.text[:60]) for one in long[:NAMED])
-    more = f" and {len(long) - NAMED} more" if len(long) > NAMED else ""
+    named = ", ".join(one.source or repr(one.text[:60]) for one in long[:NAMED_PROMPTS])
+    more = f" and {len(long) - NAMED_PROMPTS} more" if len(long) > NAMED_PROMPTS else ""
     count = f"{len(long)} of {len(prompts)} prompts" if len(long) > 1 else "a prompt"
     if how == "error":
         first = max(long, key=lambda one: len(one.tokens))

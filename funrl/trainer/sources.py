@@ -15,11 +15,12 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import Filter
 from funrl.data.order import Drawn, order_digest, places_in_order, take_next
+from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
 from funrl.trainer.curriculum import UNWEIGHTED, Weighing
-from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, table_of
+from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, parts_of_scores, table_of
 from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
@@ -41,6 +42,7 @@ class Source(NamedTuple):
       gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
       shared: a state that each rank has read from a checkpoint -> this rank's part of it.
       observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
+      spread: whether ranks have different parts of the state.
     """
 
     init: Callable[[], trees.Tree]
@@ -49,13 +51,19 @@ class Source(NamedTuple):
     gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
     shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
+    spread: bool = False
 
 
 class Show(Protocol):
     """Observer of a source's completions and remarks."""
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None: ...
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None: ...
@@ -79,6 +87,8 @@ class Generation(NamedTuple):
       batch_prompts: prompts of a batch.
       max_refills: so many times `batch_prompts` prompts are sampled at most for a batch.
       greedy_baseline: whether rows have the score of a greedy completion.
+      reward_names: of the parts of a completion's score.
+      skips_failed: whether rows are left out on which a reward function failed; `filter` leaves them out too.
       seed: of everything random.
       shows: step -> whether samples are shown.
       weighing: weights of the prompts before each step.
@@ -99,6 +109,8 @@ class Generation(NamedTuple):
     batch_prompts: int = 128
     max_refills: int = 8
     greedy_baseline: bool = False
+    reward_names: tuple[str, ...] = ()
+    skips_failed: bool = False
     seed: int = 0
     shows: Callable[[int], bool] = lambda step: False
     weighing: Weighing = UNWEIGHTED
@@ -118,7 +130,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         begin = consumed = state["prompts_consumed"]
         weights, told, weighed = g.weighing.weights(state["told"], step)
         found: list[Chosen] = []
-        sampled = dropped_rows = 0
+        sampled = dropped_rows = failed = 0
         most, room = g.batch_prompts * (g.max_refills if g.filter else 1), g.batch_prompts
         while room and sampled < most:
             taken = take_next(g.prompts, min(room, most - sampled), g.seed, consumed, weights)
@@ -126,7 +138,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             done, rows = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
             if not sampled and g.shows(step):
                 show_samples(g, show, step, drawn[:8], done, rows, g.sampling.samples)
-            told = g.weighing.measured(told, taken.places, done.scores)
+            told = g.weighing.measured(told, taken.places, done.scores, done.failed)
+            failed += failed_rows(rows)
             kept_PS = filtered_samples(g, rows, len(drawn))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed, sampled, room = taken.end, sampled + len(drawn), room - len(useful)
@@ -143,19 +156,22 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         }
         if not count:
             show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
-            found = [chosen_rows(drawn, rows, np.arange(len(drawn)), np.ones_like(kept_PS))]
+            kept_PS = rewarded_samples(g, rows, len(drawn))
+            found = [chosen_rows(drawn, rows, np.flatnonzero(kept_PS.any(1)), kept_PS)]
         elif count < g.batch_prompts:
             show.note(
                 f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {g.batch_prompts}; a "
                 f"--max_refills above {g.max_refills} may fill it"
             )
         batch = one_step_of(g, [one for one in found if one.examples], begin, clock)
-        return batch, {**state, "prompts_consumed": consumed, "told": told}, weighed | (metrics if g.filter else {})
+        failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
+        state = {**state, "prompts_consumed": consumed, "told": told}
+        return batch, state, weighed | failures | (metrics if g.filter else {})
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, g.eval_seed, "eval")
         show_samples(g, show, step, g.heldout[:8], done, rows, g.eval_sampling.samples)
-        found = evaluated(g.heldout, done, rows, g.solved, g.decode)
+        found = evaluated(g.heldout, done, rows, g.solved, g.decode, g.reward_names)
         for part in table_of(found, g.heldout, done, g.decode, step, g.table_prompts):
             show.evaluated(part)
         return metrics_of(found, g.heldout)
@@ -253,6 +269,26 @@ def filtered_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
     return g.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, g.sampling.samples)
 
 
+def rewarded_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, the rows that can be trained on whatever the filter says.
+
+    Raises:
+      RewardError: there is none.
+    """
+    failed_B = rows.batch.get("failed")
+    if failed_B is None or not g.skips_failed:
+        return np.ones((prompts, g.sampling.samples), dtype=bool)
+    if failed_B.all():
+        raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
+    return ~failed_B.cpu().numpy().reshape(prompts, g.sampling.samples)
+
+
+def failed_rows(rows: Rows) -> int:
+    """Rows on which a reward function failed."""
+    failed_B = rows.batch.get("failed")
+    return 0 if failed_B is None else int(failed_B.sum())
+
+
 class Chosen(NamedTuple):
     """Prompts that the batch takes, their rows, and the samples of each that are kept."""
 
@@ -272,13 +308,19 @@ def one_step_of(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock
     """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps."""
     rows, counts = join_rows([one.rows for one in found]), np.concatenate([one.samples for one in found])
     device = rows.batch.group.device
-    rows = rows.with_fields(group=torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device))
+    group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
+    rows = rows.with_fields(group=group_B, failed=None)
     if not g.greedy_baseline:
         return rows
     examples = [example for one in found for example in one.examples]
     _, greedy = _rolled(g, clock, examples, dataclasses.replace(g.sampling, greedy=True, samples=1), 0)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
-    return rows.with_fields(greedy_score=scores.to(rows.batch.score))
+    rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
+    if not (g.skips_failed and failed_rows(greedy)):
+        return rows
+    if greedy.batch.failed.all():
+        raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
+    return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
 
 
 def show_samples(
@@ -289,4 +331,4 @@ def show_samples(
     texts = first_texts(done, numbers, g.decode, [e.tokens[-1] for e in examples])
     score_B = rows.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
-    show.samples(step, examples, texts, scores)
+    show.samples(step, examples, texts, scores, parts_of_scores(g.reward_names, rows, numbers))

@@ -70,7 +70,7 @@ def test_parts_of_the_held_out_prompts_have_metrics_of_their_own():
     assert sets_of(named) == {"owner_0": [0, 2], "owner_1": [1]}
     assert sets_of([Example([1], "", {"data_source": str(n)}) for n in range(40)]) == {}  # too many to tell
     right = np.array([[True], [False], [True]])
-    told = metrics_of(Evaluated(right.astype(float), right, {}, np.ones((3, 1)), right), examples)
+    told = metrics_of(Evaluated(right.astype(float), right, {}, np.ones((3, 1)), right, [{}] * 3), examples)
     assert (told["eval/a/accuracy"], told["eval/b:test/reward"], told["eval/accuracy"]) == (
         0.5,
         1.0,
