@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -252,3 +253,10 @@ def test_the_public_index_is_whole_and_lazy():
     assert all(getattr(funrl, name) is not None for name in funrl.__all__)
     with pytest.raises(AttributeError, match="funrl has no 'trian'; it has"):
         _ = funrl.trian
+
+
+def test_a_step_that_takes_long_is_told_after_a_heartbeat(capfd):
+    funrl.train("grpo", warmstart_steps=0, heartbeat=1, on_step=lambda step, _: time.sleep(0.8 * step), **TINY)
+    told = [line for line in capfd.readouterr().err.splitlines() if "no progress" in line]
+    assert len(told) == 1 and told[0].startswith("no progress for 1 s: the run waits for rank 0 on "), told
+    assert "(step 2, after eval)" in told[0]
