@@ -3,6 +3,8 @@
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
 funrl export RUN_DIR --step=50
+funrl replay RUN_DIR --step=50
+funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
@@ -45,6 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name == "export":
         return export(argv[1:])
+    if name == "replay":
+        from funrl.experiments.replay import replay_command
+
+        return replay_command(argv[1:])
+    if name == "bisect":
+        from funrl.experiments.bisect import bisect_command
+
+        return bisect_command(argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -98,6 +108,8 @@ def listing() -> str:
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
     parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
+    parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 

@@ -8,6 +8,7 @@
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
+| rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut
@@ -69,6 +70,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
 
 
 def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False) -> RunDirectory:
@@ -237,7 +242,7 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints)
+    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints, run.rollouts)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -116,12 +116,15 @@ def run_steps(
             done = Evaluations(first, first)
         for step in range(state.step + 1, settings.steps + 1):
             trainer, state = place(trainer, state, "generate")
-            rows, state, metrics = draw_batch(trainer, state)
+            drawn, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
-            rows, state, scored = score_batch(trainer, state, rows)
+            rows, state, scored = score_batch(trainer, state, drawn)
             trainer, state = place(trainer, state, "update")
             whole = None
             state, learned = learn_batch(trainer, state, rows)
+            if saver.keeps_rows(step):
+                with trainer.clock.phase("save_rollouts"):
+                    saver.save_rows(state, drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned})
             state = sync(parts, state, trainer.clock)
             metrics |= scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update

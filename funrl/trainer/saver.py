@@ -28,6 +28,7 @@ from funrl.trainer.checkpoint import (
 from funrl.trainer.export import write_outline
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
+from funrl.trainer.saved_rows import ROLLOUTS, forget_rows, keep_newest, save_rows
 from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
 from funrl.trainer.shards import (
@@ -41,6 +42,8 @@ from funrl.trainer.shards import (
 )
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
+from funrl.trainer.step_rows import Rows
+from funrl.trainer.weight_digests import weight_digests
 
 BETTER = {"eval/reward": 1.0, "eval/loss": -1.0}  # numbers by which a checkpoint is the best: larger, smaller
 POLL_S = 0.01
@@ -83,9 +86,12 @@ class Saver:
         self.server, self.memory, self.reserved = ShardServer(), None, 0
         self.saved, self.attempt, self.began = -1, 0, time.monotonic()
         self.scores: dict[int, float | None] = {}
+        self.rollouts, self.told = None if folder is None else Path(folder).with_name(ROLLOUTS), False
+        self.placed = {name: role.placed for name, role in parts.roles.items()}
         numbers_of(state)
         if folder is not None and self.mesh.rank == 0:
             sweep(folder)
+            sweep(str(self.rollouts))
         gather_objects(None, self.mesh)  # nobody writes before rank 0 has swept
 
     def resumed(self, state: State) -> tuple[State, Evaluations | None]:
@@ -113,15 +119,48 @@ class Saver:
                 self.observer.note(f"{error}; the checkpoint before it is taken")
                 continue
             self.saved = state.step
+            self._forget_rows(state.step)
             self.observer.resumed(state.step)
             self.observer.note(f"resumed after step {state.step} from {found.path}")
             state = state._replace(source=self.source.shared(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:
             raise CheckpointError(f"--resume: {problems[-1]}; no other checkpoint is left: give another --run_dir")
+        self._forget_rows(0)
         self.observer.resumed(-1)  # nothing of what a run without a checkpoint has written counts
         self.observer.note(f"--resume: there is no checkpoint in {self.folder} yet; the run begins")
         return state, None
+
+    def keeps_rows(self, step: int) -> bool:
+        """True if the rows of a step are to be kept."""
+        every = self.settings.save_rollouts
+        return self.rollouts is not None and every > 0 and step % every == 0
+
+    def save_rows(self, state: State, drawn: Rows, scored: Rows, metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Write the rows of a step, with digests of the weights after it. Collective.
+
+        Args:
+          state: after the step's updates.
+          drawn, scored: its rows as the source gave them, and as they were learned from.
+          metrics: of both stages, and those of the updates as "learned".
+
+        Raises:
+          CheckpointError: a rank cannot write; on every rank.
+        """
+        assert self.rollouts is not None
+        weights = {
+            name: weight_digests(role.params, self.placed[name].stored, self.mesh) for name, role in state.roles.items()
+        }
+        told = {stage: {name: float(x) for name, x in of_stage.items()} for stage, of_stage in metrics.items()}
+        record = {"step": state.step, "metrics": told, "weights": weights, "dtype": self.settings.dtype}
+        nbytes = save_rows(self.rollouts, drawn, scored, record)
+        if self.mesh.rank == 0 and self.settings.keep_rollouts is not None:
+            keep_newest(self.rollouts, self.settings.keep_rollouts)
+        if not self.told:
+            tokens, self.told = max(1, int(drawn.lengths.sum())), True
+            self.observer.note(
+                f"--save_rollouts: step {state.step} takes {nbytes / 1e6:.3g} MB, {nbytes / tokens:.0f} bytes a token"
+            )
 
     def _newest(self, problems: list[str]) -> Recorded | None:
         """The newest checkpoint that is not damaged as far as its record tells, the same on every rank."""
@@ -269,6 +308,10 @@ class Saver:
             if own.nbytes:
                 self._send(Reserve(self.memory.path, own.nbytes))
         return own, self.memory
+
+    def _forget_rows(self, after: int) -> None:
+        if self.mesh.rank == 0 and self.rollouts is not None:
+            forget_rows(self.rollouts, after)
 
     def _send(self, request: Any) -> None:
         try:
