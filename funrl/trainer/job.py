@@ -20,6 +20,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
+from funrl.models.resize import with_vocabulary
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
@@ -122,7 +123,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
-    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
+    smallest = min(models, key=lambda name: models[name].config.vocab)
+    check_token_ids(task, tokenizer, models[smallest].config, directories.get(smallest))
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)
@@ -159,7 +161,11 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
-        return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+        model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+    if settings.resize_vocab:
+        with blaming("resize_vocab"):
+            model = with_vocabulary(model, 1 + max(tokenizer.get_vocab().values(), default=0))
+    return model, tokenizer
 
 
 def models_of(

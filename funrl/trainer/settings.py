@@ -124,6 +124,10 @@ class Settings:
         "parallel only; auto: native where it can",
         one_of("auto", "native", "hf"), requires="model",
     )  # fmt: skip
+    resize_vocab: bool = flag(
+        False, "job", "give the model rows for tokens that only its tokenizer has, each the mean of the others",
+        requires="model",
+    )  # fmt: skip
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
