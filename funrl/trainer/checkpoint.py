@@ -21,6 +21,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
 from funrl.trainer.build import Parts
+from funrl.trainer.row_shards import HeldRows, read_held_rows
 from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, DamagedError, record_digest
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.state import State
@@ -109,7 +110,14 @@ def recorded(path: str | Path) -> Recorded:
     return Recorded(path, arrays, facts)
 
 
-def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mesh, server: ShardServer) -> State:
+def load(
+    found: Recorded,
+    state: State,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    server: ShardServer,
+    held: HeldRows | None = None,
+) -> State:
     """The state of a checkpoint, each tensor in this rank's layout, in the dtype of `state`'s and on its device.
 
     Args:
@@ -117,12 +125,14 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
       state: of the same run before its first step: its names, shapes and dtypes count. What is empty there may have
         any sizes, in as many dims.
       server: reads.
+      held: leaves of rows, of which each rank is given a share; None: there are none.
 
     Raises:
       CheckpointError: it holds another state; the message lists the names.
       DamagedError: it cannot be read. Every rank raises it.
     """
     path, tensors, numbers = found.path, tensors_of(state), numbers_of(state)
+    rows = frozenset() if held is None else held.names
     wanted = {*tensors, *numbers}
     if wanted != set(found.arrays):
         raise CheckpointError(
@@ -137,9 +147,12 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
             raise CheckpointError(
                 f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}"
             )
-    like = tensors | {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
+    like = {name: x for name, x in tensors.items() if name not in rows}
+    like |= {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
     try:
         values = dict(read_tensors(str(path), found.arrays, like, layouts, mesh, server))
+        if held is not None:
+            values |= read_held_rows(str(path), found.arrays, held, mesh, server)
     except ShardError as error:
         raise DamagedError(f"{path}: it cannot be read: {error}") from error
     return trees.fill(state, [values[n].item() if n in numbers else values[n] for n, _ in trees.named(state)])

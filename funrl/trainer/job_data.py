@@ -281,7 +281,9 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config, director
         found = [token for one in texts for token in one.tokens if token >= config.vocab]
         if found:
             text = tokenizer.convert_ids_to_tokens(found[0])
-            raise SettingsError(f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config, directory)}")
+            raise SettingsError(
+                f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config, directory)}"
+            )
 
 
 def _beyond(config: Config, directory: str | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from funrl.mesh.collectives import gather_objects, pmax
 from funrl.mesh.mesh import AXES, Mesh, single
@@ -28,6 +29,7 @@ from funrl.trainer.checkpoint import (
 from funrl.trainer.export import write_outline
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
+from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards
 from funrl.trainer.saved_rows import ROLLOUTS, forget_rows, keep_newest, save_rows
 from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
@@ -113,7 +115,7 @@ class Saver:
             if found is None:
                 break
             try:
-                state = load(found, state, self.layouts, self.mesh, self.server)
+                state = load(found, state, self.layouts, self.mesh, self.server, self._held(state))
             except DamagedError as error:
                 problems.append(str(error))
                 self.observer.note(f"{error}; the checkpoint before it is taken")
@@ -122,7 +124,7 @@ class Saver:
             self._forget_rows(state.step)
             self.observer.resumed(state.step)
             self.observer.note(f"resumed after step {state.step} from {found.path}")
-            state = state._replace(source=self.source.shared(state.source))
+            state = state._replace(source=self.source.restored(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:
             raise CheckpointError(f"--resume: {problems[-1]}; no other checkpoint is left: give another --run_dir")
@@ -218,10 +220,12 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        state = state._replace(source=self.source.gathered(state.source))
+        state = state._replace(source=self.source.saved(state.source))
         own, memory = self._prepare(state)
-        tensors, numbers = tensors_of(state), numbers_of(state)
-        copy_to_memory(own, tensors, self.layouts, self.mesh, memory)
+        numbers, whole, rows = numbers_of(state), *self._divided(state)
+        copy_to_memory(own, whole, self.layouts, self.mesh, memory)
+        if rows:
+            copy_rows(own, rows, self._held(state), memory)
         self.attempt += 1
         beside = str(Path(self.folder) / f".step-{state.step}.{self.attempt}")
         scalars, rank = scalar_arrays(numbers), self.mesh.rank
@@ -289,13 +293,15 @@ class Saver:
     def _prepare(self, state: State) -> tuple[OwnShards, Memory]:
         """Own shards of a state, and the memory for them, which is made while the run computes.
 
-        What the source holds, such as rows that are begun, is on the first rank, and changes in size.
+        What the source holds changes in size: rank 0 writes what is alike on every rank, and every rank its rows.
         """
-        tensors = tensors_of(state)
-        of_source = {name: x for name, x in tensors.items() if name.startswith("source/")}
-        own = own_shards({n: x for n, x in tensors.items() if n not in of_source}, self.layouts, self.mesh)
+        whole, rows = self._divided(state)
+        of_source = {name: x for name, x in whole.items() if name.startswith("source/")}
+        own = own_shards({n: x for n, x in whole.items() if n not in of_source}, self.layouts, self.mesh)
         if self.mesh.rank == 0:
             own = joined_shards(own, own_shards(of_source, {}, single()))
+        if rows:
+            own = joined_shards(own, own_row_shards(rows, self._held(state)))
         if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
             try:
                 write_outline(self.folder, self.model, self.job.tokenizer)
@@ -308,6 +314,17 @@ class Saver:
             if own.nbytes:
                 self._send(Reserve(self.memory.path, own.nbytes))
         return own, self.memory
+
+    def _held(self, state: State) -> HeldRows | None:
+        """The rows that the source's state holds, by the names that they have in the state."""
+        held = self.source.rows(state.source)
+        return held and held._replace(names=frozenset(f"source/{name}" for name in held.names))
+
+    def _divided(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of a state: those that are laid out, or alike on every rank; and rows that a rank has alone."""
+        tensors, held = tensors_of(state), self._held(state)
+        rows = {name: x for name, x in tensors.items() if held is not None and name in held.names}
+        return {name: x for name, x in tensors.items() if name not in rows}, rows
 
     def _forget_rows(self, after: int) -> None:
         if self.mesh.rank == 0 and self.rollouts is not None:

@@ -21,6 +21,7 @@ from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.score import score
 from funrl.trainer.step import NotFiniteError, loss_value
 from funrl.trainer.step_rows import Rows, join_rows, on_cpu, take
@@ -35,15 +36,17 @@ class Source(NamedTuple):
       init: () -> the source's state before the first step.
       draw: (source's state, step) -> (rows, source's state, metrics).
       evaluate: (states of the roles, step) -> metrics on held-out data.
-      gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
-      shared: a state that each rank has read from a checkpoint -> this rank's part of it.
+      saved: source's state -> the same as a checkpoint has it.
+      rows: such a state -> its leaves that are rows, of which each rank has its own; None: all is alike on every rank.
+      restored: a state that was read from a checkpoint, of whose rows each rank has a share -> the source's state.
     """
 
     init: Callable[[], trees.Tree]
     draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
-    gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
+    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
 
 
 class Show(Protocol):
