@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, Damaged
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.state import State
 
+FORMAT = 1
 SCALARS = {bool: "bool", int: "int64", float: "float64"}
 
 
@@ -78,7 +79,7 @@ def scalar_arrays(numbers: Mapping[str, int | float | bool]) -> dict[str, Array]
 
 def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a folder by step, oldest first, whole at the time when they were written."""
-    found = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))}
+    found = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
     return {step: found[step] for step in sorted(found) if (found[step] / COMPLETE).exists()}
 
 
@@ -93,21 +94,59 @@ def recorded(path: str | Path) -> Recorded:
 
     Raises:
       DamagedError: a file is missing or has another size, or the record cannot be read.
+      CheckpointError: another version of this program has written it.
     """
     path = Path(path)
     try:
         facts = json.loads((path / COMPLETE).read_text())
         if facts.pop("digest") != record_digest(facts):
             raise ValueError("its checksum is wrong")
-        arrays = {name: Array(tuple(shape), dtype, ()) for name, (shape, dtype) in facts.pop("arrays").items()}
-        files = facts.pop("files").items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path / COMPLETE}: it cannot be read: {error}") from error
+        if facts["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path}: its format is {facts['format']}, this version of funrl reads {FORMAT}; take the version that "
+                "wrote it"
+            )
+        arrays = {name: _array(*entry) for name, entry in facts.pop("arrays").items()}
+        files = [(_inside(name), size) for name, size in facts.pop("files").items()]
+        if facts["step"] != step_of(path):
+            raise ValueError(f"it is of step {facts['step']}")
+        for name in ("first", "last", "run", "frozen"):
+            dict(facts.get(name, {}).items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise DamagedError(f"{path / COMPLETE}: it cannot be read: {_reason(error)}") from error
     for name, size in files:
         found = (path / name).stat().st_size if (path / name).exists() else None
         if found != size:
             raise DamagedError(f"{path / name}: {'it is missing' if found is None else f'{found} bytes of {size}'}")
     return Recorded(path, arrays, facts)
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint."""
+    found = re.fullmatch(r"step-(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+def _array(shape: list[int], dtype: str) -> Array:
+    """An array of a record. Raises: ValueError, TypeError."""
+    if dtype not in TENSOR_DTYPES or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"{dtype} {shape} is no array")
+    return Array(tuple(shape), dtype, ())
+
+
+def _inside(name: str) -> str:
+    """The name of a file in the checkpoint's folder. Raises: ValueError."""
+    if "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name!r} is no file of it")
+    return name
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
 
 
 def load(

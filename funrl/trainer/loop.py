@@ -38,6 +38,7 @@ from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
 from funrl.trainer.step_rows import Rows, moved, on_cpu
+from funrl.trainer.weight_digests import role_digests
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -88,7 +89,8 @@ def train_loop(
     """
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
     folder = shared_folder(observer, mesh)
-    with Saver(job, trainer.parts, trainer.source, state, folder, observer) as saver, stops_when_asked():
+    frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if folder is not None else {}
+    with Saver(job, trainer.parts, trainer.source, state, folder, observer, frozen) as saver, stops_when_asked():
         state, evaluations = saver.resumed(state)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer)
     if outcome.stopped is None:
@@ -122,9 +124,9 @@ def run_steps(
             trainer, state = place(trainer, state, "update")
             whole = None
             state, learned = learn_batch(trainer, state, rows)
-            if saver.keeps_rows(step):
+            if saver.rows.due(step):
                 with trainer.clock.phase("save_rollouts"):
-                    saver.save_rows(state, drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned})
+                    saver.rows.save(state, drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned})
             state = sync(parts, state, trainer.clock)
             metrics |= scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update

@@ -27,13 +27,14 @@ from funrl.trainer.differences import Difference, difference, joined_differences
 from funrl.trainer.job import Job
 from funrl.trainer.loop import MakeSource, Trainer, begin_run, draw_batch, learn_batch, score_batch
 from funrl.trainer.observing import Observer
+from funrl.trainer.resumable import check_facts, check_frozen
 from funrl.trainer.saved_rows import ROLLOUTS, SavedRows, open_rows, read_rows, stage_fields
 from funrl.trainer.shard_server import DamagedError
 from funrl.trainer.shards import ShardServer
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step_rows import Rows
-from funrl.trainer.weight_digests import weight_digests
+from funrl.trainer.weight_digests import role_digests, weight_digests
 
 
 class Replayed(NamedTuple):
@@ -81,6 +82,8 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, step, mesh, observer)
         if before is not None:
+            check_facts(before, job)
+            check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
             state = load(_without_source(before), state, layouts, mesh, server)
         observer.note(f"from {before.path if before is not None else 'the weights that the run began with'}")
         done = []

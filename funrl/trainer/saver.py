@@ -16,6 +16,7 @@ from funrl.mesh.processes import stop_asked
 from funrl.mesh.rules import Layout
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import (
+    FORMAT,
     Recorded,
     complete_checkpoints,
     load,
@@ -29,8 +30,9 @@ from funrl.trainer.checkpoint import (
 from funrl.trainer.export import write_outline
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
+from funrl.trainer.resumable import check_facts, check_frozen, run_facts
+from funrl.trainer.row_keeper import RowKeeper
 from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards
-from funrl.trainer.saved_rows import ROLLOUTS, forget_rows, keep_newest, save_rows
 from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
 from funrl.trainer.shards import (
@@ -44,8 +46,6 @@ from funrl.trainer.shards import (
 )
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
-from funrl.trainer.step_rows import Rows
-from funrl.trainer.weight_digests import weight_digests
 
 BETTER = {"eval/reward": 1.0, "eval/loss": -1.0}  # numbers by which a checkpoint is the best: larger, smaller
 POLL_S = 0.01
@@ -64,16 +64,25 @@ class Saver:
 
     Attributes:
       folder: of the checkpoints; None: nothing is saved, as the run has no directory.
+      rows: keeps the rows of steps beside them.
       saved: the step of the newest checkpoint that this run has begun to write or was resumed from; -1: none.
     """
 
     def __init__(
-        self, job: Job, parts: Parts, source: Source, state: State, folder: str | None, observer: Observer
+        self,
+        job: Job,
+        parts: Parts,
+        source: Source,
+        state: State,
+        folder: str | None,
+        observer: Observer,
+        frozen: Mapping[str, str] | None = None,
     ) -> None:
         """Collective.
 
         Args:
           source: of the run.
+          frozen: digests of the weights that do not learn, by role.
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
 
@@ -82,18 +91,17 @@ class Saver:
         """
         self.job, self.settings, self.mesh = job, job.settings, parts.mesh
         self.model = parts.roles[job.lead].placed.model
-        self.source, self.folder, self.observer = source, folder, observer
+        self.source, self.folder, self.observer, self.frozen = source, folder, observer, dict(frozen or {})
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.save_every)
         self.server, self.memory, self.reserved = ShardServer(), None, 0
         self.saved, self.attempt, self.began = -1, 0, time.monotonic()
         self.scores: dict[int, float | None] = {}
-        self.rollouts, self.told = None if folder is None else Path(folder).with_name(ROLLOUTS), False
-        self.placed = {name: role.placed for name, role in parts.roles.items()}
+        self.rows = RowKeeper(job, parts, folder, observer)
         numbers_of(state)
         if folder is not None and self.mesh.rank == 0:
             sweep(folder)
-            sweep(str(self.rollouts))
+            self.rows.sweep()
         gather_objects(None, self.mesh)  # nobody writes before rank 0 has swept
 
     def resumed(self, state: State) -> tuple[State, Evaluations | None]:
@@ -114,6 +122,8 @@ class Saver:
             found = self._newest(problems)
             if found is None:
                 break
+            check_facts(found, self.job)
+            check_frozen(found, self.frozen, self.job)
             try:
                 state = load(found, state, self.layouts, self.mesh, self.server, self._held(state))
             except DamagedError as error:
@@ -121,52 +131,21 @@ class Saver:
                 self.observer.note(f"{error}; the checkpoint before it is taken")
                 continue
             self.saved = state.step
-            self._forget_rows(state.step)
+            self.rows.forget(state.step)
             self.observer.resumed(state.step)
             self.observer.note(f"resumed after step {state.step} from {found.path}")
             state = state._replace(source=self.source.restored(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:
             raise CheckpointError(f"--resume: {problems[-1]}; no other checkpoint is left: give another --run_dir")
-        self._forget_rows(0)
+        self.rows.forget(0)
         self.observer.resumed(-1)  # nothing of what a run without a checkpoint has written counts
         self.observer.note(f"--resume: there is no checkpoint in {self.folder} yet; the run begins")
         return state, None
 
-    def keeps_rows(self, step: int) -> bool:
-        """True if the rows of a step are to be kept."""
-        every = self.settings.save_rollouts
-        return self.rollouts is not None and every > 0 and step % every == 0
-
-    def save_rows(self, state: State, drawn: Rows, scored: Rows, metrics: Mapping[str, Mapping[str, float]]) -> None:
-        """Write the rows of a step, with digests of the weights after it. Collective.
-
-        Args:
-          state: after the step's updates.
-          drawn, scored: its rows as the source gave them, and as they were learned from.
-          metrics: of both stages, and those of the updates as "learned".
-
-        Raises:
-          CheckpointError: a rank cannot write; on every rank.
-        """
-        assert self.rollouts is not None
-        weights = {
-            name: weight_digests(role.params, self.placed[name].stored, self.mesh) for name, role in state.roles.items()
-        }
-        told = {stage: {name: float(x) for name, x in of_stage.items()} for stage, of_stage in metrics.items()}
-        record = {"step": state.step, "metrics": told, "weights": weights, "dtype": self.settings.dtype}
-        nbytes = save_rows(self.rollouts, drawn, scored, record)
-        if self.mesh.rank == 0 and self.settings.keep_rollouts is not None:
-            keep_newest(self.rollouts, self.settings.keep_rollouts)
-        if not self.told:
-            tokens, self.told = max(1, int(drawn.lengths.sum())), True
-            self.observer.note(
-                f"--save_rollouts: step {state.step} takes {nbytes / 1e6:.3g} MB, {nbytes / tokens:.0f} bytes a token"
-            )
-
     def _newest(self, problems: list[str]) -> Recorded | None:
         """The newest checkpoint that is not damaged as far as its record tells, the same on every rank."""
-        found, problem = None, None
+        found, problem, fault = None, None, None
         while self.mesh.rank == 0:
             steps = complete_checkpoints(str(self.folder))
             left = [path for path in steps.values() if not any(one.startswith(str(path)) for one in problems)]
@@ -178,7 +157,13 @@ class Saver:
             except DamagedError as error:
                 problems.append(str(error))
                 self.observer.note(f"{error}; the checkpoint before it is taken")
-        found, problems[:] = gather_objects((found, problems) if self.mesh.rank == 0 else None, self.mesh)[0]
+            except CheckpointError as error:
+                fault = str(error)
+                break
+        told = (found, problems, fault) if self.mesh.rank == 0 else None
+        found, problems[:], fault = gather_objects(told, self.mesh)[0]
+        if fault is not None:
+            raise CheckpointError(f"--resume: {fault}")
         if found is not None and not found.path.is_dir():
             problem = f"--resume: rank {self.mesh.rank} does not see {found.path}, every rank must"
         for one in gather_objects(problem, self.mesh):
@@ -246,14 +231,15 @@ class Saver:
             if old not in self.scores:
                 try:
                     self.scores[old] = recorded(path).facts["score"]
-                except DamagedError:
+                except CheckpointError:
                     self.scores[old] = None
         scores = {old: self.scores[old] for old in there if old != step} | {step: score}
         self.scores, kept = scores, kept_steps(scores, self.settings.keep_checkpoints)
         removed = [str(there[old]) for old in there if old != step and old not in kept]
         facts = {
-            "format": 1, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
-            "dtype": self.settings.dtype, "lead": self.job.lead, **evaluations._asdict(),
+            "format": FORMAT, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
+            "dtype": self.settings.dtype, "lead": self.job.lead, "run": run_facts(self.job), "frozen": self.frozen,
+            **evaluations._asdict(),
         }  # fmt: skip
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")
@@ -325,10 +311,6 @@ class Saver:
         tensors, held = tensors_of(state), self._held(state)
         rows = {name: x for name, x in tensors.items() if held is not None and name in held.names}
         return {name: x for name, x in tensors.items() if name not in rows}, rows
-
-    def _forget_rows(self, after: int) -> None:
-        if self.mesh.rank == 0 and self.rollouts is not None:
-            forget_rows(self.rollouts, after)
 
     def _send(self, request: Any) -> None:
         try:
