@@ -8,7 +8,7 @@
 |---|---|
 | copy | this rank's chunks to the shared memory: all that a step waits for |
 | write, plain write | until the checkpoint is there; each rank's bytes in one file of its own. Both reach the disk |
-| read, plain read | into new tensors in the layout of the mesh; those files into new tensors. Both from the page cache |
+| read, plain read | into new tensors in the layout of the mesh; those files into new tensors. From the page cache |
 | step, step that saves | a loop of matrix products, alone and while a checkpoint is copied and written |
 
 Bandwidths are of all ranks together. Methods take turns; printed are medians over the rounds but the first. CPU-seconds

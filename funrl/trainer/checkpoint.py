@@ -101,6 +101,8 @@ def recorded(path: str | Path) -> Recorded:
         facts = json.loads((path / COMPLETE).read_text())
         if facts.pop("digest") != record_digest(facts):
             raise ValueError("its checksum is wrong")
+        if type(facts["format"]) is not int:
+            raise ValueError(f"its format is {facts['format']}")
         if facts["format"] != FORMAT:
             raise CheckpointError(
                 f"{path}: its format is {facts['format']}, this version of funrl reads {FORMAT}; take the version that "
@@ -108,8 +110,10 @@ def recorded(path: str | Path) -> Recorded:
             )
         arrays = {name: _array(*entry) for name, entry in facts.pop("arrays").items()}
         files = [(_inside(name), size) for name, size in facts.pop("files").items()]
-        if facts["step"] != step_of(path):
+        if type(facts["step"]) is not int or facts["step"] != step_of(path):
             raise ValueError(f"it is of step {facts['step']}")
+        if not arrays or not files:
+            raise ValueError(f"it has no {'files' if arrays else 'arrays'}")
         for name in ("first", "last", "run", "frozen"):
             dict(facts.get(name, {}).items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -35,9 +35,11 @@ from funrl.trainer.sources import (
     Show,
     Source,
     chosen_rows,
+    failed_rows,
     filtered_samples,
     one_step_of,
     prompt_source,
+    rewarded_samples,
     show_samples,
 )
 from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, take, widened
@@ -112,7 +114,8 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         metrics = _metrics(g, held, seen, consumed - begin, finished_early)
         if not len(useful):
             show.note(f"step {step}: the filter dropped all of {len(seen.places)} prompts; some are used as they are")
-            useful, seen = np.arange(len(seen.places))[: g.batch_prompts], _unfiltered(seen)
+            seen = seen._replace(kept_PS=rewarded_samples(g, seen.rows, len(seen.places)))
+            useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
         elif len(useful) < g.batch_prompts:
             show.note(f"step {step}: the filter kept {len(useful)} prompts, the batch needs {g.batch_prompts}")
         examples = _examples(g, seen.places)
@@ -140,7 +143,7 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         return {**state, "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
     first = {"prompts_consumed": 0, "begun": _tree(nothing)}
-    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, saved, rows, restored)
+    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, saved, rows, restored, spread=True)
 
 
 def _filled(
@@ -260,10 +263,6 @@ def _joined_examined(found: Sequence[Examined]) -> Examined:
     return Examined(places[order], take(join_rows([one.rows for one in found]), numbers), kept_PS[order])
 
 
-def _unfiltered(seen: Examined) -> Examined:
-    return seen._replace(kept_PS=np.ones_like(seen.kept_PS))
-
-
 def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyond: int) -> dict[str, float]:
     """Numbers of a step's prompts."""
     useful, unfinished = np.asarray(seen.kept_PS.any(1)), int((~held.ready(g.sampling.samples)).sum())
@@ -273,6 +272,8 @@ def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyo
         "partial/finished_prompts_left": max(0, int(useful.sum()) - g.batch_prompts),
         "partial/prompts_beyond_budget": beyond,
     }
+    if seen.rows.batch.get("failed") is not None:
+        told["reward/failed"] = failed_rows(seen.rows)
     if g.filter is None:
         return told
     return told | {

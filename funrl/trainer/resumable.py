@@ -34,6 +34,8 @@ def check_resume(job: Job, run_dir: str | Path) -> None:
             break
         except DamagedError as error:
             problem = problem or str(error)
+        except CheckpointError as error:
+            raise CheckpointError(f"--resume: {error}") from error
     if found is not None:
         check_facts(found, job)
     elif problem:

@@ -132,7 +132,7 @@ class Saver:
                 continue
             self.saved = state.step
             self.rows.forget(state.step)
-            self.observer.resumed(state.step)
+            self.observer.resumed(state.step, found.facts.get("metrics"))
             self.observer.note(f"resumed after step {state.step} from {found.path}")
             state = state._replace(source=self.source.restored(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
@@ -236,11 +236,7 @@ class Saver:
         scores = {old: self.scores[old] for old in there if old != step} | {step: score}
         self.scores, kept = scores, kept_steps(scores, self.settings.keep_checkpoints)
         removed = [str(there[old]) for old in there if old != step and old not in kept]
-        facts = {
-            "format": FORMAT, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
-            "dtype": self.settings.dtype, "lead": self.job.lead, "run": run_facts(self.job), "frozen": self.frozen,
-            **evaluations._asdict(),
-        }  # fmt: skip
+        facts = facts_of(self.job, self.mesh, step, evaluations, score, self.frozen)
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")
         timeout_s = 60.0 * self.settings.timeout
@@ -328,6 +324,21 @@ class Saver:
         everyone = [problem for found in gather_objects(problems, self.mesh) for problem in found]
         if everyone:
             raise CheckpointError(_explained(str(self.folder), everyone[0]))
+
+
+def facts_of(
+    job: Job, mesh: Mesh, step: int, evaluations: Evaluations, score: float | None, frozen: Mapping[str, str]
+) -> dict[str, Any]:
+    """The record of a checkpoint but for its arrays and files.
+
+    Args:
+      frozen: digests of the weights that do not learn, by role.
+    """
+    return {
+        "format": FORMAT, "step": step, "score": score, "mesh": str(mesh), "world": mesh.world,
+        "dtype": job.settings.dtype, "lead": job.lead, "run": run_facts(job), "frozen": dict(frozen),
+        **evaluations._asdict(),
+    }  # fmt: skip
 
 
 def kept_steps(scores: Mapping[int, float | None], count: int) -> set[int]:

@@ -31,7 +31,7 @@ def directory(folder, tied, tokens="0123456789+="):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_new_rows_are_the_mean_and_the_others_stay(tied, tmp_path):
-    model, params = directory(tmp_path, tied)
+    _, params = directory(tmp_path, tied)
     larger = with_vocabulary(hf.check_directory(tmp_path), 18)
     assert larger.config.vocab == 18 and with_vocabulary(larger, 5) is larger
     _, read = hf.load(tmp_path, torch.float64, model=larger)
