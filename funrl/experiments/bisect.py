@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from funrl.experiments import flags
-from funrl.experiments.run import print_whole
 from funrl.mesh.mesh import single
 from funrl.track.run_directory import RunDirectory, read_lines
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
@@ -71,12 +70,12 @@ def bisect_command(argv: Sequence[str]) -> int:
             raise SettingsError(USAGE)
         one, other = (read_record(Path(place)) for place in given.unknown)
         if unlike := flag_differences(one, other):
-            print_whole(f"flags that differ: {'; '.join(unlike)}")
+            print(f"flags that differ: {'; '.join(unlike)}")
         step, found = first_step(one, other)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print_whole("\n".join(conclusion(one, other, step, found)))
+    print("\n".join(conclusion(one, other, step, found)))
     return 1 if found else 0
 
 

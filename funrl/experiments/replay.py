@@ -14,18 +14,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import arguments_of, find_recipe, full_source
 from funrl.experiments.command import Command
-from funrl.experiments.run import PLAIN, print_whole
+from funrl.experiments.run import PLAIN
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.run_directory import RunDirectory
 from funrl.trainer.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.differences import in_order
 from funrl.trainer.job import Job, prepare
+from funrl.trainer.observing import Observer
 from funrl.trainer.replay_source import Replayed, replay
 from funrl.trainer.settings import Settings, settings_flags
 
@@ -84,7 +85,7 @@ def recorded_command(run_dir: str, mesh: str | None = None) -> Command:
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is not there; another version of {source} made this run")
     changed = HERE | ({} if mesh is None else SHARDING | {"mesh": mesh})
-    fields = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
+    fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
     values = recorded | fields
     return Command(name, Settings(**fields), source, tuple((flag, values[flag]) for flag in arguments), "")
 
@@ -101,13 +102,13 @@ def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     agrees = True
     for one in done:
         lines, same = verdict_lines(one, tolerance)
-        print_whole("\n".join(lines))
+        print("\n".join(lines))
         agrees = agrees and same
     return 0 if agrees else 1
 
 
 def _rank(job: Job, run_dir: str, step: int, mesh: Mesh) -> list[Replayed]:
-    return replay(job, run_dir, step, mesh, Notes(mesh.rank == 0))
+    return replay(job, run_dir, step, mesh, cast(Observer, Notes(mesh.rank == 0)))
 
 
 class Notes:
@@ -118,7 +119,7 @@ class Notes:
 
     def note(self, text: str) -> None:
         if self.prints:
-            print_whole(text)
+            print(text)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None

@@ -36,8 +36,8 @@ class Weighing(NamedTuple):
     Attributes:
       init: () -> what is remembered, before the first step.
       weights: (remembered, step) -> weights [N] (None: all equal), remembered, metrics. Collective.
-      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: none), which of these have none
-        because a function failed [P * S]) -> remembered.
+      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: none), which of these have
+        none because a function failed [P * S]) -> remembered.
       observed: (remembered, metrics of a step) -> remembered. Collective.
     """
 

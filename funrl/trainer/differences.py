@@ -111,7 +111,7 @@ def metric_differences(one: Mapping[str, float | None], other: Mapping[str, floa
             lacks = "first" if name not in one else "second"
             found.append(Difference(phase, "metric", name, 1, 1, math.inf, f"the {lacks} has no such metric"))
             continue
-        found.append(difference(phase, "metric", name, *(_number(x[name]) for x in (one, other))))
+        found.append(difference(phase, "metric", name, _number(one[name]), _number(other[name])))
     return found
 
 
