@@ -24,13 +24,13 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.run_directory import RunDirectory
 from funrl.trainer.declaration import Flag, SettingsError, above, at_least
-from funrl.trainer.differences import in_order
+from funrl.trainer.differences import by_phase
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.observing import Observer
 from funrl.trainer.replay_source import Replayed, replay
 from funrl.trainer.settings import Settings, settings_flags
 
-USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
+REPLAY_USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
 SHARDING = {"fsdp": False, "fsdp_axes": None, "fsdp_models": None, "generate_mesh": None}  # on another mesh
 HERE = {"run_dir": None, "resume": False, "save_rollouts": 0, "keep_rollouts": None, "save_every": "0"}
 
@@ -50,7 +50,7 @@ def replay_command(argv: Sequence[str]) -> int:
         given = flags.read(own, argv)
         places = [text for text in given.unknown if not text.startswith("-")]
         if len(places) != 1 or len(given.unknown) > 1 or given.values["step"] is None:
-            raise SettingsError(USAGE)
+            raise SettingsError(REPLAY_USAGE)
         command = recorded_command(places[0], given.values["mesh"])
         return _replay(command, places[0], given.values["step"], given.values["tolerance"] or 0.0)
     except (ValueError, OSError, ImportError) as error:
@@ -134,7 +134,7 @@ def verdict_lines(one: Replayed, tolerance: float) -> tuple[list[str], bool]:
     compared = [part for part in one.found if not (tolerance and part.kind == "digests")]
     agrees = all(part.agrees(tolerance) for part in compared)
     lines = [f"step {one.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
-    for phase, parts in in_order(compared):
+    for phase, parts in by_phase(compared):
         equal = [part for part in parts if not part.count]
         names = [part.name for part in equal if part.kind != "metric"]
         names += [f"{len(equal) - len(names)} metrics"] * (len(equal) > len(names))
