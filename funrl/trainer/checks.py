@@ -11,9 +11,11 @@ from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
+SCORERS = ("reward_model", "process_reward_model", "judge")  # in the order of their weights and columns
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 
 
@@ -67,18 +69,22 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
         refuse_idle_fields(settings)
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
-        if settings.model is not None:
+        if settings.model is not None and not arithmetic.is_its_tokenizer(settings.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
             raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl{reward}")
-    elif rewarded and settings.reward is None and settings.reward_model is None:
+    elif rewarded and settings.reward is None and not scorers_of(settings):
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     functions = 1 if settings.prompts is None else len(parts(settings.reward))  # the embedded task has one
-    weights_of_rewards(settings, functions + (settings.reward_model is not None))
+    weights_of_rewards(settings, functions)
+    if settings.step_separator is not None and settings.process_reward_model is None:
+        raise SettingsError(
+            f"--step_separator={settings.step_separator} does nothing without --process_reward_model=DIR"
+        )
 
 
 def check_data(settings: Settings) -> None:
     """Check that the flags of a supervised run name texts. Raises: SettingsError."""
-    if settings.model is not None and settings.data is None:
+    if settings.model is not None and settings.data is None and not arithmetic.is_its_tokenizer(settings.model):
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
     if settings.data is None:
         refuse_idle_fields(settings)
@@ -98,8 +104,8 @@ def check_files(settings: Settings) -> None:
         for path in () if settings.dry_run else paths:
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {name} are {FORMATS}, see --help")
-    for name in ("model", "teacher", "reward_model"):
-        path = getattr(settings, name)
+    for name in ("model", "teacher", *SCORERS):
+        path = model_path(settings, name)
         if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
             continue
         if not Path(path).is_dir():
@@ -130,18 +136,47 @@ def names_of_fields(settings: Settings) -> Fields:
         raise SettingsError(str(error)) from error
 
 
-def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
-    """The number by which each reward counts in a completion's score; that of a reward model is the last.
+def scorers_of(settings: Settings) -> tuple[str, ...]:
+    """The flags of models that score completions, as far as they are given."""
+    return tuple(name for name in SCORERS if getattr(settings, name) is not None)
+
+
+def model_path(settings: Settings, name: str) -> str | None:
+    """The directory that a flag names, without the weight in DIR@0.5."""
+    value = getattr(settings, name)
+    return _weighted(value)[0] if value is not None and name in SCORERS else value
+
+
+def _weighted(value: str) -> tuple[str, float | None]:
+    """Directory and weight in DIR@0.5; without a number at its end all of it is the directory."""
+    path, _, text = value.rpartition("@")
+    try:
+        weight = float(text)
+    except ValueError:
+        return value, None
+    return (path, weight) if path and abs(weight) <= LARGEST else (value, None)
+
+
+def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
+    """The number by which each reward counts in a completion's score: of functions, then of models that score.
 
     Args:
       settings: the flags.
-      rewards: how many there are.
+      functions: how many there are.
 
     Raises:
       SettingsError: there are more or fewer numbers than rewards, or all are 0.
     """
+    given = {name: _weighted(getattr(settings, name))[1] for name in scorers_of(settings)}
+    rewards = functions + len(given)
     if settings.reward_weights is None:
-        return (1.0,) * rewards
+        return (1.0,) * functions + tuple(1.0 if weight is None else weight for weight in given.values())
+    for name, weight in given.items():
+        if weight is not None:
+            raise SettingsError(
+                f"--{name}={getattr(settings, name)} has a weight, and --reward_weights={settings.reward_weights} too; "
+                "give it once"
+            )
     try:
         weights = tuple(float(part) for part in parts(settings.reward_weights))
     except ValueError:

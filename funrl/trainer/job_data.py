@@ -12,14 +12,30 @@ import torch
 from funrl.data.columns import renamed
 from funrl.data.mixture import Mixture, shares_of
 from funrl.data.prompts import Prompt, check_prompts, load_prompts
-from funrl.data.supervised import TextFile, check_lengths, load_examples, text_batch, text_example
+from funrl.data.supervised import (
+    LABELS,
+    SEPARATOR,
+    TEXT_FIELDS,
+    TextFile,
+    check_lengths,
+    load_examples,
+    text_batch,
+    text_example,
+)
 from funrl.data.tokenizer import TokenizerError, encode_prompt
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.native import bytes_of_page, page_tokens
 from funrl.tasks import arithmetic
-from funrl.trainer.checks import check_rewards, names_of_fields, prompt_files, refuse_idle_fields, weights_of_rewards
+from funrl.trainer.checks import (
+    check_rewards,
+    names_of_fields,
+    prompt_files,
+    refuse_idle_fields,
+    scorers_of,
+    weights_of_rewards,
+)
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example
 from funrl.trainer.settings import Settings, resolved
@@ -53,7 +69,7 @@ class Task(NamedTuple):
       prompts: to train on.
       heldout: to evaluate on.
       rewards: functions(prompt, completion, **fields) -> float.
-      weights: of each of them in a completion's score; one more where a reward model scores completions too.
+      weights: of each of them in a completion's score, then of the models that score completions too.
       demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
       max_new_tokens: what a completion needs.
     """
@@ -74,7 +90,7 @@ class Texts(NamedTuple):
       name: of the data, for the report.
       examples: to train on.
       heldout: to evaluate on.
-      kind: "demonstrations" or "preferences".
+      kind: one of `supervised.TEXT_FIELDS`.
       demonstrations: as in `Task`.
     """
 
@@ -101,7 +117,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if rewarded and not functions and settings.reward_model is None:
+    if rewarded and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards
@@ -110,7 +126,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
     train, heldout = split(examples, settings.eval_prompts)
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
+    weights = weights_of_rewards(settings, len(rewards))
     name = "prompts" if settings.prompts is None else "+".join(Path(one.path).stem for one in prompt_files(settings))
     new_tokens = resolved(settings, given=True).max_new_tokens
     assert new_tokens is not None
@@ -137,7 +153,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     rewards = (arithmetic.reward,)
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
+    weights = weights_of_rewards(settings, len(rewards))
     return Task(
         "arithmetic", train, heldout, rewards, weights, arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS,
@@ -167,21 +183,24 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
     """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
-      kind: "demonstrations" or "preferences".
+      kind: one of `supervised.TEXT_FIELDS`.
       config: of the model, which has a longest sequence.
 
     Raises:
       SettingsError, DataError: the first thing that cannot work.
     """
+    if settings.step_separator is not None and kind != "steps":
+        raise SettingsError(f"--step_separator={settings.step_separator}: {kind} have no steps; leave it out")
     if settings.data is None and given.records is None:
         refuse_idle_fields(settings)
         texts = embedded_texts(settings, kind, tokenizer)
     else:
+        fields, between = names_of_fields(settings), step_separator(settings, False)
         if given.records is None:
-            examples = load_examples(str(settings.data), kind, tokenizer, names_of_fields(settings))
+            examples = load_examples(str(settings.data), kind, tokenizer, fields, separator=between)
         else:
-            fields = names_of_fields(settings)
-            examples = [text_example(renamed(record, fields), kind, tokenizer) for record in given.records]
+            records = (renamed(record, fields) for record in given.records)
+            examples = [text_example(record, kind, tokenizer, separator=between) for record in records]
         train, heldout = split(examples, settings.eval_prompts)
         name = "records" if settings.data is None else Path(settings.data).stem
         texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
@@ -196,25 +215,36 @@ def fields_of_texts(texts: Texts) -> frozenset[str]:
     fields = set(text_batch(texts.examples[:1], 0).names()) - {"margin"}
     file = texts.examples
     whole = file.has_margin if isinstance(file, TextFile) else all(one.margin is not None for one in file)
-    return frozenset(fields | {"margin"} if whole else fields)
+    further = {"margin": whole, "mismatched": texts.kind == "ratings"}
+    return frozenset(fields | {name for name, there in further.items() if there})
 
 
 def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
-    """The embedded task as demonstrations without errors, or as pairs of a right and a wrong answer."""
-    count = settings.eval_prompts
-    if kind == "preferences":
-        names = ("prompt", "chosen", "rejected")
-        train = arithmetic.preferences(settings.seed, TEXTS, split="train")
-        heldout = arithmetic.preferences(0, count, split="heldout")
+    """The embedded task as demonstrations without errors, as pairs of a right and a wrong answer, or as either one with
+    a label, or labels of its digits."""
+    count, of_kind = settings.eval_prompts, {
+        "preferences": arithmetic.preferences, "ratings": arithmetic.ratings, "steps": arithmetic.steps,
+    }  # fmt: skip
+    if kind in of_kind:
+        names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
+        train = of_kind[kind](settings.seed, TEXTS, split="train")
+        heldout = of_kind[kind](0, count, split="heldout")
     else:
         names = ("prompt", "completion")
         train = arithmetic.demonstrations(settings.seed, TEXTS, error=0.0)
         heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
 
     def made(rows: Sequence[Sequence[Any]]) -> list[Any]:
-        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer) for row in rows]
+        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, separator="") for row in rows]
 
     return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations)
+
+
+def step_separator(settings: Settings, embedded: bool) -> str:
+    r"""The text between two steps: that of the flag, in which \n is a line end; of the embedded task there is none."""
+    if settings.step_separator is not None:
+        return settings.step_separator.replace("\\n", "\n").replace("\\t", "\t")
+    return "" if embedded else SEPARATOR
 
 
 def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -239,7 +269,8 @@ def to_example(prompt: Prompt, tokenizer: Any) -> Example:
         raise SettingsError(f"{where}{error}") from error
     if not tokens:
         raise SettingsError(f"{where}prompt {prompt.prompt!r} has no tokens")
-    return Example(tokens, text, prompt.fields, prompt.source)
+    messages = prompt.prompt if isinstance(prompt.prompt, list) else None
+    return Example(tokens, text, prompt.fields, prompt.source, messages)
 
 
 def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: int = 0) -> None:

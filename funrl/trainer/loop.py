@@ -195,8 +195,8 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here = on_cpu(rows)
-        return rows, state, describe(here, here.batch) if trainer.job.generates else {}
+        here, pairs = on_cpu(rows), trainer.job.algorithm.example == "pair"  # which the source has told of
+        return rows, state, describe(here, here.batch) if trainer.job.generates and not pairs else {}
     with trainer.clock.phase("advantage"):
         rows, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, rows)
     return rows, state._replace(advantage=chain), metrics

@@ -35,7 +35,7 @@ from funrl.trainer.declaration import (
 )
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
-ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
+ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
@@ -140,12 +140,39 @@ class Settings:
     )
     reward_model: str | None = flag(
         None, "job", "directory of a reward model, whose scores are added to those of --reward or of the embedded "
-        "task; with --prompts it may be all that scores",
+        "task, times 0.5 with DIR@0.5; with --prompts it may be all that scores",
         kinds=RL,
     )  # fmt: skip
-    reward_weights: str | None = flag(
-        None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", chosen="1 each", kinds=RL
+    process_reward_model: str | None = flag(
+        None, "job", "directory of a reward model that scores the end of every step of a completion", kinds=RL
     )
+    process_reward: str | None = flag(
+        None, "job", "what its scores are: each a reward of the token that ends the step, or one reward of the "
+        "completion",
+        one_of("each", "min", "mean", "last", "product"), kinds=RL, requires="process_reward_model",
+        chosen="each, where the algorithm reads rewards of tokens, else min",
+    )  # fmt: skip
+    step_separator: str | None = flag(
+        None, "job", "text between two steps of a solution, such as \\n\\n for an empty line",
+        chosen="\\n; in the embedded task every token is a step",
+    )  # fmt: skip
+    judge: str | None = flag(
+        None, "job", "directory of a model that writes a verdict on each completion, which is a reward", kinds=RL
+    )
+    judge_template: str | None = flag(
+        None, "job", "file with the text that it is given, in which {{prompt}}, {{completion}} and {{FIELD}} stand",
+        kinds=RL, requires="judge", chosen="a plain request for a number from 0 to 10",
+    )  # fmt: skip
+    judge_pattern: str = flag(
+        r"\[\[(-?[\d.]+)\]\]", "job", "regular expression whose last match in a verdict has the number",
+        kinds=RL, requires="judge",
+    )  # fmt: skip
+    judge_max_new_tokens: int = flag(256, "job", "tokens of a verdict", at_least(1), kinds=RL, requires="judge")
+    reward_weights: str | None = flag(
+        None, "job", "one number for each of --reward, then for --reward_model, --process_reward_model and --judge: "
+        "1,0.5",
+        chosen="1 each, or as in DIR@0.5", kinds=RL,
+    )  # fmt: skip
     reward_workers: int | None = flag(
         None, "job", "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
         at_least(0), kinds=RL,
@@ -158,8 +185,9 @@ class Settings:
     data: str | None = flag(
         None,
         "job",
-        'file to learn from, in the formats of --prompts, each record {"prompt": ..., "completion": ...} or '
-        '{"prompt": ..., "chosen": ..., "rejected": ...}',
+        'file to learn from, in the formats of --prompts, each record {"prompt": ..., "completion": ...}, for kto with '
+        'a "label", {"prompt": ..., "chosen": ..., "rejected": ...}, or of steps {"prompt": ..., "completions": [...], '
+        '"labels": [...]}',
         chosen="made of the embedded task",
         kinds=SUPERVISED,
     )
