@@ -198,14 +198,15 @@ def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
     Args:
       weights: of the functions, whose scores come first.
     """
-    full = sum(max(weight, 0.0) for weight in weights) - 1e-9
+    counting = list(weights) if any(weights) else [1.0] * len(weights)  # 0 each: they only watch a reward model
+    full = sum(max(weight, 0.0) for weight in counting) - 1e-9
     graded = False
 
     def solved(scores_RK: Tensor) -> Tensor | None:
         nonlocal graded
         own_RK = scores_RK[:, : len(weights)]
         graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
-        factors = torch.tensor(weights, dtype=own_RK.dtype, device=own_RK.device)
+        factors = torch.tensor(counting, dtype=own_RK.dtype, device=own_RK.device)
         return None if graded else (own_RK * factors).nansum(1) >= full
 
     return solved

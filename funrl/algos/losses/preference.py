@@ -30,7 +30,7 @@ from funrl.algos.losses.pairs import chosen, pair_metrics, pair_sums, pairs_pres
 from funrl.algos.losses.ratios import bounded_exp, either, sum_of_sequence
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.masks import sequence_sums, to_own_tokens, where_masked
-from funrl.algos.metrics import Mean
+from funrl.algos.metrics import Mean, token_mean_of
 from funrl.batch import Batch
 
 PairReward = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
@@ -258,10 +258,10 @@ def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
       desirable, undesirable: w of either kind of sequence.
       baseline: take z from the batch; without it z = 0, which is APO-zero for unpaired data.
     Needs: ref_logp, label [B, T] (above 1/2: desirable); kl_baseline [B, T] (z, of `reference_point`) if baseline.
-    Returns: a term; loss [B, T], the same on all tokens of a sequence: reduce by `sequence_mean`; metric
-      "preference/kto_reward" (beta h, a mean over tokens).
+    Returns: a term; loss [B, T], the same on all tokens of a sequence: reduce by `sequence_mean`;
+      metrics "preference/chosen" and "preference/rejected" (beta h of the desirable and of the other sequences, means
+      over tokens).
     References: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306
-
     """
     check_beta(beta)
 
@@ -271,6 +271,7 @@ def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
         good_BT = batch.label > 0.5
         weight_BT = either(good_BT, desirable, undesirable, h_BT)
         loss_BT = weight_BT * torch.sigmoid(torch.where(good_BT, -gain_BT, gain_BT))
-        return loss_BT, {"preference/kto_reward": beta * h_BT}
+        kinds = {"chosen": batch.mask & good_BT, "rejected": batch.mask & ~good_BT}
+        return loss_BT, {f"preference/{name}": token_mean_of(beta * h_BT, of) for name, of in kinds.items()}
 
     return term
