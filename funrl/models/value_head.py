@@ -39,10 +39,11 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
         raise ModelError(f"a value head has one label or two, not {labels}")
     shapes = {HEAD: (labels, model.config.embed)} | ({BIAS: (labels,)} if bias else {})
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    axes = {HEAD: ("value", "norm"), BIAS: ("value",)}  # whole on every rank, as norms are
     return Model(
         config=model.config,
         shapes=_with_head(model.shapes, meta),
-        axes=_with_head(model.axes, {HEAD: ("value", "norm")} | ({BIAS: ("value",)} if bias else {})),  # whole, as norms
+        axes=_with_head(model.axes, {name: axes[name] for name in shapes}),
         names=_names(model, shapes),
         init=functools.partial(_init, model, shapes),
         apply=functools.partial(_apply, model),

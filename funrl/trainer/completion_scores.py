@@ -12,13 +12,12 @@ from funrl import trees
 from funrl.data.packing import pack, packed_sizes
 from funrl.data.supervised import Text, TextExample, text_batch
 from funrl.mesh.rows import gather_table
-from funrl.rewards.load import RewardError
+from funrl.rewards.call import RewardError
 from funrl.trainer.generation import Example
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
 from funrl.trainer.score import score_role
 from funrl.trainer.step_rows import Rows, moved, rows_of
-
 
 Read = Callable[[Rows, Sequence[Example]], Rows]  # rows and their prompts -> as a model reads them; see `as_read`
 OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] chances that each is right -> a completion's number

@@ -16,9 +16,9 @@ WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def kinds_of(algorithm: Any) -> tuple[str, ...]:
-    """The kinds of runs that an algorithm can make, the default first: with an advantage or a filter the policy samples,
-    without them, or where texts have labels, texts are given. A comparison with a teacher over the whole vocabulary does
-    either."""
+    """The kinds of runs that an algorithm can make, the default first: with an advantage or a filter the policy
+    samples; without them, or where texts have labels, texts are given. A comparison with a teacher over the whole
+    vocabulary does either."""
     if getattr(algorithm, "example", "row") in GIVEN_EXAMPLES:
         return SUPERVISED
     if getattr(algorithm, "advantage", None) is not None or getattr(algorithm, "filter", None) is not None:

@@ -20,10 +20,12 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
+from funrl.models.resize import with_vocabulary
+from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
-from funrl.trainer.checks import SCORERS, check_settings, model_path
+from funrl.trainer.checks import check_settings
 from funrl.trainer.declaration import SettingsError, parts, run_kind
 from funrl.trainer.job_data import (
     Given,
@@ -31,15 +33,17 @@ from funrl.trainer.job_data import (
     Texts,
     check_budget,
     check_cache,
-    check_prompt_lengths,
     check_token_ids,
     fields_of_texts,
-    prompts_of,
+    fit_prompts,
+    task_of_prompts,
     texts_of,
 )
 from funrl.trainer.judging import JudgeJob, judge_job
 from funrl.trainer.own_texts import reads_tokens
+from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
@@ -89,6 +93,13 @@ class Job(NamedTuple):
         return isinstance(self.task, Task)
 
     @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the numbers that a completion's score is made of; those of models are the last."""
+        if not isinstance(self.task, Task):
+            return ()
+        return (*(one.name for one in reward_functions(self.task.rewards)), *scorers_of(self.settings))
+
+    @property
     def lead(self) -> str:
         """The role that takes over the first weights, and is saved at the end."""
         return "policy" if "policy" in self.models else next(iter(self.algorithm.losses))
@@ -112,12 +123,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = for_kind(settings, kind)
     check_settings(settings)
     settings = located(settings)
-    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
-    check_devices(sizes, device)
+    sizes, device = devices_of(settings)
     given = given or Given()
     model, tokenizer = first_model(settings, given)
+    tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     lead = "policy" if "policy" in models else next(iter(algorithm.losses))
@@ -126,21 +135,49 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
-    judge = None
-    if isinstance(task, Task):
-        check_readers(directories, task, algorithm, settings)
-        judge = judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world))
-    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)
+    roles = Models(model, tokenizer, models, directories)
+    return job_of(settings, algorithm, roles, sizes, generating, device, task)._replace(warmstart_steps=warmstart)
+
+
+class Models(NamedTuple):
+    """Models of a job.
+
+    Attributes:
+      first, tokenizer: that the run begins with.
+      models, directories: as in `Job`.
+    """
+
+    first: Model
+    tokenizer: Any
+    models: dict[str, Model]
+    directories: dict[str, str]
+
+
+def job_of(
+    settings: Settings, algorithm: Algorithm, roles: Models, sizes: dict[str, int], generating: dict[str, int],
+    device: str, task: Task | Texts,
+) -> Job:  # fmt: skip
+    """A job of what has been checked by itself, after checking that the data fit the models and the engine.
+
+    Args:
+      sizes, generating: of the meshes to train and to generate on.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    model, tokenizer, models, directories = roles
+    reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
+    smallest = min(reading, key=lambda name: reading[name].config.vocab)
+    check_token_ids(task, tokenizer, models[smallest].config, directories.get(smallest))
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)
-        for name, one in models.items():
-            if name not in directories or reads_tokens(load_tokenizer(directories[name]), tokenizer, task.prompts):
-                check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name in READERS))
+        task = fit_prompts(task, settings, sampling.max_new_tokens, reading)
+        check_readers(directories, task, algorithm, settings)
         mesh = Mesh(generating, device=torch.device(device))
         if settings.engine == "native":
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
@@ -149,8 +186,18 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
-        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart, judge,
+        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
     )  # fmt: skip
+
+
+def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
+    """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
+    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+    check_devices(sizes, device)
+    return sizes, device
 
 
 def located(settings: Settings) -> Settings:
@@ -171,7 +218,11 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
-        return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+        model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+    if settings.resize_vocab:
+        with blaming("resize_vocab"):
+            model = with_vocabulary(model, 1 + max(tokenizer.get_vocab().values(), default=0))
+    return model, tokenizer
 
 
 def models_of(
@@ -276,6 +327,14 @@ def check_meshes(
     return generating
 
 
+def reads_policys(name: str, task: Task | Texts, tokenizer: Any, directories: Mapping[str, str]) -> bool:
+    """True if a role reads the policy's tokens, and not texts in tokens of its own."""
+    if name not in READERS or name not in directories or not isinstance(task, Task):
+        return True
+    own = load_tokenizer(directories[name])
+    return name == "reward_model" and reads_tokens(own, tokenizer, task.prompts)
+
+
 def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:
     """Check that the models that score completions can read the prompts, and that their scores are of use.
 
@@ -291,8 +350,8 @@ def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorit
             )
     if settings.process_reward == "each" and "token_reward" not in reads(algorithm).optional:
         raise SettingsError(
-            "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min or "
-            "another that makes one number of a completion's steps"
+            "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min "
+            "or another that makes one number of a completion's steps"
         )
 
 
@@ -373,7 +432,7 @@ def task_of(
 ) -> Task | Texts:
     """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
-        return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
+        return task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
@@ -424,9 +483,14 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
         raise SettingsError(
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
+    if greedy and settings.eval_samples > 1:
+        raise SettingsError(
+            f"--eval_samples={settings.eval_samples}: evaluation is greedy, so all would be the same; give "
+            "--eval_temperature too"
+        )
     try:
         numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
-        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
+        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.eval_samples)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.core import Filter, reads
+from funrl.algos.filters.by_row import every, rewarded
 from funrl.batch import select
 from funrl.data.supervised import check_lengths, mismatched, text_batch
 from funrl.data.tokenizer import load_tokenizer
@@ -24,22 +25,26 @@ from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.build import Parts
+from funrl.trainer.checks import difficulty_of
 from funrl.trainer.clock import Clock
-from funrl.trainer.checks import scorers_of
 from funrl.trainer.completion_scores import as_read, with_completion_scores, with_step_scores
+from funrl.trainer.curriculum import weighing
 from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout
 from funrl.trainer.job import Job, Task, inherited
-from funrl.trainer.job_data import Texts, has_workers, step_separator
+from funrl.trainer.job_data import Texts, has_workers
 from funrl.trainer.judging import with_verdicts
 from funrl.trainer.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.pair_rows import pair_source
 from funrl.trainer.partial import Budgeted, partial_source
+from funrl.trainer.prompt_data import step_separator
 from funrl.trainer.roles import READERS, Role
+from funrl.trainer.scorers import scorers_of
 from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
 
 MOST_WORKERS = 16  # of a rank, where no flag says how many
+LONGEST_REMARK = 1000  # characters of a failure's message
 REWARD_TIMEOUT_S = 600.0  # where no flag says
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
@@ -56,7 +61,8 @@ def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool 
         return contextlib.nullcontext()
     workers = share_of_cores(job) if settings.reward_workers is None else settings.reward_workers
     timeout_s = REWARD_TIMEOUT_S if settings.reward_timeout is None else settings.reward_timeout
-    return open_pool(task.rewards, workers, timeout_s)
+    most = MOST_WORKERS if settings.reward_workers is None else workers
+    return open_pool(task.rewards, workers, timeout_s, most)
 
 
 def share_of_cores(job: Job) -> int:
@@ -72,61 +78,110 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            scoring_budget(settings), clock, job.algorithm.advantage,
+            scoring_budget(settings), clock, show, job.algorithm.advantage,
         )  # fmt: skip
-    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    generation = Generation(
-        roll=functools.partial(roll, job, parts, decode),
-        decode=decode,
-        prompts=task.prompts,
-        heldout=task.heldout[: settings.eval_prompts],
-        solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
-        sampling=job.sampling,
-        eval_sampling=job.eval_sampling,
-        rescore=rescoring(job, parts, frozen, clock, show),
-        filter=job.algorithm.filter,
-        pad=job.pad,
-        batch_prompts=settings.batch_prompts,
-        max_refills=settings.max_refills,
-        greedy_baseline="greedy_score" in reads(job.algorithm).required,
-        seed=settings.seed,
-        shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
-    )
-    if taken := inherited(job):
-        how = ", ".join(f"{name} {value}" for name, value in taken.items())
-        show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
-    assert parts.generator is not None
+    generation = generation_of(job, parts, frozen, clock, show)
+    for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
+        show.note(remark)
     if settings.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
     else:
-        source = partial_source(generation, budgeted(job, parts, decode, settings.new_tokens_per_step), clock, show)
+        budget = budgeted(job, parts, generation.decode, show, settings.new_tokens_per_step)
+        source = partial_source(generation, budget, clock, show)
     if job.algorithm.example == "pair":
-        source = pair_source(source)
+        source = pair_source(source, job.reward_names)
+    assert parts.generator is not None
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
 
-def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
+def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
+    """What evaluation takes from the model's generation_config.json.
+
+    Args:
+      prefix: of the flags that would come before it.
+    """
+    taken = inherited(job)
+    how = ", ".join(f"{name} {value}" for name, value in taken.items())
+    said = f"evaluation: {how}, as the model's {GENERATION} says; --{prefix}{next(iter(taken), '')} overrides it"
+    return [said] if taken else []
+
+
+def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
+    """Everything that the source of a job's prompts needs."""
+    settings, task = job.settings, job.task
+    assert isinstance(task, Task)
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    return Generation(
+        roll=functools.partial(roll, job, parts, decode, show),
+        decode=decode,
+        prompts=task.prompts,
+        heldout=task.heldout,
+        solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
+        sampling=job.sampling,
+        eval_sampling=job.eval_sampling,
+        rescore=rescoring(job, parts, frozen, clock, show),
+        filter=filter_of(job),
+        pad=job.pad,
+        batch_prompts=settings.batch_prompts,
+        max_refills=settings.max_refills,
+        greedy_baseline="greedy_score" in reads(job.algorithm).required,
+        reward_names=job.reward_names,
+        skips_failed=settings.on_reward_error == "skip",
+        seed=settings.seed,
+        shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
+        weighing=weighing(
+            task.prompts, task.curriculum, None if settings.difficulty is None else difficulty_of(settings.difficulty),
+            task.weights[: len(task.rewards)], parts.mesh,
+        ),
+    )  # fmt: skip
+
+
+def roll(
+    job: Job, parts: Parts, decode: Any, show: Show, examples: Sequence[Example], sampling: Sampling, seed: int
+) -> Rollout:
     """Completions of prompts by the engine, rewarded by the task's functions."""
     assert parts.generator is not None and isinstance(job.task, Task)
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
     engine, mesh, _ = parts.generator
-    return rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, job.settings.queue)
+    how = job.settings.queue, job.settings.on_reward_error
+    return with_remark(show, rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, *how))
 
 
-def budgeted(job: Job, parts: Parts, decode: Any, tokens: int) -> Budgeted:
+def with_remark(show: Show, done: Rollout) -> Rollout:
+    """The completions, after a remark where reward functions failed on some."""
+    if done.failed is not None and done.problem:
+        count, rows = int(done.failed.sum()), len(done.failed)
+        show.note(
+            f"a reward function failed on {count} of {rows} completions, such as: {done.problem[:LONGEST_REMARK]}"
+        )
+    return done
+
+
+def filter_of(job: Job) -> Filter | None:
+    """The rows that are worth training on, among those that have rewards."""
+    filter = job.algorithm.filter
+    if job.settings.on_reward_error != "skip":
+        return filter
+    return rewarded() if filter is None else every(rewarded(), filter)
+
+
+def budgeted(job: Job, parts: Parts, decode: Any, show: Show, tokens: int) -> Budgeted:
     """The engine and the rewards as rows need them that are written a part at a time."""
     assert parts.generator is not None and isinstance(job.task, Task)
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
     engine, mesh, _ = parts.generator
 
     def fulfil(groups: Any, own: Any, examples: Sequence[Example], rows: int) -> Rollout:
-        return fulfilled(engine, groups, own, examples, pool, decode, mesh, weights, job.settings.queue, rows)
+        how = job.settings.queue, rows, job.settings.on_reward_error
+        return with_remark(show, fulfilled(engine, groups, own, examples, pool, decode, mesh, weights, *how))
 
     none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
     scores = torch.zeros(0, len(weights), dtype=torch.float64, device=mesh.device)
     dtype = torch.promote_types(engine.weights.dtype, torch.float32)
     nothing = Rollout((), none, none.bool(), scores.sum(1), scores, np.zeros(0, dtype=np.int64), mesh, dtype)
+    if job.settings.on_reward_error != "stop":
+        nothing = nothing._replace(failed=none.bool())
     return Budgeted(fulfil, lambda: engine.version or 0, nothing, tokens)
 
 

@@ -16,7 +16,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.models import Model, hf
 from funrl.models.model import Layer
-from funrl.rewards.load import RewardError
+from funrl.rewards.call import RewardError
 from funrl.rollout.engine import Engine, awake, complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
@@ -132,8 +132,8 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
         if missing:
             where = f"{example.source}: " if example.source else ""
             raise SettingsError(
-                f"--judge_template={file}: {where}there is no field {missing[0]!r} for {{{{{missing[0]}}}}}; the fields "
-                f"are {['prompt', 'completion', *sorted(example.fields)]}"
+                f"--judge_template={file}: {where}there is no field {missing[0]!r} for {{{{{missing[0]}}}}}; the "
+                f"fields are {['prompt', 'completion', *sorted(example.fields)]}"
             )
 
 

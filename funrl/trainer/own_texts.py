@@ -1,4 +1,4 @@
-"""Completions as models with tokenizers of their own read them: texts, chats and steps instead of the policy's tokens."""
+"""Completions as models with tokenizers of their own read them: texts, chats and steps, not the policy's tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funrl.batch import Batch
 from funrl.data.supervised import SEPARATOR, Text, TextExample, steps_text, text_batch
 from funrl.data.tokenizer import encode_prompt
 from funrl.mesh.rows import gather_table
-from funrl.rewards.load import RewardError
+from funrl.rewards.call import RewardError
 from funrl.trainer.generation import Example, text_after
 from funrl.trainer.step_rows import Rows, rows_of
 
@@ -74,9 +74,7 @@ def texts_of(written: Sequence[Written], decode: Decode) -> list[str]:
     """The texts of completions as they continue their prompts."""
     opening = functools.cache(lambda token: decode([token]))
     last = [one.example.tokens[-1] for one in written]
-    return [
-        text_after(opening(token), token, one.tokens, decode) for token, one in zip(last, written, strict=True)
-    ]
+    return [text_after(opening(token), token, one.tokens, decode) for token, one in zip(last, written, strict=True)]
 
 
 def whole_tokens(written: Written, text: str, tokenizer: Any) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,13 +16,17 @@ from funrl.trainer.sources import Source
 from funrl.trainer.step_rows import Rows, moved, on_cpu, rows_of, take
 
 
-def pair_source(source: Source) -> Source:
-    """A source of pairs: of each group of the rows of another one, the best and the worst. Metrics are of all its rows."""
+def pair_source(source: Source, names: Sequence[str] = ()) -> Source:
+    """A source of pairs: of each group of the rows of another one, the best and the worst. Metrics are of all its rows.
+
+    Args:
+      names: of the rewards, as in `describe`.
+    """
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         rows, state, metrics = source.draw(state, step)
         here = on_cpu(rows)
-        return paired(rows), state, metrics | describe(here, here.batch)
+        return paired(rows), state, metrics | describe(here, here.batch, names)
 
     return source._replace(draw=draw)
 
@@ -52,7 +58,7 @@ def _joined(both: Rows, count: int) -> tuple[Tensor, dict[str, Tensor]]:
       both: the chosen rows, then the rejected ones, each pair on one rank.
     """
     batch, half = both.batch, len(both.own) // 2  # the rows of a rank are in the order of their numbers
-    first_p, second_p = (batch.length[numbers].to(batch.tokens.device) for numbers in (both.own[:half], both.own[half:]))
+    first_p, second_p = (batch.length[own].to(batch.tokens.device) for own in (both.own[:half], both.own[half:]))
     width = -(-int((first_p + second_p).max()) // 8) * 8 if half else 8
     at_T = torch.arange(width, device=batch.tokens.device)
     in_first_pT, used_pT = at_T < first_p[:, None], at_T < (first_p + second_p)[:, None]

@@ -35,7 +35,7 @@ def calls(fn):
 
 
 def ingredients(name):
-    """{kind: piece names} of a recipe, by what the pieces return; of one that builds on ppo or dpo, also those of it."""
+    """{kind: piece names} of a recipe, by what the pieces return; of one on top of ppo or dpo, also those of it."""
     out: dict[str, list[str]] = {kind: [] for kind in KINDS.values()}
     called = dict.fromkeys(calls(algos.recipe(name)))
     for piece in called:

@@ -10,11 +10,12 @@ from small_runs import SIZES, assert_same, begin, run_steps, scored_batch, small
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
+from funrl.data.prompt_format import PLAIN_PROMPTS
 from funrl.data.supervised import text_batch, text_example
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import Inputs, decoder_model, hf, place, with_value_head
-from funrl.rewards.load import RewardError
+from funrl.rewards.call import RewardError
 from funrl.tasks import arithmetic
 from funrl.trainer.generation import Example
 from funrl.trainer.own_texts import Step, Written, reads_tokens, steps_of, whole_tokens
@@ -143,7 +144,7 @@ def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
         found = re.findall("[2-7]", arithmetic.tokenizer().decode(verdict))
         assert (score == float(found[-1])) if found else score.isnan()
         read += bool(found)
-    assert 0 < read and batch.scores[:, 1].nan_to_num(0).unique().numel() > 1
+    assert read > 0 and batch.scores[:, 1].nan_to_num(0).unique().numel() > 1
     torch.testing.assert_close(batch.score, batch.scores[:, 0] + 0.25 * batch.scores[:, 1].nan_to_num(0))
     assert "score_judge" in run.clock.seconds
 
@@ -199,7 +200,7 @@ def test_a_trained_process_model_opens_as_a_token_classifier(tmp_path):
     peer = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64)
     assert peer.config.id2label == {0: "wrong", 1: "right"}
     record = {"prompt": "12+3=", "completions": ["5", "11"], "labels": [True, False]}
-    one = text_example(record, "steps", arithmetic.tokenizer(), separator="=")
+    one = text_example(record, "steps", arithmetic.tokenizer(), PLAIN_PROMPTS._replace(step_separator="="))
     batch = text_batch([one], 0, reader=True, steps=True)
     value = place(model, dtype=torch.float64).values(params, batch)
     with torch.no_grad():

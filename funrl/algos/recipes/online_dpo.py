@@ -1,8 +1,8 @@
 """Online DPO: the best and the worst of the policy's own samples are a pair, which DPO learns from.
 
 References: Guo et al., 2024, https://arxiv.org/abs/2402.04792.
-verl: in a recipe. TRL: OnlineDPOTrainer, two samples a prompt, of which a judge or a reward model chooses; its ipo takes
-  the mean over tokens, which is `loss="ipo", per_token=True` here.
+verl: in a recipe. TRL: OnlineDPOTrainer, two samples a prompt, of which a judge or a reward model chooses; its ipo
+  takes the mean over tokens, which is `loss="ipo", per_token=True` here.
 """
 
 from __future__ import annotations
