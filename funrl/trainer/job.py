@@ -291,6 +291,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
         available.discard("divergence")  # the step computes it with a teacher beside the policy
     if settings.new_tokens_per_step is None:
         available.discard("version")  # all tokens of a step are of the same weights
+    if settings.on_reward_error == "stop":
+        available.discard("failed")
     try:
         check(algorithm, available)
     except ValueError as error:
