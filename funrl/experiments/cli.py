@@ -2,7 +2,11 @@
 
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
+funrl evaluate RUN_DIR --data=test.jsonl
+funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
+funrl replay RUN_DIR --step=50
+funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
@@ -19,8 +23,9 @@ from pathlib import Path
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
+from funrl.experiments.inference_flags import USAGES, inference_help, read_inference
 from funrl.experiments.run import main as run
-from funrl.experiments.run import print_whole
+from funrl.mesh.output import lasting_output
 from funrl.trainer.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
@@ -32,19 +37,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the program's name and its arguments; the default is the process's.
     """
-    argv = list(sys.argv if argv is None else argv)
+    with lasting_output():
+        return _main(list(sys.argv if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
     if len(argv) < 2:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
-        print_whole(listing())
+        print(listing())
         return 0
     if name == "flags":
-        print_whole(flags.page())
+        print(flags.page())
         return 0
     if name == "export":
         return export(argv[1:])
+    if name in USAGES:
+        return inference(name, argv[1:])
+    if name == "replay":
+        from funrl.experiments.replay import replay_command
+
+        return replay_command(argv[1:])
+    if name == "bisect":
+        from funrl.experiments.bisect import bisect_command
+
+        return bisect_command(argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -72,10 +91,44 @@ def export(argv: Sequence[str]) -> int:
             raise SettingsError("usage: funrl export RUN_DIR [--step=N] [--to=DIR]")
         from funrl.trainer.export import export_checkpoint
 
-        print_whole(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
+        print(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def inference(name: str, argv: Sequence[str]) -> int:
+    """Run `funrl evaluate` or `funrl generate`; return the exit status."""
+    if any(text in flags.HELP for text in argv[1:]):
+        print(inference_help(name))
+        return 0
+    try:
+        (model, *texts), values = read_inference(name, argv)
+        from funrl.experiments import evaluate
+        from funrl.mesh.processes import WorkerError
+
+        try:
+            if name == "evaluate":
+                if texts:
+                    raise SettingsError(f"{texts[0]!r} is not a flag; usage: {USAGES[name]}")
+                found = evaluate.evaluate(model, **values)
+                if found.directory:
+                    print(f"{found}\nresults in {found.directory}")
+            else:
+                prompts = values.pop("prompts", None)
+                if (prompts is None) == (not texts):
+                    raise SettingsError(f"give prompts, or --prompts=FILE; usage: {USAGES[name]}")
+                evaluate.complete_prompts(model, prompts or [{"prompt": text} for text in texts], **values)
+        except WorkerError as error:
+            print(f"error: {str(error).rstrip()}", file=sys.stderr)
+            return 1
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -97,7 +150,11 @@ def listing() -> str:
     column = max(len(name) for name, _ in experiments + recipes) + 2
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
-    parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
+    parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
+    parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
+    parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 

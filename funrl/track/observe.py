@@ -15,9 +15,10 @@ from funrl.mesh.reshard import export_weights
 from funrl.models import Placed, hf
 from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, read_lines
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, open_lines, read_lines
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import join_trackers, jsonl, tensorboard
+from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 from funrl.trainer.job import Job
 
@@ -53,6 +54,8 @@ class RunObserver:
             self.stack.callback(self.track.close)
             self.write_sample = open_samples(self.run.samples)
             self.stack.callback(self.write_sample.close)
+            self.table = open_lines(self.run.eval_samples)
+            self.stack.callback(self.table.close)
         self.progress = self.stack.enter_context(open_progress(self.job.settings.steps, title))
         return self
 
@@ -98,6 +101,13 @@ class RunObserver:
         self.times_shown += 1
         self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
 
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Write rows of an evaluation's table."""
+        if self.run is not None:
+            with _writing(self.run):
+                for row in rows:
+                    self.table.write(row._asdict())
+
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One line of metrics, with the time of each phase."""
         total = sum(seconds.values())
@@ -113,15 +123,20 @@ class RunObserver:
         if self.on_step is not None:
             self.on_step(step, metrics)
 
-    def resumed(self, step: int) -> None:
-        """Forget the lines of steps after `step`, which are written again."""
+    def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Forget the lines of steps after `step`, which are written again; write that of `step` if it is missing."""
         if self.run is None:
             return
+        last = 0
         with _writing(self.run):
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)
+            keep_steps(self.run.eval_samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
                 self.watch.look(row["step"], row)  # what was said is not said again
+                last = row["step"]
+            if metrics is not None and last < step:
+                self.track(step, metrics)
 
     def checkpoint_folder(self) -> str | None:
         """Folder in which rank 0 writes checkpoints."""

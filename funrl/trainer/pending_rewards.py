@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from funrl.mesh.heartbeat import beat
 from funrl.rewards.call import Completed, Failure, RewardError, RewardOutcome
 from funrl.rewards.pool import Pool, RowRewards
 from funrl.rollout.requests import Completion
@@ -76,6 +77,7 @@ class PendingRewards:
         else:
             for number in numbers:
                 self._begin([number], batched=False)
+                beat()
                 if on_error == "stop":
                     self._check(number)
             self._begin(numbers, batched=True)
@@ -83,6 +85,7 @@ class PendingRewards:
         for number in numbers:
             rewards = RowRewards(self._rows[number], tuple(self._parts[number, k] for k in self._functions()))
             found = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
+            beat()
             failures = [one for one in found if isinstance(one, Failure)]
             rewarded.scores.append([0.0 if isinstance(one, Failure) else one for one in found])
             rewarded.failed.append(bool(failures))

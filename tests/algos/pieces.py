@@ -109,6 +109,7 @@ def example(dtype=torch.float64, seed=0) -> Batch:
         label=(torch.rand(B, T, generator=draw) < 0.5).to(dtype),
         margin=normal(B, T).abs(),
         kl_baseline=torch.full((B, T), 0.1, dtype=dtype),
+        mismatched=torch.tensor([False, False, True, False, False, True, False]),
         imitated=mask & (torch.arange(B) % 2 == 0)[:, None],
         divergence=normal(B, T).abs(),
         **near,
