@@ -18,6 +18,7 @@ from funrl.rewards.call import (
     torch_state_kept,
 )
 from funrl.rewards.named import VERIFIERS, NamedReward, parse_rewards
+from funrl.rewards.sandbox import SandboxError, check_platform
 
 
 def load_rewards(text: str) -> tuple[RewardFunction, ...]:
@@ -43,6 +44,11 @@ def _loaded(one: NamedReward) -> RewardFunction:
                 f"--reward={one.source} needs {verifier.library.replace('_', '-')} ({error}): "
                 f"pip install 'funrl[{verifier.extra}]'"
             ) from error
+    if one.source == "code":
+        try:
+            check_platform()
+        except SandboxError as error:
+            raise loading.LoadError(f"--reward=code: {error}") from error
     return described_function(loading.load_function("reward", verifier.source), one.name, verifier.fields)
 
 

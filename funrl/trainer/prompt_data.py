@@ -14,8 +14,10 @@ from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.prompt_format import (
     OWN,
     PLAIN_PROMPTS,
+    SEPARATOR,
     PromptFormat,
     encoded,
+    formatted,
     read_shots,
     read_tools,
     template_arguments,
@@ -61,7 +63,15 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
         shots=read("few_shot", lambda text: read_shots(text, fields), ()),
         tools=read("tools", read_tools, ()),
         arguments=read("template_arguments", template_arguments, {}),
+        step_separator=step_separator(settings, embedded=False),
     )
+
+
+def step_separator(settings: Settings, embedded: bool) -> str:
+    r"""The text between two steps: that of the flag, in which \n is a line end; of the embedded task there is none."""
+    if settings.step_separator is not None:
+        return settings.step_separator.replace("\\n", "\n").replace("\\t", "\t")
+    return "" if embedded else SEPARATOR
 
 
 def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
@@ -123,13 +133,14 @@ def to_example(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPT
     where = f"{prompt.source}: " if prompt.source else ""
     try:
         tokens, text = encoded(tokenizer, prompt.prompt, form, prompt.fields.get("tools"))
+        made = formatted(prompt.prompt, form)
     except (TokenizerError, DataError) as error:
         raise SettingsError(f"{where}{error}") from error
     except Exception as error:  # tokenizers raise plain ones
         raise SettingsError(f"{where}the tokenizer refuses it: {error}") from error
     if not tokens:
         raise SettingsError(f"{where}prompt {prompt.prompt!r} has no tokens")
-    return Example(tokens, text, prompt.fields, prompt.source)
+    return Example(tokens, text, prompt.fields, prompt.source, None if isinstance(made, str) else made)
 
 
 def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[Any], Sequence[Any]]:

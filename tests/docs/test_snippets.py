@@ -133,6 +133,8 @@ def test_commands_run(page, lines, tmp_path):
     )
     if any("read_checkpoint.py" in line for line in lines) and find_spec("orbax") is None:
         pytest.skip("orbax is not installed")
+    if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed")
     for line in lines:
         words = [str(tmp_path / "TRAINED/checkpoints/step-2") if w == "CHECKPOINT" else w for w in words_of(line)]
         done = run(words, tmp_path)
