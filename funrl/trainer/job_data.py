@@ -333,9 +333,9 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     most = room[name]
     beyond = ", 1 of them to read the whole completion" if name in READERS else ""
     positions = models[name].config.max_positions
-    reason = f"and --max_new_tokens is {new_tokens}, but the model has {positions} positions{beyond}"
+    reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
     if settings.max_prompt_tokens is not None and settings.max_prompt_tokens < most:
-        most, reason = settings.max_prompt_tokens, f"and --max_prompt_tokens is {settings.max_prompt_tokens}"
+        most, reason = settings.max_prompt_tokens, f"--max_prompt_tokens is {settings.max_prompt_tokens}"
     if most < 1:
         raise SettingsError(
             f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "

@@ -131,6 +131,40 @@ def test_supervised_runs_are_reported_as_such(name, pairs, tmp_path):
     assert "reward 1 or more" not in text and ("a tie is one half" in text) == pairs
 
 
+@pytest.mark.parametrize(
+    ("flags", "title"),
+    [
+        ({"prompts": "x/a.jsonl@0.7,y/b.parquet@0.3"}, "PPO on a.jsonl + b.parquet"),
+        ({"prompts": "x/a.jsonl,b.jsonl"}, "PPO on a.jsonl + b.jsonl"),
+        ({"data": "a@1,b"}, "PPO on a@1,b"),
+        ({"prompts": "openai/gsm8k:main:train"}, "PPO on gsm8k:main:train"),
+    ],
+)
+def test_the_title_names_every_file(flags, title, tmp_path):
+    run = open_run(tmp_path, "ppo", flags)
+    run.metrics.write_text('{"step": 0}\n')
+    assert f"<h1>{title}</h1>" in write_report(tmp_path).read_text()
+
+
+def test_the_newest_evaluation_is_a_table(tmp_path):
+    run = a_run(tmp_path)
+    assert "Held-out prompts" not in write_report(tmp_path).read_text()
+    row = {"source": "a.jsonl, line 1", "prompt": "<b>1+1=", "answer": "2", "tokens": 3, "finished": True}
+    rows = [
+        row | {"step": step, "sample": sample, "completion": f"{step}.{sample} #### 2", "reward": 1.0, "correct": True}
+        for step in (0, 60)
+        for sample in (0, 1)
+    ]
+    rows.append(row | {"step": 60, "sample": 0, "completion": "x" * 500, "reward": 0.0, "finished": False})
+    run.eval_samples.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    page = write_report(tmp_path).read_text()
+    text = checked(page).text
+    table = page[page.index("Held-out prompts") : page.index("Configuration")]
+    assert "60.0 #### 2" in table and "60.1 #### 2" not in table and ">0.0 ####" not in table  # one of each prompt
+    assert "&lt;b&gt;1+1=" in table and "<th>answer</th>" in table and "3, cut off" in text
+    assert "..." + "x" * 400 in table and "x" * 401 not in table
+
+
 def test_report_stands_alone(tmp_path):
     a_run(tmp_path)
     page = write_report(tmp_path).read_text()
