@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.batch import Batch
-from funrl.data.supervised import SEPARATOR, Text, TextExample, steps_text, text_batch
+from funrl.data.prompt_format import SEPARATOR
+from funrl.data.supervised import Text, TextExample, steps_text, text_batch
 from funrl.data.tokenizer import encode_prompt
 from funrl.mesh.rows import gather_table
 from funrl.rewards.call import RewardError

@@ -16,8 +16,9 @@ from funrl.tasks import arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
 
-REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "prime", "vapo")
-SUPERVISED = ("sft", "dpo", "reward_model")
+REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "prime", "vapo",
+                 "online_dpo")  # fmt: skip
+SUPERVISED = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 COMMON = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--eval_every=2", "--eval_prompts=8")
 ROLLOUT = ("--samples_per_prompt=2", "--max_refills=1")
 
@@ -55,7 +56,9 @@ def test_an_experiment_runs_and_leaves_its_files(name, tmp_path, capsys):
     assert "held out: " in out and str(tmp_path) in out
     held = "eval/reward" if name in REINFORCEMENT else "eval/loss"
     assert held in rows[0] and held in rows[-1]
-    if name != "reward_model":
+    if name in ("reward_model", "process_reward_model"):
+        assert len(hf.check_directory(tmp_path / "model").shapes["value"]) == 1 + (name != "reward_model")
+    else:
         assert hf.check_directory(tmp_path / "model").config.vocab == arithmetic.model_config().vocab
     used = {"vapo": "critic/vf_loss", "prime": "implicit_reward/loss", "dapo": "filter_groups/kept_share"}
     if name in used:

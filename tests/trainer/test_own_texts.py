@@ -130,6 +130,25 @@ def test_every_step_is_a_reward_of_the_token_that_ends_it(folders):
     assert (last.scores[:, 1] >= least.scores[:, 1]).all() and (last.scores[:, 1] > least.scores[:, 1]).any()
 
 
+def test_a_separator_of_ones_own(folders):
+    """The steps of a completion, with the separator behind each, are what the model reads."""
+    _, batch, _ = scored(ppo, process_reward_model=f"{folders}/steps", step_separator="1", batch_prompts=8)
+    model, params = hf.load(folders / "steps", torch.float64)
+    tokenizer, several = arithmetic.tokenizer(), 0
+    for tokens, mask, given in zip(batch.tokens, batch.mask, batch.token_reward, strict=True):
+        prompt, said = tokens[: int(mask.nonzero()[0])].tolist(), [t for t in tokens[mask].tolist() if t > 1]
+        steps = [step for step in tokenizer.decode(said).split("1") if step]
+        several += len(steps) > 1
+        wanted, text = [], prompt
+        for step in steps:
+            text = [*text, *tokenizer.encode(step + "1")]
+            wanted.append(
+                model.value(params, model.apply(params, Inputs(torch.tensor([text]))).hidden)[0, -1].sigmoid()
+            )
+        assert sorted(given[given != 0].tolist()) == pytest.approx(sorted(float(x) for x in wanted), abs=1e-12)
+    assert several
+
+
 def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
     run, batch, _ = scored(grpo, **judged(folders, reward_weights="1,0.25"), batch_prompts=8)
     model, params = hf.load(folders / "judge", torch.float64)
@@ -186,7 +205,7 @@ def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
         (judged(folders, judge_max_new_tokens=64), "--judge_max_new_tokens=64: the judge has 64 positions"),
         ({"process_reward_model": f"{folders}/steps", "process_reward": "each"}, "reads no rewards of tokens"),
         ({"step_separator": "x"}, "--step_separator=x does nothing without --process_reward_model"),
-        ({"reward_model": f"{folders}/reward@0.5", "reward_weights": "1,1"}, "has a weight, and --reward_weights"),
+        ({"reward_model": f"{folders}/reward@0.5", "reward_weights": "1,1"}, "reward@0.5 gives weights too; give them"),
     ):
         with pytest.raises(SettingsError, match=said):
             small_job(grpo, **settings)
