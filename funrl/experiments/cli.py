@@ -2,6 +2,7 @@
 
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
+funrl --config=runs/ppo-20260101-120000/config.json
 funrl export RUN_DIR --step=50
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
+from funrl.experiments.config_file import read_config
 from funrl.experiments.run import main as run
 from funrl.experiments.run import print_whole
 from funrl.trainer.declaration import Flag, SettingsError, at_least
@@ -36,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(argv) < 2:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
+    if flags.flag_name(argv[1]) == "config" and argv[1].startswith("-"):
+        try:
+            argv.insert(1, _name_in_config(argv))
+        except SettingsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
         print_whole(listing())
@@ -59,6 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     hint = f"did you mean {near[0]}? " if near else ""
     print(f"error: {name!r} is not an experiment or a recipe; {hint}funrl --help lists all", file=sys.stderr)
     return 2
+
+
+def _name_in_config(argv: Sequence[str]) -> str:
+    """The experiment that the file of --config names, or `rl` where it names an algorithm alone."""
+    config = read_config(str(flags.read([flags.CONFIG], argv).values["config"]))
+    if config.experiment in (*experiment_names(), *recipe_names()):
+        return str(config.experiment)
+    if "algorithm" in config.values:
+        return "rl"
+    raise SettingsError(f"--config={config.path}: it has no `experiment`; write `funrl NAME --config={config.path}`")
 
 
 def export(argv: Sequence[str]) -> int:

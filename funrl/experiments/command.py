@@ -19,6 +19,7 @@ from funrl.experiments.arguments import (
     full_source,
     names_of_arguments,
 )
+from funrl.experiments.line import Line, read_line
 from funrl.loading import locate
 from funrl.track.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.checks import check_files, check_settings
@@ -43,7 +44,7 @@ class Experiment(NamedTuple):
     def common(self) -> list[Flag]:
         """The flags that do not depend on the recipe."""
         own = [flag._replace(default=self.defaults.get(name, flag.default)) for name, flag in settings_flags().items()]
-        return [*own, flags.ALGORITHM._replace(default=self.algorithm)]
+        return [*own, flags.ALGORITHM._replace(default=self.algorithm), flags.CONFIG]
 
     def arguments(self, source: str) -> tuple[Arguments, list[Flag]]:
         """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
@@ -67,6 +68,7 @@ class Command(NamedTuple):
       source: "module:function" or "FILE.py:function" of the recipe.
       arguments: (name, value) of the recipe's arguments that are flags.
       kind: of the run, one of `declaration.RUN_KINDS`.
+      notes: what to say before the run, a line each.
     """
 
     experiment: str
@@ -74,6 +76,7 @@ class Command(NamedTuple):
     source: str
     arguments: tuple[tuple[str, Any], ...]
     kind: str
+    notes: tuple[str, ...] = ()
 
     def compose(self) -> Any:
         """The algorithm."""
@@ -91,6 +94,13 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     Raises:
       ValueError, OSError: the first thing that cannot work, named, with its value and the way out.
     """
+    line = read_line(experiment.name, argv)
+    with line.blamed():
+        return _read(experiment, line, writes)
+
+
+def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
+    argv = line.argv
     source, settings = _read_common(experiment, argv)
     if writes and settings.run_dir and not settings.dry_run and not settings.resume:
         check_unused(RunDirectory(expanded(settings.run_dir)))
@@ -103,13 +113,13 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
             )
     flags.refuse_unknown(every.unknown, every.values)
     known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
-    command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
+    command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "", line.notes)
     from funrl.algos.core import Algorithm
     from funrl.trainer.roles import reads_scores
 
     algorithm = command.compose()
     kind = run_kind(algorithm, settings.data)
-    flags.refuse_idle(every.given - set(arguments.flags), kind, source)
+    flags.refuse_idle(every.given - set(arguments.flags) - line.recorded, kind, source)
     settings = for_kind(settings, kind)
     check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
     return command._replace(settings=settings, kind=kind)

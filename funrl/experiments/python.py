@@ -190,7 +190,10 @@ def train(
     chosen = Settings(**named, **settings)
     job = prepare(chosen, lambda: algorithm, given)
     name = recipe if isinstance(recipe, str) else "run"
-    config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
+    config = dataclasses.asdict(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
+    objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
+    if objects := [what for what, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
+        config["given_in_python"] = ", ".join(objects)
     with owned_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume) as owned:
         run_dir = str(owned.path)
         program = functools.partial(_rank, job, run_dir, on_step, source)

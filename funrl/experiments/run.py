@@ -61,6 +61,8 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
                 print_whole(help_of(experiment, argv))
                 return 0
             command = read_command(experiment, argv, writes=first)
+            if first:
+                print("\n".join(command.notes), end="\n" * bool(command.notes), file=sys.stderr)
             if command.settings.dry_run:
                 from funrl.cost.dry_report import dry_run
 

@@ -107,16 +107,17 @@ def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
         "mesh": config.get("mesh"),
         "seed": config.get("seed"),
         "flags": config,
-        "versions": {
-            "funrl": funrl.__version__,
-            "python": platform.python_version(),
-            "torch": _version("torch"),
-            "transformers": _version("transformers"),
-        },
+        "versions": versions(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of what decides a run's numbers."""
+    found = {name: _version(name) for name in ("torch", "transformers")}
+    return {"funrl": funrl.__version__, "python": platform.python_version()} | found
 
 
 def valid(value: Any) -> Any:
