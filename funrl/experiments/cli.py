@@ -53,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name == "export":
         return export(argv[1:])
+    if name == "import":
+        from funrl.experiments.import_config import import_config
+
+        return import_config(argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -116,6 +120,7 @@ def listing() -> str:
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
     parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.experiments import flags
+from funrl.experiments.aliases import has_others, our_names
 from funrl.experiments.arguments import (
     Arguments,
     arguments_of,
@@ -96,7 +97,20 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     """
     line = read_line(experiment.name, argv)
     with line.blamed():
-        return _read(experiment, line, writes)
+        return _read(experiment, _in_our_names(experiment, line), writes)
+
+
+def _in_our_names(experiment: Experiment, line: Line) -> Line:
+    """The command line with this library's names instead of TRL's."""
+    common = flags.read(experiment.common, line.argv)
+    if not has_others(common.unknown) or common.values["algorithm"] is None:
+        return line
+    source = full_source(common.values["algorithm"])
+    locate("algorithm", source)
+    names = names_of_arguments(source)
+    names = experiment.arguments(source)[0].flags if names is None else names
+    argv, notes = our_names(line.argv, common.values, frozenset(names), source.rpartition(":")[2])
+    return line._replace(argv=argv, notes=(*line.notes, *notes))
 
 
 def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
@@ -113,7 +127,8 @@ def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
             )
     flags.refuse_unknown(every.unknown, every.values)
     known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
-    command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "", line.notes)
+    chosen = tuple((name, known[name]) for name in arguments.flags)
+    command = Command(experiment.name, settings, source, chosen, "", line.notes)
     from funrl.algos.core import Algorithm
     from funrl.trainer.roles import reads_scores
 

@@ -72,7 +72,7 @@ def read_line(name: str, argv: Sequence[str]) -> Line:
 
 
 def _changed(config: ConfigFile) -> Iterator[str]:
-    """What is not as it was when a run was made."""
+    """Remarks on what is not as it was when a run was made."""
     now = versions()
     for package, before in config.versions.items():
         if before is not None and now.get(package) not in (None, before):

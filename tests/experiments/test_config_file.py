@@ -8,7 +8,15 @@ from funrl.experiments import cli
 from funrl.experiments.command import Experiment, read_command
 from funrl.trainer.declaration import SettingsError
 
-YAML = "lr: 1e-4\nsteps: 3\ncompile: on\nfsdp: false\nreward: [a.py:f, b.py:g]\nmodel:\nentropy_coef: 0.5  # the recipe's\n"
+YAML = """
+lr: 1e-4
+steps: 3
+compile: on
+fsdp: false
+reward: [a.py:f, b.py:g]
+model:
+entropy_coef: 0.5  # the recipe's
+"""
 
 
 def read(*argv, name="grpo"):
@@ -59,7 +67,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(name, text, says, tmp_p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=says):
         read(write(tmp_path, name, text))
-    with pytest.raises(SettingsError, match="nowhere.yaml: no such file; give a .yaml"):
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml: no such file; give a \.yaml"):
         read("--config=nowhere.yaml")
 
 
