@@ -198,7 +198,7 @@ def train(
         run_dir = str(owned.path)
         program = functools.partial(_rank, job, run_dir, on_step, source)
         timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
-        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
+        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards, heartbeat_s=chosen.heartbeat)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"

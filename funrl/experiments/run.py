@@ -104,8 +104,8 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
     try:
         with _signals():
             program, rewards = functools.partial(_rank, command, run_dir), functools.partial(_rewards, command)
-            timeout = datetime.timedelta(minutes=command.settings.timeout)
-            outcome = launch(program, job.sizes, job.device, PLAIN, timeout, before=rewards)
+            timeout, beat_s = datetime.timedelta(minutes=command.settings.timeout), command.settings.heartbeat
+            outcome = launch(program, job.sizes, job.device, PLAIN, timeout, before=rewards, heartbeat_s=beat_s)
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if first else ""
         elif outcome.stopped is not None:

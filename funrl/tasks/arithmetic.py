@@ -138,10 +138,10 @@ def model_config(head: int = HEAD) -> Config:
     """The small decoder that learns the task.
 
     Args:
-      head: size of a head; there are fewer of a larger size, and as many parameters.
+      head: size of a head; keys and values have fewer of a larger size, and as many parameters.
     """
     return Config(
-        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=128 // head, kv_heads=64 // head, head=head, mlp=128,
+        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
+| skipped/ | rows of updates that were not finite, a few of them | when one is left out |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funrl.batch import TOKEN_INT, Batch
-from funrl.mesh import collectives
+from funrl.mesh import collectives, heartbeat
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -147,12 +147,13 @@ def fulfilled(
     generated = rewarded = time.perf_counter()
     problem, ended = None, np.array([one.finish != "paused" for one in done], dtype=bool)
     rewards = np.zeros((len(done), len(weights)))
-    if pending is not None:
-        try:
-            rewards[ended] = np.array(pending.collect(), dtype=np.float64).reshape(-1, len(weights))
-        except RewardError as error:
-            problem = str(error)
-        rewarded = time.perf_counter()
+    with heartbeat.phase("reward"):
+        if pending is not None:
+            try:
+                rewards[ended] = np.array(pending.collect(), dtype=np.float64).reshape(-1, len(weights))
+            except RewardError as error:
+                problem = str(error)
+            rewarded = time.perf_counter()
     last_generated, last_rewarded = _raise_everywhere(problem, (generated - start, rewarded - start), mesh)
     reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
     scores = collectives.psum(torch.from_numpy(rewards).to(mesh.device), mesh, "tensor")

@@ -8,7 +8,6 @@ rank holds of a model are its shards. The boxes are functions of files beside th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh import heartbeat
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.processes import stops_when_asked
 from funrl.rewards.load import RewardError
@@ -30,10 +30,11 @@ from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
+from funrl.trainer.rescue import WholeState, saved_on_failure
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
-from funrl.trainer.shard_server import CheckpointError
+from funrl.trainer.skipped import Skips
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
@@ -62,6 +63,8 @@ class Trainer(NamedTuple):
 
     Attributes:
       frozen: weights of the roles that do not learn.
+      skips: takes note of updates that are left out; None: such an update is an error.
+      folder: of the checkpoints; None: the run has no directory.
     """
 
     job: Job
@@ -69,6 +72,8 @@ class Trainer(NamedTuple):
     source: Source
     frozen: Mapping[str, trees.Tree]
     clock: Clock
+    skips: Skips | None = None
+    folder: str | None = None
 
 
 def train_loop(
@@ -83,44 +88,59 @@ def train_loop(
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
-    Returns: how it ended. A reward function that fails, a gradient that is not finite, or an engine that does not hold
-      the trainer's weights ends the run too, with everything learned so far saved.
+    Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
+      that does not hold the trainer's weights ends the run too, with everything learned so far saved.
     """
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    folder = shared_folder(observer, mesh)
-    with Saver(job, trainer.parts, trainer.source, state, folder, observer) as saver, stops_when_asked():
+    with (
+        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer) as saver,
+        stops_when_asked(),
+        saved_on_failure(saver) as held,
+    ):
         state, evaluations = saver.resumed(state)
-        outcome, state = run_steps(trainer, state, saver, evaluations, observer)
-    if outcome.stopped is None:
-        observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, outcome.error)
+        outcome, state = run_steps(trainer, state, saver, evaluations, observer, held)
+        if outcome.stopped is None:
+            with heartbeat.phase("finish"):
+                observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, outcome.error)
+            saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
 
 def run_steps(
-    trainer: Trainer, state: State, saver: Saver, evaluations: Evaluations | None, observer: Observer
+    trainer: Trainer, state: State, saver: Saver, evaluations: Evaluations | None, observer: Observer, held: WholeState
 ) -> tuple[Outcome, State]:
     """All steps that are left, and the state at the end, with its weights where they can be saved.
 
     Args:
       evaluations: so far, of a run that goes on; None: it begins.
+      held: given the state whenever it is whole.
     """
     settings, parts = trainer.job.settings, trainer.parts
     state = sync(parts, state if evaluations is None else state._replace(version=state.version - 1))
-    place = offload.mover(settings.offload, parts, observer.note)
-    done, whole = evaluations or Evaluations({}, {}), state._replace(roles={})
+    move = offload.mover(settings.offload, parts, observer.note)
+    done, before = evaluations or Evaluations({}, {}), state._replace(roles={})
     error = stopped = None
+
+    def place(trainer: Trainer, state: State, stage: str) -> tuple[Trainer, State]:
+        """Both with what a stage needs where it is needed; the state before the step is held, but for an update."""
+        held.release()
+        trainer, state = move(trainer, state, stage)
+        if stage != "update":
+            held.keep(before._replace(roles=state.roles), done)
+        return trainer, state
+
     try:
         checked = verify(trainer, state, True)
         if evaluations is None:
             first = trainer.source.evaluate(state.roles, state.step)
             done = Evaluations(first, first)
         for step in range(state.step + 1, settings.steps + 1):
+            heartbeat.at_step(step)
             trainer, state = place(trainer, state, "generate")
             rows, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
             rows, state, scored = score_batch(trainer, state, rows)
             trainer, state = place(trainer, state, "update")
-            whole = None
             state, learned = learn_batch(trainer, state, rows)
             state = sync(parts, state, trainer.clock)
             metrics |= scored | learned | verify(trainer, state)
@@ -130,20 +150,22 @@ def run_steps(
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
             observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
-            whole = state._replace(roles={})
+            before = state._replace(roles={})
+            held.keep(state, done)
+            if trainer.skips is not None:
+                trainer.skips.check()
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
     except (RewardError, NotFiniteError, SyncError) as failure:
         error = str(failure)
-        if whole is not None:  # the weights are still those after the step before
-            saver.save(whole._replace(roles=state.roles), done)
-    except Exception:
-        if whole is not None and parts.mesh.world == 1:  # of several ranks the others wait elsewhere
-            with contextlib.suppress(CheckpointError):  # which would hide the failure
-                saver.save(whole._replace(roles=state.roles), done)
-        raise
-    _, state = place(trainer, state, "save")
+        if held.state is not None:  # the weights are still those after the step before
+            saver.save(held.state, done)
+    whole = held.state
+    held.release()
+    _, state = move(trainer, state, "save")
+    if whole is not None:
+        held.keep(whole._replace(roles=state.roles), done)
     return Outcome(*done, error, stopped), state
 
 
@@ -160,7 +182,9 @@ def begin_run(
     weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
     made = source(job, parts, frozen, clock, observer)
-    return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+    folder = shared_folder(observer, mesh)
+    skips = Skips(job.settings.max_skipped, mesh, folder, observer.note)
+    return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
 
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
@@ -208,8 +232,9 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     roles, metrics = learn(
         trainer.parts.roles, state.roles, rows, step, settings.epochs, settings.minibatches, settings.seed,
         settings.token_budget, trainer.clock, trainer.frozen, row_cost(trainer.parts.roles[trainer.job.lead].placed),
+        trainer.skips,
     )  # fmt: skip
-    return state._replace(roles=roles, step=step), metrics
+    return state._replace(roles=roles, step=step), metrics | (trainer.skips.take() if trainer.skips else {})
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:

@@ -137,7 +137,7 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         return {**state, "begun": _tree(_held(begun, budget.mesh)._replace(rows=rows))}
 
     first = {"prompts_consumed": 0, "begun": _tree(nothing)}
-    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, gathered, shared)
+    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, gathered, shared, spread=True)
 
 
 def _filled(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from funrl.mesh.heartbeat import beat
 from funrl.rewards.pool import Completed, Pool, score_rows
 from funrl.rollout.requests import Completion
 
@@ -41,6 +42,11 @@ class PendingRewards:
         Raises:
           RewardError: a function failed; of the first row of which one did.
         """
-        rewarded = {number: score_rows(self._pool, [self._rows[number]])[0].result() for number in sorted(self._rows)}
-        rewarded |= {number: future.result() for number, future in sorted(self._futures.items())}
+        rewarded = {}
+        for number in sorted(self._rows):
+            rewarded[number] = score_rows(self._pool, [self._rows[number]])[0].result()
+            beat()
+        for number, future in sorted(self._futures.items()):
+            rewarded[number] = future.result()
+            beat()
         return [rewarded[number] for number in sorted(rewarded)]

@@ -208,10 +208,7 @@ class Saver:
         scores = {old: self.scores[old] for old in there if old != step} | {step: score}
         self.scores, kept = scores, kept_steps(scores, self.settings.keep_checkpoints)
         removed = [str(there[old]) for old in there if old != step and old not in kept]
-        facts = {
-            "format": 1, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
-            "dtype": self.settings.dtype, "lead": self.job.lead, **evaluations._asdict(),
-        }  # fmt: skip
+        facts = facts_of(self.job, self.mesh, step, evaluations, score)
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")
         timeout_s = 60.0 * self.settings.timeout
@@ -286,6 +283,14 @@ class Saver:
         everyone = [problem for found in gather_objects(problems, self.mesh) for problem in found]
         if everyone:
             raise CheckpointError(_explained(str(self.folder), everyone[0]))
+
+
+def facts_of(job: Job, mesh: Mesh, step: int, evaluations: Evaluations, score: float | None) -> dict[str, Any]:
+    """The record of a checkpoint but for its arrays and files."""
+    return {
+        "format": 1, "step": step, "score": score, "mesh": str(mesh), "world": mesh.world,
+        "dtype": job.settings.dtype, "lead": job.lead, **evaluations._asdict(),
+    }  # fmt: skip
 
 
 def kept_steps(scores: Mapping[int, float | None], count: int) -> set[int]:

@@ -92,7 +92,13 @@ class Settings:
         chosen="h100",
         requires="dry_run",
     )
-    timeout: int = flag(60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1))
+    timeout: int = flag(
+        60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1), at_most(525600)
+    )
+    heartbeat: int = flag(
+        60, "devices", "seconds without progress after which the run says for which rank, host and phase it waits",
+        at_least(1), at_most(86400),
+    )  # fmt: skip
     kv_cache_gb: float | None = flag(
         None, "devices", "keys and values that a rank may keep while it generates, in 1e9 bytes; what does not fit "
         "waits, or is computed again",
@@ -277,6 +283,11 @@ class Settings:
     max_grad_norm: float = flag(1.0, "update", "gradients are scaled down to this global norm", above(0))
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
+    max_skipped: int = flag(
+        3, "update", "updates in a row that may be left out because their loss or gradient is not finite; then the run "
+        "stops",
+        at_least(1),
+    )  # fmt: skip
     token_budget: int = flag(16384, "update", "tokens of a micro-batch on one device", at_least(1))
     score_token_budget: int | None = flag(
         None, "update", "the same where nothing is learned: scoring, and the loss on held-out texts", at_least(1),

@@ -37,6 +37,7 @@ class Source(NamedTuple):
       evaluate: (states of the roles, step) -> metrics on held-out data.
       gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
       shared: a state that each rank has read from a checkpoint -> this rank's part of it.
+      spread: whether ranks have different parts of the state.
     """
 
     init: Callable[[], trees.Tree]
@@ -44,6 +45,7 @@ class Source(NamedTuple):
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
     gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
     shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    spread: bool = False
 
 
 class Show(Protocol):
