@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from funrl.experiments.import_config import import_config
 
         return import_config(argv[1:])
+    if name in ("report", "compare"):
+        return pages(name, argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -101,6 +103,28 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
+def pages(name: str, argv: Sequence[str]) -> int:
+    """Run `funrl report RUN` or `funrl compare RUN RUN ... [--to=FILE.html]`; return the exit status."""
+    from funrl.track.compare import write_comparison
+    from funrl.track.report import write_report
+
+    to = Flag("to", "compare.html", str, False, "the file to write")
+    try:
+        given = flags.read([to] if name == "compare" else [], argv)
+        if not given.unknown or any(text.startswith("-") for text in given.unknown):
+            usage = "funrl report RUN" if name == "report" else "funrl compare RUN RUN ... [--to=FILE.html]"
+            raise SettingsError(f"usage: {usage}")
+        if name == "report":
+            for run in given.unknown:
+                print_whole(f"open {write_report(run)}")
+        else:
+            print_whole(f"open {write_comparison(given.unknown, given.values['to'])}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def experiment_names() -> tuple[str, ...]:
     """The programs of this folder: their docstrings give the command that runs them."""
     names = sorted(file.stem for file in Path(__file__).parent.glob("*.py"))
@@ -120,6 +144,9 @@ def listing() -> str:
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
     parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += [
+        "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
+    ]
     parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 

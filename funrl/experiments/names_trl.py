@@ -11,7 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 
 from funrl.experiments.renaming import (
-    TRACKERS,
     Convert,
     DifferentError,
     Meaning,
@@ -25,6 +24,7 @@ from funrl.experiments.renaming import (
     same,
     whole,
 )
+from funrl.trainer.settings import TRACKERS
 
 
 def _batch(text: str, context: NameContext) -> Meaning:

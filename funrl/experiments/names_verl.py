@@ -8,7 +8,6 @@ from __future__ import annotations
 from fractions import Fraction
 
 from funrl.experiments.renaming import (
-    TRACKERS,
     Convert,
     DifferentError,
     Meaning,
@@ -22,6 +21,7 @@ from funrl.experiments.renaming import (
     same,
     whole,
 )
+from funrl.trainer.settings import TRACKERS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 DEFAULTS = {  # of its ppo_trainer.yaml, where they differ from those here or decide what others mean

@@ -10,8 +10,6 @@ from funrl.mesh.text import ROW_AXES, SHORT, MeshError, devices, parse
 
 TEXT_RECIPES = frozenset({"sft", "dpo", "simpo", "cpo", "orpo", "alphapo", "reward_model"})  # they sample nothing
 
-TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
-
 
 class DifferentError(ValueError):
     """No flag has the same meaning; the message names what there is, and the difference."""

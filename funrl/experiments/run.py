@@ -28,6 +28,7 @@ from funrl.track.progress import discard_output
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import RunDirectory, RunDirectoryError
 from funrl.track.run_lock import owned_run
+from funrl.track.services import TrackerError
 from funrl.trainer.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
@@ -35,7 +36,13 @@ if TYPE_CHECKING:  # both import torch, which comes after the checks that need n
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
-PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError)  # their messages say all that a user needs
+PLAIN = (
+    RunDirectoryError,
+    ModelError,
+    FloatingPointError,
+    CheckpointError,
+    TrackerError,
+)  # their messages say all that a user needs
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:

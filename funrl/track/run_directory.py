@@ -7,6 +7,7 @@
 | samples.jsonl | one object a sample | now and then |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
+| trackers.json | what the trackers of --report_to call this run | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | skipped/ | rows of updates that were not finite, a few of them | when one is left out |
 | report.html | all of this as one page | at the end |
@@ -66,6 +67,10 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def trackers(self) -> Path:
+        return self.path / "trackers.json"
 
     @property
     def checkpoints(self) -> Path:

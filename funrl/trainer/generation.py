@@ -210,6 +210,11 @@ def completion_texts(
     return [_text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
 
 
+def text_after(before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """The text of a completion as it continues the token before it."""
+    return _text_after(decode([before]), before, tokens, decode)
+
+
 def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
     """The text of a completion as it continues the token before it, whose own text is `opening`."""
     joined = decode([before, *tokens])

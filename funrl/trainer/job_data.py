@@ -56,6 +56,7 @@ class Task(NamedTuple):
       weights: of each of them in a completion's score; one more where a reward model scores completions too.
       demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
       max_new_tokens: what a completion needs.
+      readable: completion -> as it is shown to people; None: as it is.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Task(NamedTuple):
     weights: tuple[float, ...]
     demonstrations: Demonstrations | None
     max_new_tokens: int
+    readable: Callable[[str], str] | None = None
 
 
 class Texts(NamedTuple):
@@ -75,7 +77,7 @@ class Texts(NamedTuple):
       examples: to train on.
       heldout: to evaluate on.
       kind: "demonstrations" or "preferences".
-      demonstrations: as in `Task`.
+      demonstrations, readable: as in `Task`.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Texts(NamedTuple):
     heldout: Sequence[Any]
     kind: str
     demonstrations: Demonstrations | None
+    readable: Callable[[str], str] | None = None
 
 
 def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
@@ -140,7 +143,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
     return Task(
         "arithmetic", train, heldout, rewards, weights, arithmetic.demonstrations,
-        arithmetic.MAX_NEW_TOKENS,
+        arithmetic.MAX_NEW_TOKENS, arithmetic.in_usual_order,
     )  # fmt: skip
 
 
@@ -214,7 +217,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     def made(rows: Sequence[Sequence[Any]]) -> list[Any]:
         return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer) for row in rows]
 
-    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations)
+    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations, arithmetic.in_usual_order)
 
 
 def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -35,6 +35,7 @@ from funrl.trainer.declaration import (
 )
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
@@ -317,7 +318,13 @@ class Settings:
         None, "output", "as --repetition_penalty", above(0), kinds=RL,
         chosen="the model's, else 1",
     )  # fmt: skip
-    sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
+    report_to: str | None = flag(
+        None, "output", "trackers that are given the metrics too; TensorBoard and JSON lines always are",
+        some_of(*TRACKERS),
+    )  # fmt: skip
+    sample_every: int = flag(
+        10, "output", "steps between samples; where texts are given they are of evaluations", at_least(1)
+    )  # fmt: skip
 
 
 @functools.cache

@@ -159,6 +159,7 @@ def text_source(
     seed: int,
     token_budget: int,
     clock: Clock,
+    sample: Callable[[Mapping[str, RoleState], int], None] = lambda states, step: None,
 ) -> Source:
     """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns.
 
@@ -167,6 +168,7 @@ def text_source(
       to_rows: examples -> rows.
       roles, frozen: of the run; the weights of those that do not learn.
       batch_examples: of a batch.
+      sample: called with the states of the roles and the step at every evaluation.
     """
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
     scoring = {n: r for n, r in roles.items() if n in frozen}
@@ -188,6 +190,8 @@ def text_source(
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
+        with clock.phase("eval"):
+            sample(states, step)
         told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 
