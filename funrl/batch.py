@@ -133,6 +133,9 @@ class Batch:
     group: Annotated[Tensor, Field("row", "source", "rows of one prompt share a number", "int")]
     score: Annotated[Tensor, Field("row", "source", "outcome reward of the row")]
     scores: Annotated[Tensor, Field("row", "source", "[B, K] its parts by reward function; NaN: does not apply")]
+    failed: Annotated[
+        Tensor, Field("row", "source", "a reward function failed on it; there with --on_reward_error", "bool")
+    ]
     token_reward: Annotated[Tensor, Field("token", "source", "rewards of single tokens, added to the outcome")]
     truncated: Annotated[Tensor, Field("row", "source", "the completion hit the length limit", "bool")]
     rollout_logp: Annotated[Tensor, Field("token", "source", "nats, by the engine that sampled")]
@@ -372,7 +375,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(), "version": mask.long(),
+        "label": mask.double(), "version": mask.long(), "failed": torch.zeros(B, dtype=torch.bool),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:

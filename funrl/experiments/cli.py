@@ -22,7 +22,7 @@ from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
 from funrl.experiments.config_file import read_config
 from funrl.experiments.run import main as run
-from funrl.experiments.run import print_whole
+from funrl.mesh.output import lasting_output
 from funrl.trainer.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
@@ -34,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the program's name and its arguments; the default is the process's.
     """
-    argv = list(sys.argv if argv is None else argv)
+    with lasting_output():
+        return _main(list(sys.argv if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
     if len(argv) < 2:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
@@ -46,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
-        print_whole(listing())
+        print(listing())
         return 0
     if name == "flags":
-        print_whole(flags.page())
+        print(flags.page())
         return 0
     if name == "export":
         return export(argv[1:])
@@ -96,7 +100,7 @@ def export(argv: Sequence[str]) -> int:
             raise SettingsError("usage: funrl export RUN_DIR [--step=N] [--to=DIR]")
         from funrl.trainer.export import export_checkpoint
 
-        print_whole(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
+        print(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -116,9 +120,9 @@ def pages(name: str, argv: Sequence[str]) -> int:
             raise SettingsError(f"usage: {usage}")
         if name == "report":
             for run in given.unknown:
-                print_whole(f"open {write_report(run)}")
+                print(f"open {write_report(run)}")
         else:
-            print_whole(f"open {write_comparison(given.unknown, given.values['to'])}")
+            print(f"open {write_comparison(given.unknown, given.values['to'])}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

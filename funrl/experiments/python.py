@@ -21,7 +21,7 @@ from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, single
 from funrl.models import Config, Model, hf
 from funrl.models.generation_config import sampling_defaults
-from funrl.rewards.load import Reward
+from funrl.rewards.call import Reward, described_function
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
@@ -137,7 +137,7 @@ def train(
     model: str | Path | Model | None = None,
     tokenizer: Any = None,
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    reward: str | Reward | Sequence[Reward] | None = None,
+    reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
     source: MakeSource | None = None,
     mesh: str = "dp1",
     on_step: OnStep | None = None,
@@ -153,7 +153,8 @@ def train(
         begin at random. None: the embedded task's.
       tokenizer: of a `Model` that is given.
       prompts: a file, as --prompts takes it, or dicts such as its records; for supervised recipes, texts.
-      reward: "FILE.py:function", or functions(prompt, completion, **fields) -> float.
+      reward: what --reward takes, such as "FILE.py:function" or "math", or one function or several; a mapping of names
+        to functions says what they are called in metrics.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
       mesh: devices by axis, such as "dp4,tp2".
       on_step: called with the number and the metrics of every step, in the process of rank 0.
@@ -175,7 +176,7 @@ def train(
         model if isinstance(model, Model) else None,
         tokenizer,
         None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
-        None if reward is None or isinstance(reward, str) else (reward,) if callable(reward) else tuple(reward),
+        None if reward is None or isinstance(reward, str) else functions_of(reward),
     )
     named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
     if isinstance(model, (str, Path)):
@@ -211,6 +212,13 @@ def _rank(
 ) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
         return train_loop(job, mesh, observer, source or make_source, pool)
+
+
+def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tuple[Reward, ...]:
+    """The functions that a caller gives, with the names of a mapping."""
+    if isinstance(reward, Mapping):
+        return tuple(described_function(function, name) for name, function in reward.items())
+    return (reward,) if callable(reward) else tuple(reward)
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,9 @@ from funrl.experiments import flags
 from funrl.experiments.arguments import recipe_names
 from funrl.experiments.command import Command, Experiment, help_of, read_command
 from funrl.mesh.environment import read_environment
+from funrl.mesh.output import lasting_output
 from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
-from funrl.track.progress import discard_output
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import RunDirectory, RunDirectoryError
 from funrl.track.run_lock import owned_run
@@ -46,7 +47,7 @@ PLAIN = (
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
-    """Run an experiment from the command line; return the exit status.
+    """Run an experiment from the command line; return the exit status. What it prints does not end it.
 
     Args:
       name: of the experiment, such as "ppo".
@@ -55,6 +56,11 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
         the command line must name.
       defaults: values of flags, of `Settings` or of this recipe, that suit the experiment better than theirs.
     """
+    with lasting_output():
+        return _main(name, argv, algorithm, defaults)
+
+
+def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults: dict[str, Any]) -> int:
     algorithm = algorithm or (name if name in recipe_names() else None)
     experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
     run_dir = None
@@ -65,7 +71,7 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     with contextlib.ExitStack() as owned:
         try:
             if any(text in flags.HELP for text in argv[1:]):
-                print_whole(help_of(experiment, argv))
+                print(help_of(experiment, argv))
                 return 0
             command = read_command(experiment, argv, writes=first)
             if first:
@@ -75,7 +81,7 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
 
                 text = dry_run(command.settings, command.compose)
                 if first:
-                    print_whole(text)
+                    print(text)
                 return 0
             _job(command)
             if first:
@@ -94,14 +100,6 @@ def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[Run
     return owned_run(settings.run_dir, name, config, settings.resume)
 
 
-def print_whole(text: str) -> None:
-    """Print a text for whoever reads it: a reader that has gone, such as `head`, is no error."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        discard_output()
-
-
 def _run(command: Command, run_dir: str | None, first: bool) -> int:
     """Train on every rank and print the result; return the exit status."""
     from funrl.mesh.launch import WorkerError, launch
@@ -117,15 +115,16 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
             status, problem = 1, f"error: {outcome.error}" if first else ""
         elif outcome.stopped is not None:
             status, problem = 143, _stopped(outcome.stopped, run_dir) if first else ""
-    except (WorkerError, *PLAIN) as error:
-        status, problem = 1, f"error: {str(error).rstrip()}{_newest(run_dir)}"
-        if stop_asked():
-            status, problem = 143, "terminated before the first step was done"
     except KeyboardInterrupt:
         status, problem = (143, "terminated") if stop_asked() else (130, "interrupted")
         problem = problem if first else ""
+    except BaseException as error:  # a rank's SystemExit is a failure too
+        text = _explained(error)
+        status, problem = 1, f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
+        if stop_asked() and isinstance(error, (WorkerError, *PLAIN)):
+            status, problem = 143, "terminated before the first step was done"
     if run_dir is not None:
-        print_whole(_conclusion(outcome, run_dir, _report(run_dir)))
+        print(_conclusion(outcome, run_dir, _report(run_dir)))
     return _ended(status, problem, first)
 
 
@@ -176,6 +175,15 @@ def _signals() -> Iterator[None]:
 def _stopped(step: int, run_dir: str | None) -> str:
     """The way on for a run that was asked to stop."""
     return f"terminated after step {step}, which is saved; --resume --run_dir={run_dir} continues"
+
+
+def _explained(error: BaseException) -> str:
+    """The message of an error that needs no more, else all that Python knows of it; with what was said besides."""
+    from funrl.mesh.launch import WorkerError
+
+    if isinstance(error, (WorkerError, *PLAIN)):
+        return "\n".join([str(error).rstrip(), *getattr(error, "__notes__", ())])
+    return f"rank {os.environ.get('RANK', 0)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _newest(run_dir: str | None) -> str:

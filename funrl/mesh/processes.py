@@ -24,6 +24,7 @@ import torch
 
 from funrl.mesh.board import Board, Supervision
 from funrl.mesh.heartbeat import SAVE_S
+from funrl.mesh.output import lasting_output
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
 SETTLE_S = 0.3  # how long the failure of one is waited on by those that it causes
@@ -193,7 +194,8 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
     status, plain = 1, ()
     try:
         run, plain = task()
-        result = run(rank, folder)
+        with lasting_output():
+            result = run(rank, folder)
         if rank == 0:
             with open(os.path.join(folder, "result"), "wb") as file:
                 dump(result, file)

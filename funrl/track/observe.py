@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,12 @@ class RunObserver:
             self.warmstart.__exit__(None, None, None)
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None:
         if self.run is None:
             return
@@ -93,7 +98,10 @@ class RunObserver:
             texts = [readable(text) for text in texts]
             if not self.times_shown:
                 self.progress.note(f"samples: {ORDER}")
-        given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]
+        given = [
+            Sample(step, e.text, text, score, dict(part))
+            for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
+        ]
         with _writing(self.run):
             for sample in given:
                 self.write_sample.write(sample)
@@ -117,15 +125,19 @@ class RunObserver:
         if self.on_step is not None:
             self.on_step(step, metrics)
 
-    def resumed(self, step: int) -> None:
-        """Forget the lines of steps after `step`, which are written again."""
+    def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Forget the lines of steps after `step`, which are written again; write that of `step` if it is missing."""
         if self.run is None:
             return
+        last = 0
         with _writing(self.run):
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
                 self.watch.look(row["step"], row)  # what was said is not said again
+                last = row["step"]
+            if metrics is not None and last < step:
+                self.track(step, metrics)
 
     def checkpoint_folder(self) -> str | None:
         """Folder in which rank 0 writes checkpoints."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def render(run: RunFiles) -> str:
         (
             _header(run, title),
             _noticed(run),
-            section("", '<div class="grid two">', [_chart(run, chart) for chart in first]),
+            section("", '<div class="grid two">', [*(_chart(run, chart) for chart in first), *_reward_parts(run)]),
             section(
                 "Training",
                 _legend(run) + '<div class="grid three">',
@@ -145,6 +146,14 @@ def _chart(run: RunFiles, chart: Chart) -> str:
         notes.append("exact zeros are drawn on the lower edge")
     steps = run.rows[0]["step"], run.rows[-1]["step"]
     return line_chart(chart.title, chart.unit, series, steps, chart.log, chart.bounds, "; ".join(notes))
+
+
+def _reward_parts(run: RunFiles) -> list[str]:
+    """A figure of each reward's mean, where there are several."""
+    found = {match[1] for row in run.rows for key in row if (match := re.fullmatch(r"reward/(.+)/mean", key))}
+    keys = tuple((f"reward/{name}/mean", name) for name in sorted(found))
+    chart = Chart("Rewards", "mean of each, of the completions to which it applies", keys)
+    return [_chart(run, chart)] if keys else []
 
 
 def _legend(run: RunFiles) -> str:
@@ -336,6 +345,7 @@ def sample_card(sample: Sample) -> str:
         pill = f' <span class="pill {tone}">reward {number(reward)}</span>'
     else:
         pill = ""
+    pill += "".join(f" <small>{escaped(name)} {number(value)}</small>" for name, value in sample.rewards.items())
     return (
         f'<article class="card"><p class="about">step {sample.step}{pill}</p>'
         f"<pre><span>{_cut(sample.prompt)}</span>{_cut(sample.completion) or '<em>(empty)</em>'}</pre></article>"

@@ -19,7 +19,9 @@ short, which `read_lines` leaves out).
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -76,6 +78,10 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def skipped(self) -> Path:
+        return self.path / "skipped"
+
 
 def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False) -> RunDirectory:
     """Create the directory of a run, prove that it can be written, and write its config.json.
@@ -93,6 +99,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
     try:
         if not resume:
             check_unused(run)
+        sweep_drafts(run)
         _check_writable(run.path)
         write_text(run.config, json.dumps(valid(run_record(experiment, config)), indent=2) + "\n")
     except (OSError, RunDirectoryError) as error:
@@ -149,12 +156,24 @@ class Lines(NamedTuple):
 
 
 def open_lines(path: Path) -> Lines:
-    """Open a file to add JSON lines to; each is handed to the system, whole, before `write` returns."""
+    """Open a file to add JSON lines to; each is handed to the system, whole, before `write` returns.
+
+    `write` raises OSError where the file has been deleted or moved, or the disk is full.
+    """
     file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by the caller)
+    own = os.fstat(file.fileno())
 
     def write(record: dict[str, Any]) -> None:
-        text = json.dumps(valid(record), ensure_ascii=False, allow_nan=False)
-        file.write(text.encode("utf-8", "replace") + b"\n")
+        line = json.dumps(valid(record), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        begin = os.stat(path)  # a file that was deleted could be written still, for nobody
+        if (begin.st_ino, begin.st_dev) != (own.st_ino, own.st_dev):
+            raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(path))
+        try:
+            while line:  # a full disk may take a part
+                line = line[file.write(line) or 0 :]
+        except OSError:
+            os.ftruncate(file.fileno(), begin.st_size)  # no half line is left
+            raise
 
     return Lines(write, file.close)
 
@@ -244,7 +263,7 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints)
+    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints, run.skipped)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(
@@ -260,6 +279,14 @@ def check_unused(run: RunDirectory) -> None:
             raise RunDirectoryError(
                 f"--run_dir={run.path}: holds a config.json that no run has written (a model?); give another directory"
             )
+
+
+def sweep_drafts(run: RunDirectory) -> None:
+    """Remove files that a run that was killed has left half written."""
+    drafts = [run.path.glob(pattern) for pattern in (".config.json.*", ".report.html.*", ".probe.*")]
+    for draft in itertools.chain(*drafts, run.model.glob("*.partial"), run.skipped.glob("*.partial")):
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def _check_writable(path: Path) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funrl.track.run_directory import open_lines, read_lines
 
 
 class Sample(NamedTuple):
-    """One completion: after how many steps, of which prompt, and the reward it got (None: nothing rewards it)."""
+    """One completion: after how many steps, of which prompt, and the reward it got (None: nothing rewards it).
+
+    Where several functions reward it, `rewards` has what each of those that apply gave, by name.
+    """
 
     step: int
     prompt: str
     completion: str
     reward: float | None
+    rewards: dict[str, float] = {}  # noqa: RUF012  (never mutated)
 
 
 class SampleWriter(NamedTuple):
@@ -28,19 +32,24 @@ class SampleWriter(NamedTuple):
 def open_samples(path: Path) -> SampleWriter:
     """Open samples.jsonl to add to it."""
     lines = open_lines(path)
-    return SampleWriter(lambda sample: lines.write(sample._asdict()), lines.close)
+
+    def write(sample: Sample) -> None:
+        fields = sample._asdict()
+        lines.write(fields if sample.rewards else {name: x for name, x in fields.items() if name != "rewards"})
+
+    return SampleWriter(write, lines.close)
 
 
 def read_samples(path: Path) -> list[Sample]:
     """All samples of a run in the order in which they were written; none where there is no file."""
     if not path.exists():
         return []
-    return [
-        Sample(
-            int(line.get("step") or 0), str(line.get("prompt", "")), str(line.get("completion", "")), line.get("reward")
-        )
-        for line in read_lines(path)
-    ]
+    return [_sample(line) for line in read_lines(path)]
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    prompt, completion = (str(line.get(name, "")) for name in ("prompt", "completion"))
+    return Sample(int(line.get("step") or 0), prompt, completion, line.get("reward"), line.get("rewards") or {})
 
 
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

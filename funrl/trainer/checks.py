@@ -12,6 +12,7 @@ from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.rewards.named import VERIFIERS, parse_rewards, weights_text
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
@@ -75,6 +76,8 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
     elif rewarded and settings.reward is None and settings.reward_model is None:
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     functions = 1 if settings.prompts is None else len(parts(settings.reward))  # the embedded task has one
+    if settings.on_reward_error != "stop" and not functions:
+        raise SettingsError(f"--on_reward_error={settings.on_reward_error} does nothing without --reward")
     weights_of_rewards(settings, functions + (settings.reward_model is not None))
 
 
@@ -106,8 +109,9 @@ def check_files(settings: Settings) -> None:
             continue
         if not Path(path).is_dir():
             raise SettingsError(f"--{name}: {path} is not a directory")
-    for text in parts(settings.reward):
-        locate("reward", text)
+    for one in () if settings.reward is None else parse_rewards(settings.reward):
+        if one.source not in VERIFIERS:
+            locate("reward", one.source)
 
 
 def prompt_files(settings: Settings) -> list[WeightedFile]:
@@ -135,26 +139,32 @@ def names_of_fields(settings: Settings) -> Fields:
 def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
     """The number by which each reward counts in a completion's score; that of a reward model is the last.
 
+    They are those of --reward_weights, or those in --reward, or 1.
+
     Args:
       settings: the flags.
       rewards: how many there are.
 
     Raises:
-      SettingsError: there are more or fewer numbers than rewards, or all are 0.
+      SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    if settings.reward_weights is None:
+    named = None if settings.reward is None else weights_text(settings.reward, int(settings.reward_model is not None))
+    given = settings.reward_weights or named
+    if given is None:
         return (1.0,) * rewards
+    flag = "--reward_weights" if named is None else "--reward with weights"
+    if named not in (None, given):
+        raise SettingsError(
+            f"--reward_weights={given}: --reward={settings.reward} gives weights too; give them in one place"
+        )
     try:
-        weights = tuple(float(part) for part in parts(settings.reward_weights))
+        weights = tuple(float(part) for part in parts(given))
     except ValueError:
         weights = ()
     if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(
-            f"--reward_weights={settings.reward_weights}: give one number for each of the rewards ({rewards}), with "
-            "commas between"
-        )
+        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), with commas between")
     if not any(weights):  # a negative one alone is a penalty, from which a policy can learn
-        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
+        raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
     return weights
 
 

@@ -23,8 +23,8 @@ from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
-from funrl.rewards.load import RewardError
-from funrl.rewards.pool import Completed, Pool
+from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -62,6 +62,8 @@ class Rollout(NamedTuple):
       mesh: the generate mesh.
       dtype: of log-probabilities.
       reward_s: seconds that this rank waited for rewards, of its own rows or others', when all rows were complete.
+      failed: [R] bool, a reward function failed on the row, whose number is then 0; None: a failure ends the run.
+      problem: message of one failure; "" where there is none.
     """
 
     completions: Sequence[Completion]
@@ -73,6 +75,8 @@ class Rollout(NamedTuple):
     mesh: Mesh
     dtype: torch.dtype = torch.float32
     reward_s: float = 0.0
+    failed: Tensor | None = None
+    problem: str = ""
 
     @property
     def own(self) -> np.ndarray:
@@ -90,6 +94,7 @@ def rollout(
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
     queue: str = "tickets",
+    on_error: str = "stop",
 ) -> Rollout:
     """Complete and reward all prompts.
 
@@ -101,6 +106,7 @@ def rollout(
       mesh: the generate mesh.
       weights: of the K numbers in a row's score.
       queue: "tickets", replicas take prompts as they have room; "fixed", each has its share of them by their numbers.
+      on_error: "stop" raises where a reward function fails; else the row is marked as failed.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
@@ -108,7 +114,7 @@ def rollout(
     samples = sampling.samples
     requests = requests_of([example.tokens for example in examples], sampling, seed)
     groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
-    return fulfilled(engine, groups, (), examples, pool, decode, mesh, weights, queue)
+    return fulfilled(engine, groups, (), examples, pool, decode, mesh, weights, queue, None, on_error)
 
 
 def fulfilled(
@@ -122,6 +128,7 @@ def fulfilled(
     weights: Sequence[float] = (1.0,),
     queue: str = "tickets",
     rows: int | None = None,
+    on_error: str = "stop",
 ) -> Rollout:
     """Complete requests of several kinds and reward those that end; what is paused has no reward yet.
 
@@ -135,7 +142,7 @@ def fulfilled(
     """
     rows = sum(map(len, groups)) if rows is None else rows
     # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
-    asks = mesh.index("tensor") == 0 and bool(pool.rewards)
+    asks = mesh.index("tensor") == 0 and bool(pool.functions)
     pending = _pending(pool, examples, rows // len(examples), decode) if asks else None
     start = time.perf_counter()
     if queue == "tickets":
@@ -146,11 +153,13 @@ def fulfilled(
         done = complete(engine, [*own, *mine], pending and pending.add)
     generated = rewarded = time.perf_counter()
     problem, ended = None, np.array([one.finish != "paused" for one in done], dtype=bool)
-    rewards = np.zeros((len(done), len(weights)))
+    rewards, failed, trouble = np.zeros((len(done), len(weights))), np.zeros(len(done)), ""
     with heartbeat.phase("reward"):
         if pending is not None:
             try:
-                rewards[ended] = np.array(pending.collect(), dtype=np.float64).reshape(-1, len(weights))
+                found = pending.collect(on_error)
+                rewards[ended] = np.array(found.scores, dtype=np.float64).reshape(-1, len(weights))
+                failed[ended], trouble = found.failed, found.problem
             except RewardError as error:
                 problem = str(error)
             rewarded = time.perf_counter()
@@ -165,12 +174,19 @@ def fulfilled(
         "finished": torch.tensor([one.finished for one in done], dtype=torch.bool, device=mesh.device),
         "scores": scores,
     }
+    if on_error != "stop":
+        columns["failed"] = collectives.psum(torch.from_numpy(failed).to(mesh.device), mesh, "tensor") > 0
     table = gather_table(columns, owner, mesh, mesh.row_axes)
     scores_RK = table["scores"]
     factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     dtype = torch.promote_types(engine.weights.dtype, torch.float32)
-    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, dtype, reward_s)
+    rolled = Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, dtype, reward_s)
+    if on_error == "stop":
+        return rolled
+    if table["failed"].any():
+        trouble = next(filter(None, collectives.gather_objects(trouble, mesh)))
+    return rolled._replace(failed=table["failed"], problem=trouble)
 
 
 def _pending(
@@ -178,13 +194,15 @@ def _pending(
 ) -> PendingRewards:
     """Rewards of the rows of these prompts, none of which is complete yet."""
     opening = functools.cache(lambda token: decode([token]))
+    takes_ids = any("completion_ids" in one.takes for one in pool.functions)
 
     def completed(done: Completion) -> Completed:
         example = examples[done.number // samples]
         before = example.tokens[-1]
-        return Completed(example.text, _text_after(opening(before), before, done.written, decode), example.fields)
+        text = _text_after(opening(before), before, done.written, decode)
+        return Completed(example.text, text, example.fields, done.tokens.tolist() if takes_ids else ())
 
-    return PendingRewards(pool, completed)
+    return PendingRewards(pool, completed, samples)
 
 
 def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
@@ -269,6 +287,7 @@ def to_rows(
         truncated=~done.finished,
         rollout_logp=rollout_logp.to(device),
         version=version.to(device) if versions else None,
+        failed=done.failed,
     )
     return rows_of(batch, done.owner, done.mesh)
 

@@ -20,6 +20,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
+from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
@@ -83,6 +84,14 @@ class Job(NamedTuple):
     def generates(self) -> bool:
         """True if the policy writes the rows that it learns from."""
         return isinstance(self.task, Task)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the numbers that a completion's score is made of; that of a reward model is the last."""
+        if not isinstance(self.task, Task):
+            return ()
+        own = tuple(one.name for one in reward_functions(self.task.rewards))
+        return (*own, "reward_model") if "reward_model" in self.models else own
 
     @property
     def lead(self) -> str:

@@ -16,6 +16,7 @@ from funrl.data.supervised import TextFile, check_lengths, load_examples, text_b
 from funrl.data.tokenizer import TokenizerError, encode_prompt
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
+from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.native import bytes_of_page, page_tokens
 from funrl.tasks import arithmetic
@@ -110,7 +111,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     rewards = named if given.rewards is None else given.rewards
     examples = _prompt_examples(settings, tokenizer, given)
     for reward in rewards:
-        check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
+        check_fields(settings.reward or function_name(reward), reward, [e.fields for e in examples])
     train, heldout = split(examples, settings.eval_prompts)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.core import Filter, reads
+from funrl.algos.filters.by_row import every, rewarded
 from funrl.batch import select
 from funrl.data.supervised import check_lengths, text_batch
 from funrl.data.tokenizer import load_tokenizer
@@ -38,6 +39,7 @@ from funrl.trainer.step_rows import Rows, rows_of
 from funrl.trainer.text_samples import TOKENS, greedy_continuations, held_out_prompts
 
 MOST_WORKERS = 16  # of a rank, where no flag says how many
+LONGEST_REMARK = 1000  # characters of a failure's message
 REWARD_TIMEOUT_S = 600.0  # where no flag says
 
 
@@ -53,7 +55,8 @@ def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool 
         return contextlib.nullcontext()
     workers = share_of_cores(job) if settings.reward_workers is None else settings.reward_workers
     timeout_s = REWARD_TIMEOUT_S if settings.reward_timeout is None else settings.reward_timeout
-    return open_pool(task.rewards, workers, timeout_s)
+    most = MOST_WORKERS if settings.reward_workers is None else workers
+    return open_pool(task.rewards, workers, timeout_s, most)
 
 
 def share_of_cores(job: Job) -> int:
@@ -73,7 +76,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         )  # fmt: skip
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     generation = Generation(
-        roll=functools.partial(roll, job, parts, decode),
+        roll=functools.partial(roll, job, parts, decode, show),
         decode=decode,
         prompts=task.prompts,
         heldout=task.heldout[: settings.eval_prompts],
@@ -81,11 +84,13 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
         rescore=rescoring(job, parts, frozen),
-        filter=job.algorithm.filter,
+        filter=filter_of(job),
         pad=job.pad,
         batch_prompts=settings.batch_prompts,
         max_refills=settings.max_refills,
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
+        reward_names=job.reward_names,
+        skips_failed=settings.on_reward_error == "skip",
         seed=settings.seed,
         shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
     )
@@ -96,32 +101,58 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     if settings.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
     else:
-        source = partial_source(generation, budgeted(job, parts, decode, settings.new_tokens_per_step), clock, show)
+        source = partial_source(
+            generation, budgeted(job, parts, decode, show, settings.new_tokens_per_step), clock, show
+        )
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
 
 
-def roll(job: Job, parts: Parts, decode: Any, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
+def roll(
+    job: Job, parts: Parts, decode: Any, show: Show, examples: Sequence[Example], sampling: Sampling, seed: int
+) -> Rollout:
     """Completions of prompts by the engine, rewarded by the task's functions."""
     assert parts.generator is not None and isinstance(job.task, Task)
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
     engine, mesh, _ = parts.generator
-    return rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, job.settings.queue)
+    how = job.settings.queue, job.settings.on_reward_error
+    return with_remark(show, rollout(engine, examples, sampling, seed, pool, decode, mesh, weights, *how))
 
 
-def budgeted(job: Job, parts: Parts, decode: Any, tokens: int) -> Budgeted:
+def with_remark(show: Show, done: Rollout) -> Rollout:
+    """The completions, after a remark where reward functions failed on some."""
+    if done.failed is not None and done.problem:
+        count, rows = int(done.failed.sum()), len(done.failed)
+        show.note(
+            f"a reward function failed on {count} of {rows} completions, such as: {done.problem[:LONGEST_REMARK]}"
+        )
+    return done
+
+
+def filter_of(job: Job) -> Filter | None:
+    """The rows that are worth training on, among those that have rewards."""
+    filter = job.algorithm.filter
+    if job.settings.on_reward_error != "skip":
+        return filter
+    return rewarded() if filter is None else every(rewarded(), filter)
+
+
+def budgeted(job: Job, parts: Parts, decode: Any, show: Show, tokens: int) -> Budgeted:
     """The engine and the rewards as rows need them that are written a part at a time."""
     assert parts.generator is not None and isinstance(job.task, Task)
     pool, weights = parts.pool or Pool(job.task.rewards), job.task.weights[: len(job.task.rewards)]
     engine, mesh, _ = parts.generator
 
     def fulfil(groups: Any, own: Any, examples: Sequence[Example], rows: int) -> Rollout:
-        return fulfilled(engine, groups, own, examples, pool, decode, mesh, weights, job.settings.queue, rows)
+        how = job.settings.queue, rows, job.settings.on_reward_error
+        return with_remark(show, fulfilled(engine, groups, own, examples, pool, decode, mesh, weights, *how))
 
     none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
     scores = torch.zeros(0, len(weights), dtype=torch.float64, device=mesh.device)
     dtype = torch.promote_types(engine.weights.dtype, torch.float32)
     nothing = Rollout((), none, none.bool(), scores.sum(1), scores, np.zeros(0, dtype=np.int64), mesh, dtype)
+    if job.settings.on_reward_error != "stop":
+        nothing = nothing._replace(failed=none.bool())
     return Budgeted(fulfil, lambda: engine.version or 0, nothing, tokens)
 
 
@@ -176,7 +207,7 @@ def text_samples(job: Job, parts: Parts, show: Show) -> Callable[[Mapping[str, R
         placed, ids = parts.roles["policy"].placed, [prompt.tokens for prompt in prompts]
         found = greedy_continuations(placed, states["policy"].params, ids, count, job.sampling.stop, job.pad)
         texts = [text_after(prompt[-1], written, decode) for prompt, written in zip(ids, found, strict=True)]
-        show.samples(step, prompts, texts, [None] * len(texts))
+        show.samples(step, prompts, texts, [None] * len(texts), [{}] * len(texts))
 
     return sample if job.lead == "policy" and prompts else lambda states, step: None
 

@@ -149,9 +149,10 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
-            observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
+            metrics |= memory_metrics(parts.mesh)
             before = state._replace(roles={})
-            held.keep(state, done)
+            held.keep(state, done, metrics)
+            observer.step(step, metrics, trainer.clock.take())
             if trainer.skips is not None:
                 trainer.skips.check()
             if saver.after_step(state, metrics, done):
@@ -220,9 +221,10 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
         here = on_cpu(rows)
-        return rows, state, describe(here, here.batch) if trainer.job.generates else {}
+        return rows, state, describe(here, here.batch, trainer.job.reward_names) if trainer.job.generates else {}
     with trainer.clock.phase("advantage"):
-        rows, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, rows)
+        chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
+        rows, chain, metrics = advantages(chain, state.advantage, rows, names)
     return rows, state._replace(advantage=chain), metrics
 
 

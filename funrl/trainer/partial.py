@@ -34,9 +34,11 @@ from funrl.trainer.sources import (
     Show,
     Source,
     chosen_rows,
+    failed_rows,
     filtered_samples,
     one_step_of,
     prompt_source,
+    rewarded_samples,
     show_samples,
 )
 from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, split_rows, take
@@ -111,7 +113,8 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         metrics = _metrics(g, held, seen, consumed - begin, finished_early)
         if not len(useful):
             show.note(f"step {step}: the filter dropped all of {len(seen.places)} prompts; some are used as they are")
-            useful, seen = np.arange(len(seen.places))[: g.batch_prompts], _unfiltered(seen)
+            seen = seen._replace(kept_PS=rewarded_samples(g, seen.rows, len(seen.places)))
+            useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
         elif len(useful) < g.batch_prompts:
             show.note(f"step {step}: the filter kept {len(useful)} prompts, the batch needs {g.batch_prompts}")
         examples = _examples(g, seen.places)
@@ -257,10 +260,6 @@ def _joined_examined(found: Sequence[Examined]) -> Examined:
     return Examined(places[order], take(join_rows([one.rows for one in found]), numbers), kept_PS[order])
 
 
-def _unfiltered(seen: Examined) -> Examined:
-    return seen._replace(kept_PS=np.ones_like(seen.kept_PS))
-
-
 def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyond: int) -> dict[str, float]:
     """Numbers of a step's prompts."""
     useful, unfinished = np.asarray(seen.kept_PS.any(1)), int((~held.ready(g.sampling.samples)).sum())
@@ -270,6 +269,8 @@ def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyo
         "partial/finished_prompts_left": max(0, int(useful.sum()) - g.batch_prompts),
         "partial/prompts_beyond_budget": beyond,
     }
+    if seen.rows.batch.get("failed") is not None:
+        told["reward/failed"] = failed_rows(seen.rows)
     if g.filter is None:
         return told
     return told | {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -69,12 +70,18 @@ class WholeState:
         self.saver, self.replica = saver, replica_of(saver.mesh, saver.layouts)
         self.state: State | None = None
         self.evaluations = Evaluations({}, {})
+        self.metrics: Mapping[str, float] = {}  # of the step, whose line may not have been written
         self.lock = threading.Lock()  # while it is held, nothing of the state changes
 
-    def keep(self, state: State, evaluations: Evaluations) -> None:
-        """From here on `state` is whole, and stays as it is until `release`."""
+    def keep(self, state: State, evaluations: Evaluations, metrics: Mapping[str, float] | None = None) -> None:
+        """From here on `state` is whole, and stays as it is until `release`.
+
+        Args:
+          metrics: of the step that has led to it; None: as before.
+        """
         with self.lock:
             self.state, self.evaluations = state, evaluations
+            self.metrics = self.metrics if metrics is None else metrics
             heartbeat.holds(state.step)
 
     def release(self) -> None:
@@ -128,6 +135,7 @@ class WholeState:
             if self.replica.mesh.rank == 0:
                 write_outline(folder, self.saver.model, self.saver.job.tokenizer)
         except (OSError, CheckpointError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
             return f"{problem}nor can the state after step {state.step} be saved in {folder}: {error}"
         if self.replica.mesh.rank:
             return ""
@@ -160,6 +168,7 @@ class WholeState:
             ))  # fmt: skip
             if mesh.rank == 0:
                 facts = facts_of(saver.job, mesh, state.step, self.evaluations, None)
+                facts |= {"metrics": dict(self.metrics)} if self.metrics else {}
                 path = str(Path(folder) / f"step-{state.step}")
                 server.send(Commit(beside, path, mesh.world, arrays, facts, (), (), ARRIVE_S))
             self._wait(server, folder)

@@ -113,7 +113,7 @@ class Saver:
                 self.observer.note(f"{error}; the checkpoint before it is taken")
                 continue
             self.saved = state.step
-            self.observer.resumed(state.step)
+            self.observer.resumed(state.step, found.facts.get("metrics"))
             self.observer.note(f"resumed after step {state.step} from {found.path}")
             state = state._replace(source=self.source.shared(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])

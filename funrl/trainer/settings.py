@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from funrl import seeds
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse
+from funrl.rewards.named import VERIFIERS, weights_text
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
     RL,
@@ -142,7 +143,8 @@ class Settings:
     reward: str | None = flag(
         None,
         "job",
-        "FILE.py:function, function(prompt, completion, **fields) -> float; several with commas between",
+        "FILE.py:function, of (prompt, completion, **fields), or one of "
+        f"{', '.join(VERIFIERS)}; several as math,format@0.1",
         kinds=RL,
     )
     reward_model: str | None = flag(
@@ -151,16 +153,20 @@ class Settings:
         kinds=RL,
     )  # fmt: skip
     reward_weights: str | None = flag(
-        None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", chosen="1 each", kinds=RL
-    )
+        None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", kinds=RL,
+        chosen="those in --reward, else 1",
+    )  # fmt: skip
+    on_reward_error: str = flag(
+        "stop", "job", "where a reward fails: stop the run, take it as zero, or skip the completion in training",
+        one_of("stop", "zero", "skip"), kinds=RL,
+    )  # fmt: skip
     reward_workers: int | None = flag(
         None, "job", "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
         at_least(0), kinds=RL,
-        chosen="the rank's share of the cores, 16 at most; 0 with the embedded task, whose reward takes less time than "
-        "the way to a process",
+        chosen="the rank's share of the cores, up to 16 where functions mostly wait; 0 with the embedded task",
     )  # fmt: skip
     reward_timeout: float | None = flag(
-        None, "job", "seconds that a completion's rewards may take in a worker", above(0), chosen="600", kinds=RL
+        None, "job", "seconds that a call of a reward function may take in a worker", above(0), chosen="600", kinds=RL
     )
     data: str | None = flag(
         None,
@@ -379,11 +385,17 @@ def for_kind(settings: Settings, kind: str) -> Settings:
 
 
 def resolved(settings: Settings, given: bool = False) -> Settings:
-    """The settings with the number of new tokens that they imply.
+    """The settings with the number of new tokens, and the weights of rewards, that they imply.
 
     Args:
       given: whether prompts are given in another way than by a flag.
+
+    Raises:
+      LoadError: --reward is not one.
     """
+    if settings.reward_weights is None and settings.reward is not None:
+        weights = weights_text(settings.reward, further=int(settings.reward_model is not None))
+        settings = dataclasses.replace(settings, reward_weights=weights)
     if settings.prompts is None and settings.reward is None and not given:
         default = arithmetic.MAX_NEW_TOKENS
     else:

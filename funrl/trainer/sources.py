@@ -14,6 +14,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import Filter
 from funrl.data.prompts import Drawn, drawn_places, prompt_batch
+from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
@@ -52,7 +53,12 @@ class Show(Protocol):
     """Observer of a source's completions and remarks."""
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -74,6 +80,8 @@ class Generation(NamedTuple):
       batch_prompts: prompts of a batch.
       max_refills: so many times `batch_prompts` prompts are sampled at most for a batch.
       greedy_baseline: whether rows have the score of a greedy completion.
+      reward_names: of the parts of a completion's score.
+      skips_failed: whether rows are left out on which a reward function failed; `filter` leaves them out too.
       seed: of everything random.
       shows: step -> whether samples are shown.
     """
@@ -91,6 +99,8 @@ class Generation(NamedTuple):
     batch_prompts: int = 128
     max_refills: int = 8
     greedy_baseline: bool = False
+    reward_names: tuple[str, ...] = ()
+    skips_failed: bool = False
     seed: int = 0
     shows: Callable[[int], bool] = lambda step: False
 
@@ -106,13 +116,14 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
         found: list[Chosen] = []
-        sampled = dropped_rows = 0
+        sampled = dropped_rows = failed = 0
         most, room = g.batch_prompts * (g.max_refills if g.filter else 1), g.batch_prompts
         while room and sampled < most:
             drawn = prompt_batch(g.prompts, min(room, most - sampled), g.seed, consumed)
             done, rows = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
             if not sampled and g.shows(step):
                 show_samples(g, show, step, drawn[:8], done, rows, g.sampling.samples)
+            failed += failed_rows(rows)
             kept_PS = filtered_samples(g, rows, len(drawn))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed, sampled, room = consumed + len(drawn), sampled + len(drawn), room - len(useful)
@@ -127,14 +138,16 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         }
         if not count:
             show.note(f"step {step}: the filter dropped all of {sampled} prompts; the last batch is used as it is")
-            found = [chosen_rows(drawn, rows, np.arange(len(drawn)), np.ones_like(kept_PS))]
+            kept_PS = rewarded_samples(g, rows, len(drawn))
+            found = [chosen_rows(drawn, rows, np.flatnonzero(kept_PS.any(1)), kept_PS)]
         elif count < g.batch_prompts:
             show.note(
                 f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {g.batch_prompts}; a "
                 f"--max_refills above {g.max_refills} may fill it"
             )
         batch = one_step_of(g, [one for one in found if one.examples], begin, clock)
-        return batch, {"prompts_consumed": consumed}, metrics if g.filter else {}
+        failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
+        return batch, {"prompts_consumed": consumed}, failures | (metrics if g.filter else {})
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
@@ -221,6 +234,26 @@ def filtered_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
     return g.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, g.sampling.samples)
 
 
+def rewarded_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, the rows that can be trained on whatever the filter says.
+
+    Raises:
+      RewardError: there is none.
+    """
+    failed_B = rows.batch.get("failed")
+    if failed_B is None or not g.skips_failed:
+        return np.ones((prompts, g.sampling.samples), dtype=bool)
+    if failed_B.all():
+        raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
+    return ~failed_B.cpu().numpy().reshape(prompts, g.sampling.samples)
+
+
+def failed_rows(rows: Rows) -> int:
+    """Rows on which a reward function failed."""
+    failed_B = rows.batch.get("failed")
+    return 0 if failed_B is None else int(failed_B.sum())
+
+
 class Chosen(NamedTuple):
     """Prompts that the batch takes, their rows, and the samples of each that are kept."""
 
@@ -240,13 +273,19 @@ def one_step_of(g: Generation, found: Sequence[Chosen], begin: int, clock: Clock
     """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps."""
     rows, counts = join_rows([one.rows for one in found]), np.concatenate([one.samples for one in found])
     device = rows.batch.group.device
-    rows = rows.with_fields(group=torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device))
+    group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
+    rows = rows.with_fields(group=group_B, failed=None)
     if not g.greedy_baseline:
         return rows
     examples = [example for one in found for example in one.examples]
     _, greedy = _rolled(g, clock, examples, dataclasses.replace(g.sampling, greedy=True, samples=1), 0)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
-    return rows.with_fields(greedy_score=scores.to(rows.batch.score))
+    rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
+    if not (g.skips_failed and failed_rows(greedy)):
+        return rows
+    if greedy.batch.failed.all():
+        raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
+    return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
 
 
 def show_samples(
@@ -257,4 +296,13 @@ def show_samples(
     texts = first_texts(done, numbers, g.decode, [e.tokens[-1] for e in examples])
     score_B = rows.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
-    show.samples(step, examples, texts, scores)
+    show.samples(step, examples, texts, scores, parts_of_scores(g.reward_names, rows, numbers))
+
+
+def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:
+    """The numbers of which the scores of some rows are made, by their names; none where there are not several."""
+    scores_BK = rows.batch.get("scores")
+    if scores_BK is None or len(names) < 2:
+        return [{} for _ in numbers]
+    found = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
+    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in found]

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from funrl.rewards.load import RewardError
-from funrl.rewards.pool import Completed, Pool, open_pool, score_rows
+from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.pool import Pool, open_pool, score_rows
 from funrl.rewards.verifiers import exact_match
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])

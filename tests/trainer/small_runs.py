@@ -37,13 +37,14 @@ class Quiet:
     """An observer that keeps what it is told."""
 
     def __init__(self, folder=None):
-        self.notes, self.shown, self.losses, self.steps, self.folder = [], [], [], [], folder
+        self.notes, self.shown, self.parts, self.losses, self.steps, self.folder = [], [], [], [], [], folder
 
     def note(self, text):
         self.notes.append(text)
 
-    def samples(self, step, examples, texts, scores):
+    def samples(self, step, examples, texts, scores, parts):
         self.shown.append((step, [e.text for e in examples], list(texts), list(scores)))
+        self.parts.append(list(parts))
 
     def supervised(self, step, steps, metrics):
         self.losses.append((step, metrics["train/loss"]))
@@ -51,7 +52,7 @@ class Quiet:
     def step(self, step, metrics, seconds):
         self.steps.append((step, metrics))
 
-    def resumed(self, step):
+    def resumed(self, step, metrics=None):
         self.steps = [pair for pair in self.steps if pair[0] <= step]
 
     def checkpoint_folder(self):

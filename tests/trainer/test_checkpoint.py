@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def run(folder, mesh="dp1", compose=PPO, stop_after=None, **settings):
 
 
 class Stopping(Quiet):
-    """An observer that ends the run after a step, as a crash would: before the step's checkpoint is written."""
+    """An observer that ends the run after a step, before the step's checkpoint is written."""
 
     def __init__(self, folder, stop_after):
         super().__init__(str(folder))
@@ -46,8 +47,10 @@ class Stopping(Quiet):
 
 
 def crash(folder, mesh="dp1", **settings):
+    """A run that crashes after its third step; what it saves when it fails is taken away, as by a power cut."""
     with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
         run(folder, mesh, stop_after=3, save_every="1", **settings)
+    shutil.rmtree(folder / "step-3")
 
 
 def measured(name):

@@ -100,7 +100,7 @@ def test_files_must_be_there(tmp_path):
         ({"teacher": "./not"}, "--teacher: ./not is not a directory"),
         ({"reward_model": f"{tmp_path}/there.jsonl"}, "is not a directory"),
         ({"reward": f"{tmp_path}/not.py:f"}, "not.py: no such file"),
-        ({"reward": "f"}, "--reward=f: write FILE.py:function"),
+        ({"reward": "f"}, "--reward=f: 'f' is not a verifier (exact, gsm8k"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             check_files(Settings(**values))
