@@ -29,9 +29,11 @@ import torch
 from funrl.batch import Batch
 from funrl.data.columns import Fields, renamed, text_columns
 from funrl.data.json_lines import DataError, JsonLines
+from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted, tools_of
 from funrl.data.records import FORMATS, Records, open_records
-from funrl.data.tokenizer import TokenizerError, encode_prompt
+from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
 
 TEXT_FIELDS = {"demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
 SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
@@ -59,21 +61,28 @@ class TextExample(NamedTuple):
 
 
 class TextFile(Sequence[TextExample]):
-    """The examples of a file, read and tokenized when they are asked for. Slices are views.
+    """The examples of a file, read and tokenized when they are asked for. Slices and arrays of places give views.
 
     Attributes:
       records: of the file.
       kind: "demonstrations" or "preferences".
       tokenizer: of Hugging Face.
-      has_margin: whether every record of the file has a margin.
+      has_margin: whether every record has a margin: of the file, and of those that are trained on beside it.
       fields: names of fields -> columns, as in `renamed`.
+      form: of the prompts.
     """
 
     def __init__(
-        self, records: JsonLines | Records, kind: str, tokenizer: Any, has_margin: bool, fields: Fields | None = None
+        self,
+        records: JsonLines | Records,
+        kind: str,
+        tokenizer: Any,
+        has_margin: bool,
+        fields: Fields | None = None,
+        form: PromptFormat = PLAIN_PROMPTS,
     ):
         self.records, self.kind, self.tokenizer = records, kind, tokenizer
-        self.has_margin, self.fields = has_margin, fields or {}
+        self.has_margin, self.fields, self.form = has_margin, fields or {}, form
 
     def __len__(self) -> int:
         return len(self.records)
@@ -81,14 +90,14 @@ class TextFile(Sequence[TextExample]):
     @overload
     def __getitem__(self, index: int) -> TextExample: ...
     @overload
-    def __getitem__(self, index: slice) -> TextFile: ...
-    def __getitem__(self, index: int | slice) -> TextExample | TextFile:
+    def __getitem__(self, index: slice | np.ndarray) -> TextFile: ...
+    def __getitem__(self, index: int | slice | np.ndarray) -> TextExample | TextFile:
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
-        if isinstance(index, slice):
-            return TextFile(self.records[index], self.kind, self.tokenizer, self.has_margin, self.fields)
+        if isinstance(index, (slice, np.ndarray)):
+            return TextFile(self.records[index], self.kind, self.tokenizer, self.has_margin, self.fields, self.form)
         record, where = self.records[index], self.records.where(index)
         try:
-            found = text_example(renamed(record, self.fields), self.kind, self.tokenizer)
+            found = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
@@ -105,12 +114,15 @@ class TextFile(Sequence[TextExample]):
         return np.flatnonzero((nbytes > positions) | (np.arange(len(nbytes)) < FIRST_LINES)).tolist()
 
 
-def load_examples(path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None) -> TextFile:
+def load_examples(
+    path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
+) -> TextFile:
     """Open a file of examples; blank lines are skipped. How much of it is held in memory, `records` says.
 
     Args:
       kind: "demonstrations" or "preferences".
       fields: names of fields -> columns, as in `renamed`.
+      form: of the prompts.
 
     Raises:
       DataError: the file is missing or empty, or a record is not as the table above says.
@@ -126,7 +138,18 @@ def load_examples(path: str | Path, kind: str, tokenizer: Any, fields: Fields | 
     records = open_records(path, check)
     if not len(records):
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
-    return TextFile(records, kind, tokenizer, not without_margin, fields)
+    return TextFile(records, kind, tokenizer, not without_margin, fields, form)
+
+
+def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
+    """The examples of several files as one sequence, with margins where all of them have these.
+
+    Args:
+      shares: as in `Mixture`.
+    """
+    margin = all(file.has_margin for file in files)
+    alike = [TextFile(one.records, one.kind, one.tokenizer, margin, one.fields, one.form) for one in files]
+    return alike[0] if len(alike) == 1 else Mixture(alike, shares)
 
 
 def check_record(record: Any, kind: str) -> None:
@@ -158,8 +181,11 @@ def check_record(record: Any, kind: str) -> None:
         raise DataError(f"'margin' is {margin!r}; a number is needed")
 
 
-def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
+def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> TextExample:
     """One record as tokens.
+
+    Args:
+      form: of the prompt, or of the conversation; a `text` has none.
 
     Raises:
       DataError, TokenizerError: a field is missing or of the wrong kind.
@@ -167,26 +193,31 @@ def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
     record = text_columns(record, kind)
     check_record(record, kind)
     if kind == "demonstrations" and "messages" in record:
-        return TextExample((conversation(record["messages"], tokenizer),))
+        return TextExample((conversation(record["messages"], tokenizer, form, record.get("tools")),))
     if kind == "demonstrations" and "prompt" not in record:
         return TextExample((_whole(record["text"], tokenizer),))
-    prompt, _ = encode_prompt(tokenizer, record["prompt"])
+    prompt, _ = encoded(tokenizer, record["prompt"], form, record.get("tools"))
     texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
     return TextExample(texts, record.get("margin"))
 
 
-def conversation(messages: Any, tokenizer: Any) -> Text:
+def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, tools: Any = None) -> Text:
     """A conversation of which the assistant's turns are trained.
+
+    Args:
+      form: its system message is put before a conversation that begins with none.
+      tools: of the record; None: those of the form.
 
     Raises:
       DataError, TokenizerError: the template writes a turn differently once another follows.
     """
     text, tokens, trained = "", [], []
+    messages, tools = formatted(messages, form), tools_of(tools, form)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        _, before = encode_prompt(tokenizer, messages[:i])
-        after = tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)
+        _, before = encode_prompt(tokenizer, messages[:i], tools, form.arguments)
+        after = chat_text(tokenizer, messages[: i + 1], tools, form.arguments)
         if not (before.startswith(text) and after.startswith(before)):
             raise DataError("the chat template changes earlier turns when one is added; give prompts and completions")
         for part, is_trained in ((before[len(text) :], False), (after[len(before) :], True)):
@@ -226,15 +257,22 @@ def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, 
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
 
 
+def suspects_of(examples: Sequence[TextExample], positions: int) -> Iterable[int]:
+    """Places of the examples to look at for one that is too long: of a file `TextFile.suspects`, else all."""
+    if isinstance(examples, Mixture):
+        parts = zip(examples.starts.tolist(), examples.parts, strict=False)
+        return [start + place for start, part in parts for place in suspects_of(part, positions)]
+    return examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
+
+
 def check_lengths(examples: Sequence[TextExample], positions: int, tokenizer: Any) -> None:
     """Compare texts with the longest sequence that a model was made for; of a large file only `suspects`.
 
     Raises:
       DataError: naming the first example that is longer, and how many there are.
     """
-    which = examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
     first, count = None, 0
-    for number in which:
+    for number in suspects_of(examples, positions):
         one = examples[number]
         if max(len(t.tokens) for t in one.texts) > positions:
             first, count = first or (number + 1, one), count + 1

@@ -3,6 +3,8 @@
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
 funrl --config=runs/ppo-20260101-120000/config.json
+funrl evaluate RUN_DIR --data=test.jsonl
+funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
@@ -21,6 +23,7 @@ from pathlib import Path
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
 from funrl.experiments.config_file import read_config
+from funrl.experiments.inference_flags import USAGES, inference_help, read_inference
 from funrl.experiments.run import main as run
 from funrl.mesh.output import lasting_output
 from funrl.trainer.declaration import Flag, SettingsError, at_least
@@ -63,6 +66,8 @@ def _main(argv: list[str]) -> int:
         return import_config(argv[1:])
     if name in ("report", "compare"):
         return pages(name, argv[1:])
+    if name in USAGES:
+        return inference(name, argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -129,6 +134,40 @@ def pages(name: str, argv: Sequence[str]) -> int:
     return 0
 
 
+def inference(name: str, argv: Sequence[str]) -> int:
+    """Run `funrl evaluate` or `funrl generate`; return the exit status."""
+    if any(text in flags.HELP for text in argv[1:]):
+        print(inference_help(name))
+        return 0
+    try:
+        (model, *texts), values = read_inference(name, argv)
+        from funrl.experiments import evaluate
+        from funrl.mesh.processes import WorkerError
+
+        try:
+            if name == "evaluate":
+                if texts:
+                    raise SettingsError(f"{texts[0]!r} is not a flag; usage: {USAGES[name]}")
+                found = evaluate.evaluate(model, **values)
+                if found.directory:
+                    print(f"{found}\nresults in {found.directory}")
+            else:
+                prompts = values.pop("prompts", None)
+                if (prompts is None) == (not texts):
+                    raise SettingsError(f"give prompts, or --prompts=FILE; usage: {USAGES[name]}")
+                evaluate.complete_prompts(model, prompts or [{"prompt": text} for text in texts], **values)
+        except WorkerError as error:
+            print(f"error: {str(error).rstrip()}", file=sys.stderr)
+            return 1
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
 def experiment_names() -> tuple[str, ...]:
     """The programs of this folder: their docstrings give the command that runs them."""
     names = sorted(file.stem for file in Path(__file__).parent.glob("*.py"))
@@ -147,7 +186,9 @@ def listing() -> str:
     column = max(len(name) for name, _ in experiments + recipes) + 2
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
-    parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
+    parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
+    parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
     parts += [
         "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
     ]

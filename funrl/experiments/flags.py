@@ -19,8 +19,7 @@ ALGORITHM = Flag(
     group="job",
 )  # fmt: skip
 CONFIG = Flag(
-    "config", None, str, True, "file of flags: .yaml, .json, .py or the config.json of a run; those given beside it "
-    "count before its own",
+    "config", None, str, True, "file of flags: .yaml, .json, .py, or config.json of a run",
     group="job",
 )  # fmt: skip
 _INTRODUCTION = """\

@@ -121,7 +121,10 @@ def _dataset(text: str, context: NameContext) -> Meaning:
             f"{text} is neither a file nor a directory; save it with datasets' save_to_disk, or as parquet, and give "
             f"--{'data' if context.texts else 'prompts'}=PATH"
         )
-    return Meaning({"data" if context.texts else "prompts": text}, "the last tenth of the records is held out")
+    return Meaning(
+        {"data" if context.texts else "prompts": text},
+        "a tenth of the records is held out; --eval_data=FILE names others",
+    )
 
 
 def _loss_type(text: str, context: NameContext) -> Meaning:
@@ -195,6 +198,12 @@ def _reward_funcs(text: str, context: NameContext) -> Meaning:
     return Meaning({"reward": ",".join(paths)}, "called with a prompt and a completion, or as docs/rewards.md says")
 
 
+def _prompt_length(text: str, context: NameContext) -> Meaning:
+    if context.texts:
+        raise DifferentError(_TEXTS)
+    return Meaning({"max_prompt_tokens": text}, "--long_prompts says what is done with longer ones")
+
+
 _MEMORY = "what is kept and computed again is --remat and --token_budget here"
 _TEXTS = "texts are not cut here; one that is longer than the model's positions is an error"
 TRL: dict[str, Convert] = {
@@ -251,10 +260,10 @@ TRL: dict[str, Convert] = {
     "vllm_gpu_memory_utilization": different("the cache's size is --kv_cache_gb, in 1e9 bytes"),
     "vllm_tensor_parallel_size": different("the mesh to generate on is --generate_mesh, such as dp4,tp2"),
     "num_generations": same("samples_per_prompt"),
-    "num_generations_eval": default_only("1", "held-out prompts are completed once"),
+    "num_generations_eval": lambda text, context: Meaning({"eval_samples": text} if text.isdigit() else {}),
     "max_completion_length": same("max_new_tokens"),
     "response_length": same("max_new_tokens"),
-    "max_prompt_length": different("prompts are not cut; a file may leave the long ones out"),
+    "max_prompt_length": _prompt_length,
     "max_length": different(_TEXTS),
     "max_seq_length": different(_TEXTS),
     "packing": default_only("true", "rows are always packed end to end, and do not see one another; leave it out"),

@@ -140,8 +140,7 @@ def _aggregation(text: str, context: NameContext) -> Meaning:
 
 
 def _files(ours: str) -> Convert:
-    return lambda text, context: Meaning({ours: ",".join(one.strip(" '\"[]") for one in text.split(","))},
-                                         "the last tenth of the records is held out")  # fmt: skip
+    return lambda text, context: Meaning({ours: ",".join(one.strip(" '\"[]") for one in text.split(","))})
 
 
 def _every(ours: str, never: str) -> Convert:
@@ -212,12 +211,15 @@ VERL: dict[str, Convert] = {
     "algorithm.adv_estimator": _recipe,
     "actor_rollout_ref.model.path": same("model"),
     "data.train_files": _files("prompts"),
-    "data.val_files": different("held out is the last tenth of --prompts"),
+    "data.val_files": _files("eval_data"),
     "data.prompt_key": _fields,
     "data.train_batch_size": same("batch_prompts"),
     "data.max_response_length": same("max_new_tokens"),
-    "data.max_prompt_length": different("prompts are not cut; a file may leave the long ones out"),
-    "data.filter_overlong_prompts": different("a file may leave the long ones out"),
+    "data.max_prompt_length": same("max_prompt_tokens"),
+    "data.filter_overlong_prompts": lambda text, context: Meaning({"long_prompts": "drop"} if is_true(text) else {}),
+    "data.truncation": choice(
+        "long_prompts", {"error": "error", "left": "truncate"}, "--long_prompts=truncate keeps the last tokens"
+    ),
     "data.seed": same("seed"),
     "custom_reward_function.path": _reward,
     "reward.custom_reward_function.path": _reward,
@@ -226,6 +228,7 @@ VERL: dict[str, Convert] = {
     f"{ROLLOUT}.temperature": same("temperature"),
     f"{ROLLOUT}.top_p": same("top_p"),
     f"{ROLLOUT}.top_k": _top_k("top_k"),
+    f"{ROLLOUT}.val_kwargs.n": same("eval_samples"),
     f"{ROLLOUT}.val_kwargs.temperature": same("eval_temperature"),
     f"{ROLLOUT}.val_kwargs.top_p": same("eval_top_p"),
     f"{ROLLOUT}.val_kwargs.top_k": _top_k("eval_top_k"),

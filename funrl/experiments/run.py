@@ -37,13 +37,9 @@ if TYPE_CHECKING:  # both import torch, which comes after the checks that need n
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
-PLAIN = (
-    RunDirectoryError,
-    ModelError,
-    FloatingPointError,
-    CheckpointError,
-    TrackerError,
-)  # their messages say all that a user needs
+ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio")  # of an evaluation; the last line leaves them out
+# Their messages say all that a user needs.
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
@@ -216,6 +212,6 @@ def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
     changes = [
         f"{name} {outcome.first[name]:.3f} -> {outcome.last[name]:.3f}"
         for name in (outcome.first if outcome else {})
-        if outcome and name in outcome.last
+        if outcome and name in outcome.last and not name.endswith(ASIDE) and name.count("/") == 1
     ]
     return "\n".join(([f"held out: {', '.join(changes)}"] if changes else []) + [f"results in {run_dir}; {report}"])

@@ -140,8 +140,8 @@ def skipped_updates(rows: Sequence[Row]) -> str | None:
     if not value:
         return None
     return (
-        f"{value:.0f} updates of this step were left out, as their loss or gradient was not finite: the lines above name "
-        "the cause, and skipped/ in the run's directory has the rows; --max_skipped in a row end the run"
+        f"{value:.0f} updates of this step were left out, as their loss or gradient was not finite: a line names "
+        "the cause, skipped/ in the run's directory has the rows, and --max_skipped in a row end the run"
     )
 
 

@@ -17,9 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import weighted_files
 from funrl.track.charts import Band, Series, line_chart, number, smoothing, stacked_chart
 from funrl.track.guards import findings
 from funrl.track.report_charts import CHARTS, LIKELIHOOD, LOSS, PAIR_CHARTS, REWARD_CHARTS, Chart
+from funrl.track.report_evaluation import evaluation_table, newest_table
 from funrl.track.report_style import STYLE
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, read_lines, write_text
 from funrl.track.samples import Sample, first_and_last, read_samples
@@ -38,11 +41,13 @@ class ReportError(ValueError):
 
 
 class RunFiles(NamedTuple):
-    """Content of a run directory: its config.json, its metrics in the order of steps, its samples."""
+    """Content of a run directory: its config.json, its metrics in the order of steps, its samples, and rows of the
+    newest evaluation."""
 
     config: dict[str, Any]
     rows: list[dict[str, Any]]
     samples: list[Sample]
+    evaluation: list[dict[str, Any]]
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -70,7 +75,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
     try:
         config = json.loads(directory.config.read_bytes())
         rows = {row["step"]: row for row in read_lines(directory.metrics) if isinstance(row.get("step"), int)}
-        samples = read_samples(directory.samples)
+        samples, evaluation = read_samples(directory.samples), newest_table(directory.eval_samples)
     except RunDirectoryError as error:
         raise ReportError(str(error)) from None
     except ValueError as error:
@@ -79,7 +84,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
     if not rows:
         raise ReportError(f"{directory.metrics}: no step has been written yet")
-    return RunFiles(config, [rows[step] for step in sorted(rows)], samples)
+    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation)
 
 
 def render(run: RunFiles) -> str:
@@ -97,6 +102,7 @@ def render(run: RunFiles) -> str:
             ),
             _time(run),
             _samples(run),
+            section("Held-out prompts", "<div>", [evaluation_table(run.evaluation)] if run.evaluation else []),
             _configuration(run),
         )
     )
@@ -196,9 +202,17 @@ def _header(run: RunFiles, title: str) -> str:
 def _title(config: dict[str, Any]) -> str:
     flags = config.get("flags") or {}
     name = str(config.get("experiment") or "run")
-    task = _base(flags.get("data")) or _base(flags.get("prompts")) or flags.get("task")
+    task = _files(flags.get("data")) or _files(flags.get("prompts")) or flags.get("task")
     shown = name.upper() if len(name) <= 5 else name.capitalize().replace("_", " ")
     return f"{shown}{f' on {task}' if task else ''}"
+
+
+def _files(text: Any) -> str:
+    """Names of the files that a flag gives, without folders and weights."""
+    try:
+        return " + ".join(Path(one.path).name for one in weighted_files(str(text))) if text else ""
+    except DataError:
+        return _base(text)
 
 
 def _headlines(run: RunFiles) -> list[tuple[str, str]]:

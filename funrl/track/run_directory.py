@@ -5,6 +5,7 @@
 | config.json | every flag, versions, platform, mesh, seed | before any work |
 | metrics.jsonl | one object a step | after every step |
 | samples.jsonl | one object a sample | now and then |
+| eval_samples.jsonl | one object a completion of an evaluation | at every evaluation |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
 | trackers.json | what the trackers of --report_to call this run | when they are opened |
@@ -57,6 +58,10 @@ class RunDirectory:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def eval_samples(self) -> Path:
+        return self.path / "eval_samples.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -263,7 +268,8 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints, run.skipped)
+    files = (run.metrics, run.samples, run.eval_samples, run.tensorboard, run.report, run.skipped)
+    written = (*files, run.model, run.checkpoints)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -135,8 +135,8 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
             tensors[name] = x.new_empty(found.arrays[name].shape)
         elif found.arrays[name].shape != shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}; --resume needs "
-                "the same model and flags"
+                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}; "
+                "--resume needs the same model and flags"
             )
     like = tensors | {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
     try:

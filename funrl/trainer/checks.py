@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from funrl.data.columns import Fields, parsed_fields
 from funrl.data.json_lines import DataError
@@ -17,6 +18,12 @@ from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
+DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
+REST_WEIGHT = 0.1  # weight of prompts beyond --difficulty, where it names none
+OF_OWN_DATA = (
+    "fields", "eval_data", "prompt_template", "system_prompt", "few_shot", "chat_template", "tools",
+    "template_arguments",
+)  # fmt: skip
 
 
 def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
@@ -56,6 +63,7 @@ def check_together(settings: Settings) -> None:
         _check_sharding,
         _check_reward_timeout,
         _check_trackers,
+        _check_difficulty,
     ):
         check(settings)
 
@@ -67,7 +75,7 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
       SettingsError: they do not.
     """
     if settings.prompts is None:
-        refuse_idle_fields(settings)
+        refuse_idle_data(settings)
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
         if settings.model is not None:
@@ -86,7 +94,7 @@ def check_data(settings: Settings) -> None:
     if settings.model is not None and settings.data is None:
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
     if settings.data is None:
-        refuse_idle_fields(settings)
+        refuse_idle_data(settings)
 
 
 def check_files(settings: Settings) -> None:
@@ -98,11 +106,10 @@ def check_files(settings: Settings) -> None:
       SettingsError, LoadError: one is missing.
     """
     names_of_fields(settings)
-    prompts = () if settings.prompts is None else [one.path for one in prompt_files(settings)]
-    for name, paths in (("prompts", prompts), ("data", () if settings.data is None else (settings.data,))):
-        for path in () if settings.dry_run else paths:
+    for name in () if settings.dry_run else ("prompts", "data", "eval_data"):
+        for path, _ in data_files(settings, name):
             if problem := source_problem(path):
-                raise SettingsError(f"--{name}: {path}: {problem}; {name} are {FORMATS}, see --help")
+                raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
     for name in ("model", "teacher", "reward_model"):
         path = getattr(settings, name)
         if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
@@ -112,20 +119,25 @@ def check_files(settings: Settings) -> None:
     for one in () if settings.reward is None else parse_rewards(settings.reward):
         if one.source not in VERIFIERS:
             locate("reward", one.source)
+    if settings.curriculum is not None:
+        locate("curriculum", settings.curriculum)
 
 
-def prompt_files(settings: Settings) -> list[WeightedFile]:
-    """The files that --prompts names. Raises: SettingsError."""
+def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
+    """The files that --prompts, --data or --eval_data names. Raises: SettingsError."""
+    value = getattr(settings, flag)
     try:
-        return weighted_files(str(settings.prompts))
+        return [] if value is None else weighted_files(value)
     except DataError as error:
-        raise SettingsError(f"--prompts: {error}") from error
+        raise SettingsError(f"--{flag}: {error}") from error
 
 
-def refuse_idle_fields(settings: Settings) -> None:
-    """Refuse --fields where the embedded task is taken. Raises: SettingsError."""
-    if settings.fields is not None:
-        raise SettingsError(f"--fields={settings.fields} does nothing without --prompts or --data")
+def refuse_idle_data(settings: Settings) -> None:
+    """Refuse flags of prompts and texts of one's own where the embedded task is taken. Raises: SettingsError."""
+    for name in OF_OWN_DATA:
+        value = getattr(settings, name)
+        if value != settings_flags()[name].default:
+            raise SettingsError(f"--{name}={value} does nothing without --prompts or --data")
 
 
 def names_of_fields(settings: Settings) -> Fields:
@@ -134,6 +146,33 @@ def names_of_fields(settings: Settings) -> Fields:
         return parsed_fields(settings.fields)
     except DataError as error:
         raise SettingsError(str(error)) from error
+
+
+class Difficulty(NamedTuple):
+    """Pass rates of the prompts to train on, and the weight of the others, at least 0 and below 1."""
+
+    low: float
+    high: float
+    rest: float
+
+
+def difficulty_of(text: str) -> Difficulty:
+    """The pass rates in "0.1,0.9" or "0.1,0.9,0.05".
+
+    Raises:
+      SettingsError: the text is not of this form.
+    """
+    try:
+        low, high, *rest = (float(part) for part in parts(text))
+        found = Difficulty(low, high, *(rest or [REST_WEIGHT]))
+    except (ValueError, TypeError):
+        found = Difficulty(1.0, 0.0, 0.0)
+    if not (0 <= found.low < found.high <= 1 and 0 <= found.rest < 1):
+        raise SettingsError(
+            f"--difficulty={text}: write LOW,HIGH or LOW,HIGH,WEIGHT, pass rates from 0 to 1 and a weight below 1, as "
+            "in 0.1,0.9"
+        )
+    return found
 
 
 def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
@@ -254,6 +293,11 @@ def _check_sharding(settings: Settings) -> None:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
         )
+
+
+def _check_difficulty(settings: Settings) -> None:
+    if settings.difficulty is not None:
+        difficulty_of(settings.difficulty)
 
 
 def _check_reward_timeout(settings: Settings) -> None:

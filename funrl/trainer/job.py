@@ -32,12 +32,13 @@ from funrl.trainer.job_data import (
     Texts,
     check_budget,
     check_cache,
-    check_prompt_lengths,
     check_token_ids,
     fields_of_texts,
-    prompts_of,
+    fit_prompts,
+    task_of_prompts,
     texts_of,
 )
+from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
@@ -117,12 +118,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = for_kind(settings, kind)
     check_settings(settings)
     settings = located(settings)
-    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
-    check_devices(sizes, device)
+    sizes, device = devices_of(settings)
     given = given or Given()
     model, tokenizer = first_model(settings, given)
+    tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     lead = "policy" if "policy" in models else next(iter(algorithm.losses))
@@ -131,16 +130,46 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
-    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)
+    roles = Models(model, tokenizer, models, directories)
+    return job_of(settings, algorithm, roles, sizes, generating, device, task)._replace(warmstart_steps=warmstart)
+
+
+class Models(NamedTuple):
+    """Models of a job.
+
+    Attributes:
+      first, tokenizer: that the run begins with.
+      models, directories: as in `Job`.
+    """
+
+    first: Model
+    tokenizer: Any
+    models: dict[str, Model]
+    directories: dict[str, str]
+
+
+def job_of(
+    settings: Settings, algorithm: Algorithm, roles: Models, sizes: dict[str, int], generating: dict[str, int],
+    device: str, task: Task | Texts,
+) -> Job:  # fmt: skip
+    """A job of what has been checked by itself, after checking that the data fit the models and the engine.
+
+    Args:
+      sizes, generating: of the meshes to train and to generate on.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    model, tokenizer, models, directories = roles
+    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)
-        for name, one in models.items():
-            check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
+        task = fit_prompts(task, settings, sampling.max_new_tokens, models)
         mesh = Mesh(generating, device=torch.device(device))
         if settings.engine == "native":
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
@@ -149,8 +178,17 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
-        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
+        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
     )  # fmt: skip
+
+
+def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
+    """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
+    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+    check_devices(sizes, device)
+    return sizes, device
 
 
 def located(settings: Settings) -> Settings:
@@ -331,7 +369,7 @@ def task_of(
 ) -> Task | Texts:
     """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
-        return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
+        return task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
@@ -381,9 +419,14 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
         raise SettingsError(
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
+    if greedy and settings.eval_samples > 1:
+        raise SettingsError(
+            f"--eval_samples={settings.eval_samples}: evaluation is greedy, so all would be the same; give "
+            "--eval_temperature too"
+        )
     try:
         numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
-        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
+        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.eval_samples)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
 

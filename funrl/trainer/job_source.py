@@ -26,8 +26,10 @@ from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.build import Parts
+from funrl.trainer.checks import difficulty_of
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import with_completion_scores
+from funrl.trainer.curriculum import weighing
 from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout, text_after
 from funrl.trainer.job import Job, Task, Texts, inherited
 from funrl.trainer.job_data import has_workers
@@ -72,14 +74,43 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            scoring_budget(settings), clock, text_samples(job, parts, show),
+            scoring_budget(settings), clock, show, text_samples(job, parts, show),
         )  # fmt: skip
+    generation = generation_of(job, parts, frozen, show)
+    for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
+        show.note(remark)
+    if settings.new_tokens_per_step is None:
+        source = prompt_source(generation, clock, show)
+    else:
+        budget = budgeted(job, parts, generation.decode, show, settings.new_tokens_per_step)
+        source = partial_source(generation, budget, clock, show)
+    assert parts.generator is not None
+    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
+    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
+
+
+def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
+    """What evaluation takes from the model's generation_config.json.
+
+    Args:
+      prefix: of the flags that would come before it.
+    """
+    taken = inherited(job)
+    how = ", ".join(f"{name} {value}" for name, value in taken.items())
+    said = f"evaluation: {how}, as the model's {GENERATION} says; --{prefix}{next(iter(taken), '')} overrides it"
+    return [said] if taken else []
+
+
+def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show) -> Generation:
+    """Everything that the source of a job's prompts needs."""
+    settings, task = job.settings, job.task
+    assert isinstance(task, Task)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    generation = Generation(
+    return Generation(
         roll=functools.partial(roll, job, parts, decode, show),
         decode=decode,
         prompts=task.prompts,
-        heldout=task.heldout[: settings.eval_prompts],
+        heldout=task.heldout,
         solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
@@ -93,19 +124,11 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         skips_failed=settings.on_reward_error == "skip",
         seed=settings.seed,
         shows=lambda step: step in (1, settings.steps) or step % settings.sample_every == 0,
-    )
-    if taken := inherited(job):
-        how = ", ".join(f"{name} {value}" for name, value in taken.items())
-        show.note(f"evaluation: {how}, as the model's {GENERATION} says; --eval_{next(iter(taken))} overrides it")
-    assert parts.generator is not None
-    if settings.new_tokens_per_step is None:
-        source = prompt_source(generation, clock, show)
-    else:
-        source = partial_source(
-            generation, budgeted(job, parts, decode, show, settings.new_tokens_per_step), clock, show
-        )
-    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
-    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
+        weighing=weighing(
+            task.prompts, task.curriculum, None if settings.difficulty is None else difficulty_of(settings.difficulty),
+            task.weights[: len(task.rewards)], parts.mesh,
+        ),
+    )  # fmt: skip
 
 
 def roll(

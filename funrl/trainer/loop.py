@@ -25,6 +25,7 @@ from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
+from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
@@ -149,6 +150,7 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
+            state = state._replace(source=trainer.source.observed(state.source, metrics))
             metrics |= memory_metrics(parts.mesh)
             before = state._replace(roles={})
             held.keep(state, done, metrics)
@@ -158,7 +160,7 @@ def run_steps(
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
-    except (RewardError, NotFiniteError, SyncError) as failure:
+    except (RewardError, CurriculumError, NotFiniteError, SyncError) as failure:
         error = str(failure)
         if held.state is not None:  # the weights are still those after the step before
             saver.save(held.state, done)

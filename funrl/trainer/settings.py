@@ -136,8 +136,9 @@ class Settings:
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
     prompts: str | None = flag(
-        None, "job", "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, or a "
-        "directory that `datasets` saved; several as a.jsonl@0.7,b.parquet@0.3",
+        None, "job", "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, a directory "
+        "that `datasets` saved, or a dataset in the local Hugging Face cache, such as openai/gsm8k:main:train; several "
+        "as a.jsonl@0.7,b.parquet@0.3",
         kinds=RL,
     )  # fmt: skip
     reward: str | None = flag(
@@ -171,7 +172,7 @@ class Settings:
     data: str | None = flag(
         None,
         "job",
-        'file to learn from, in the formats of --prompts, each record {"prompt": ..., "completion": ...} or '
+        'file to learn from, or several, as --prompts takes them, each record {"prompt": ..., "completion": ...} or '
         '{"prompt": ..., "chosen": ..., "rejected": ...}',
         chosen="made of the embedded task",
         kinds=SUPERVISED,
@@ -179,6 +180,44 @@ class Settings:
     fields: str | None = flag(
         None, "job", "columns of --prompts or --data that have other names: prompt:question,answer:extra_info.answer"
     )
+    eval_data: str | None = flag(
+        None, "job", "held-out data, as --prompts or --data", chosen="a tenth of these, which --seed chooses"
+    )
+    prompt_template: str | None = flag(
+        None, "job", "text, or a .txt file of it, with {prompt} where a prompt that is text goes",
+        Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
+    )  # fmt: skip
+    system_prompt: str | None = flag(
+        None, "job", "text, or a .txt file of it, of a system message before prompts that begin with none"
+    )
+    few_shot: str | None = flag(
+        None, "job", "solved examples before every prompt: FILE:n, the first n records, each with a prompt and a "
+        "completion, answer or solution",
+        kinds=RL,
+    )  # fmt: skip
+    chat_template: str | None = flag(
+        None, "job", "FILE.jinja instead of the tokenizer's chat template, or own, the tokenizer's: with this flag, "
+        "--system_prompt, --tools or --template_arguments a prompt that is text is a user's message",
+        Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
+    )  # fmt: skip
+    tools: str | None = flag(None, "job", "FILE.json with a list of JSON schemas of tools, for the chat template")
+    template_arguments: str | None = flag(None, "job", "further arguments of the chat template: enable_thinking:false")
+    long_prompts: str = flag(
+        "error", "job", "what is done with prompts that are too long: error, drop, or truncate to their last tokens",
+        one_of("error", "drop", "truncate"), kinds=RL,
+    )  # fmt: skip
+    max_prompt_tokens: int | None = flag(
+        None, "job", "tokens of a prompt at most", at_least(1), kinds=RL,
+        chosen="what --max_new_tokens leaves of the model's positions",
+    )  # fmt: skip
+    curriculum: str | None = flag(
+        None, "job", "FILE.py:function that weights the prompts before each step, by the metrics so far", kinds=RL
+    )
+    difficulty: str | None = flag(
+        None, "job", "LOW,HIGH or LOW,HIGH,WEIGHT: prompts whose measured pass rate is outside are drawn with this "
+        "weight, by default 0.1, and 0 is never again",
+        kinds=RL,
+    )  # fmt: skip
     teacher: str | None = flag(
         None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"
     )
@@ -303,6 +342,10 @@ class Settings:
 
     eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
+    eval_samples: int = flag(
+        1, "output", "completions of each held-out prompt, for pass@k and maj@k; several need a temperature",
+        at_least(1), kinds=RL,
+    )  # fmt: skip
     eval_temperature: float | None = flag(
         None,
         "output",
@@ -325,11 +368,11 @@ class Settings:
         chosen="the model's, else 1",
     )  # fmt: skip
     report_to: str | None = flag(
-        None, "output", "trackers that are given the metrics too; TensorBoard and JSON lines always are",
+        None, "output", "trackers beside TensorBoard and JSON lines",
         some_of(*TRACKERS),
     )  # fmt: skip
     sample_every: int = flag(
-        10, "output", "steps between samples; where texts are given they are of evaluations", at_least(1)
+        10, "output", "steps between samples; of given texts, at evaluations", at_least(1)
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Filter
-from funrl.data.prompts import Drawn, drawn_places, prompt_batch
+from funrl.data.order import Drawn, order_digest, places_in_order, take_next
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
+from funrl.trainer.curriculum import UNWEIGHTED, Weighing
+from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, parts_of_scores, table_of
 from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
@@ -38,6 +41,7 @@ class Source(NamedTuple):
       evaluate: (states of the roles, step) -> metrics on held-out data.
       gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
       shared: a state that each rank has read from a checkpoint -> this rank's part of it.
+      observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
       spread: whether ranks have different parts of the state.
     """
 
@@ -46,6 +50,7 @@ class Source(NamedTuple):
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
     gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
     shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     spread: bool = False
 
 
@@ -60,6 +65,8 @@ class Show(Protocol):
         scores: Sequence[float | None],
         parts: Sequence[Mapping[str, float]],
     ) -> None: ...
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -84,6 +91,9 @@ class Generation(NamedTuple):
       skips_failed: whether rows are left out on which a reward function failed; `filter` leaves them out too.
       seed: of everything random.
       shows: step -> whether samples are shown.
+      weighing: weights of the prompts before each step.
+      table_prompts: held-out prompts whose completions an evaluation shows, at most; None: all.
+      eval_seed: of evaluations.
     """
 
     roll: Callable[[Sequence[Example], Sampling, int], Rollout]
@@ -103,6 +113,9 @@ class Generation(NamedTuple):
     skips_failed: bool = False
     seed: int = 0
     shows: Callable[[int], bool] = lambda step: False
+    weighing: Weighing = UNWEIGHTED
+    table_prompts: int | None = 32
+    eval_seed: int = EVAL_SEED
 
 
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
@@ -115,21 +128,26 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
+        weights, told, weighed = g.weighing.weights(state["told"], step)
         found: list[Chosen] = []
         sampled = dropped_rows = failed = 0
         most, room = g.batch_prompts * (g.max_refills if g.filter else 1), g.batch_prompts
         while room and sampled < most:
-            drawn = prompt_batch(g.prompts, min(room, most - sampled), g.seed, consumed)
+            taken = take_next(g.prompts, min(room, most - sampled), g.seed, consumed, weights)
+            drawn = [g.prompts[place] for place in taken.places.tolist()]
             done, rows = _rolled(g, clock, drawn, g.sampling, derived_seed(g.seed, consumed))
             if not sampled and g.shows(step):
                 show_samples(g, show, step, drawn[:8], done, rows, g.sampling.samples)
+            told = g.weighing.measured(told, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
             kept_PS = filtered_samples(g, rows, len(drawn))
             useful = np.flatnonzero(kept_PS.any(1))
-            consumed, sampled, room = consumed + len(drawn), sampled + len(drawn), room - len(useful)
+            consumed, sampled, room = taken.end, sampled + len(drawn), room - len(useful)
             found.append(chosen_rows(drawn, rows, useful, kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
         count = sum(len(one.examples) for one in found)
+        if weights is not None:
+            weighed["curriculum/passed_over"] = consumed - begin - sampled
         metrics = {
             "filter_groups/kept_share": count / sampled,
             "filter_groups/sampled_prompts": sampled,
@@ -147,19 +165,37 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             )
         batch = one_step_of(g, [one for one in found if one.examples], begin, clock)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
-        return batch, {"prompts_consumed": consumed}, failures | (metrics if g.filter else {})
+        state = {**state, "prompts_consumed": consumed, "told": told}
+        return batch, state, weighed | failures | (metrics if g.filter else {})
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, EVAL_SEED, "eval")
-        show_samples(g, show, step, g.heldout[:8], done, rows, 1)
-        scores, told = rows.batch.get("scores"), {}
-        if scores is not None:
-            told["eval/reward"] = rows.batch.score.double().mean().item()
-        if g.solved is not None and scores is not None and (right := g.solved(scores.double())) is not None:
-            told["eval/accuracy"] = right.double().mean().item()
-        return told
+        done, rows = _rolled(g, clock, g.heldout, g.eval_sampling, g.eval_seed, "eval")
+        show_samples(g, show, step, g.heldout[:8], done, rows, g.eval_sampling.samples)
+        found = evaluated(g.heldout, done, rows, g.solved, g.decode, g.reward_names)
+        for part in table_of(found, g.heldout, done, g.decode, step, g.table_prompts):
+            show.evaluated(part)
+        return metrics_of(found, g.heldout)
 
-    return Source(lambda: {"prompts_consumed": 0}, draw, evaluate)
+    order = order_digest(g.prompts, g.seed, [len(one.tokens) for one in g.prompts])
+    first = {"prompts_consumed": 0, "order": order, "told": g.weighing.init()}
+
+    def shared(state: trees.Tree) -> trees.Tree:
+        return same_order(order, show, {**state, "told": trees.map(lambda x: x.cpu(), state["told"])})
+
+    def observed(state: trees.Tree, metrics: Mapping[str, float]) -> trees.Tree:
+        return {**state, "told": g.weighing.observed(state["told"], metrics)}
+
+    return Source(lambda: dict(first), draw, evaluate, shared=shared, observed=observed)
+
+
+def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
+    """The state of a checkpoint, with a remark where it was in another order of prompts or texts."""
+    if state["order"] != order:
+        show.note(
+            "--resume: the data, or --seed, are not those that the run has had so far: it goes on at the same place of "
+            "another order"
+        )
+    return {**state, "order": order}
 
 
 def text_source(
@@ -172,6 +208,7 @@ def text_source(
     seed: int,
     token_budget: int,
     clock: Clock,
+    show: Show,
     sample: Callable[[Mapping[str, RoleState], int], None] = lambda states, step: None,
 ) -> Source:
     """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns.
@@ -189,9 +226,9 @@ def text_source(
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
-        rows = to_rows(Drawn(examples, drawn_places(len(examples), batch_examples, seed, consumed)))
+        rows = to_rows(Drawn(examples, places_in_order(examples, batch_examples, seed, consumed).tolist()))
         tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
-        return rows, {"examples_consumed": consumed + batch_examples}, tokens
+        return rows, {**state, "examples_consumed": consumed + batch_examples}, tokens
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
@@ -208,7 +245,9 @@ def text_source(
         told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 
-    return Source(lambda: {"examples_consumed": 0}, draw, evaluate)
+    order = order_digest(examples, seed)
+    first = {"examples_consumed": 0, "order": order}
+    return Source(lambda: dict(first), draw, evaluate, shared=functools.partial(same_order, order, show))
 
 
 def _rolled(
@@ -297,12 +336,3 @@ def show_samples(
     score_B = rows.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
     show.samples(step, examples, texts, scores, parts_of_scores(g.reward_names, rows, numbers))
-
-
-def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:
-    """The numbers of which the scores of some rows are made, by their names; none where there are not several."""
-    scores_BK = rows.batch.get("scores")
-    if scores_BK is None or len(names) < 2:
-        return [{} for _ in numbers]
-    found = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
-    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in found]

@@ -19,7 +19,7 @@ from funrl.mesh import collectives
 from funrl.models import Placed
 from funrl.trainer.generation import Example
 
-ROWS = 8  # prompts that are continued
+CONTINUED = 8  # prompts that are continued
 TOKENS = 64  # of a continuation
 LONGEST_PROMPT = 1024  # tokens; those of longer ones are left out
 
@@ -31,7 +31,7 @@ def held_out_prompts(examples: Sequence[TextExample], tokenizer: Any, most: int)
       most: tokens of a prompt.
     """
     found = []
-    for one in (examples[i] for i in range(min(len(examples), ROWS))):
+    for one in (examples[i] for i in range(min(len(examples), CONTINUED))):
         tokens, trained = one.texts[0]
         prompt = tokens[: trained.index(True)] if True in trained else []
         if 0 < len(prompt) <= min(most, LONGEST_PROMPT):

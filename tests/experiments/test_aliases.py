@@ -67,7 +67,7 @@ def test_an_alias_is_said_once():
         ("grpo", "--num_train_epochs=3", "--num_train_epochs=3 is TRL's: the length of a run is --steps here"),
         ("grpo", "--logging_steps=10", "written after every step; leave it out"),
         ("grpo", "--loss_type=dr_grpo", "its dapo and bnpo `funrl grpo --noper_sequence`.*this is grpo"),
-        ("grpo", "--max_prompt_length=9", "prompts are not cut"),
+        ("sft", "--max_length=9", "texts are not cut here"),
         ("grpo", "--per_device_train_batch_size=3", r"--batch_prompts \(3 completions / 8\) would be 0.375"),
         ("grpo", "--fp16=true", "there is no float16; --dtype=bfloat16"),
         ("grpo", "--dataset_name=trl-lib/tldr", "neither a file nor a directory.*--prompts=PATH"),
@@ -131,7 +131,7 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
          {"experiment": "grpo", "lr": "2.0e-6", "samples_per_prompt": "16", "batch_prompts": "2", "minibatches": "1",
           "kl_coef": "0.04", "per_sequence": "false", "dual_clip": "", "max_new_tokens": "512", "dtype": "bfloat16",
           "remat": "full", "lr_schedule": "linear"},
-         {"max_prompt_length=512": "prompts are not cut", "unheard_of=3": "left out", "gradient_accumulation_steps=4":
+         {"max_prompt_length=512": "--long_prompts", "unheard_of=3": "left out", "gradient_accumulation_steps=4":
           "counts completions", "num_train_epochs=3.0 (default)": "--steps"}),
         ("t.yaml", TRL + "beta: 0.2\nloss_type: [ipo]\n", {"experiment": "dpo", "batch_prompts": "32", "beta": "0.2",
                                                            "loss": "ipo", "lr": "2.0e-6"}, {}),

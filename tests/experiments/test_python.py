@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_closure_runs_in_workers_that_end_with_the_run(mesh, forks, fails, tmp
 
     def reward(prompt, completion, wanted):
         (tmp_path / f"{os.getpid()}-{os.getppid()}").touch()
-        return 1 / 0 if fails and prompt == PROMPTS[-1]["prompt"] else float(completion == wanted)
+        return 1 / 0 if fails and int(wanted) > 4 else float(completion == wanted)
 
     run = funrl.train(
         "grpo", prompts=PROMPTS, reward=reward, mesh=mesh, reward_workers=2, queue="fixed", warmstart_steps=0, **TINY
@@ -172,7 +173,8 @@ def test_texts_in_memory_for_a_supervised_recipe():
     run = funrl.train("sft", prompts=TEXTS, steps=25, batch_prompts=8, lr=3e-3, device="cpu")
     assert "rollout/logp_mean" not in run.metrics[0] and len(run.metrics) == 25
     assert run.metrics[-1]["train/loss"] < 0.5 * run.metrics[0]["train/loss"]
-    assert funrl.train("dpo", prompts=PAIRS, steps=1, batch_prompts=4, device="cpu").metrics[0]["eval/accuracy"] == 0.5
+    run = funrl.train("dpo", prompts=PAIRS, steps=1, batch_prompts=4, device="cpu")
+    assert run.outcome.first["eval/accuracy"] == 0.5
 
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(20)]
@@ -251,3 +253,10 @@ def test_the_public_index_is_whole_and_lazy():
     assert all(getattr(funrl, name) is not None for name in funrl.__all__)
     with pytest.raises(AttributeError, match="funrl has no 'trian'; it has"):
         _ = funrl.trian
+
+
+def test_a_step_that_takes_long_is_told_after_a_heartbeat(capfd):
+    funrl.train("grpo", warmstart_steps=0, heartbeat=1, on_step=lambda step, _: time.sleep(0.8 * step), **TINY)
+    told = [line for line in capfd.readouterr().err.splitlines() if "no progress" in line]
+    assert len(told) == 1 and told[0].startswith("no progress for 1 s: the run waits for rank 0 on "), told
+    assert "(step 2, after eval)" in told[0]

@@ -38,6 +38,7 @@ class Quiet:
 
     def __init__(self, folder=None):
         self.notes, self.shown, self.parts, self.losses, self.steps, self.folder = [], [], [], [], [], folder
+        self.table = []
 
     def note(self, text):
         self.notes.append(text)
@@ -45,6 +46,9 @@ class Quiet:
     def samples(self, step, examples, texts, scores, parts):
         self.shown.append((step, [e.text for e in examples], list(texts), list(scores)))
         self.parts.append(list(parts))
+
+    def evaluated(self, rows):
+        self.table += rows
 
     def supervised(self, step, steps, metrics):
         self.losses.append((step, metrics["train/loss"]))
