@@ -6,6 +6,8 @@ funrl --config=runs/ppo-20260101-120000/config.json
 funrl evaluate RUN_DIR --data=test.jsonl
 funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
+funrl replay RUN_DIR --step=50
+funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
@@ -68,6 +70,14 @@ def _main(argv: list[str]) -> int:
         return pages(name, argv[1:])
     if name in USAGES:
         return inference(name, argv[1:])
+    if name == "replay":
+        from funrl.experiments.replay import replay_command
+
+        return replay_command(argv[1:])
+    if name == "bisect":
+        from funrl.experiments.bisect import bisect_command
+
+        return bisect_command(argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -193,6 +203,8 @@ def listing() -> str:
         "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
     ]
     parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
+    parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
+    parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 

@@ -19,7 +19,7 @@ import yaml
 from funrl.trainer.declaration import SettingsError
 
 NOT_REPEATED = ("run_dir", "resume")  # flags of a run that its repetition has for itself
-KINDS = "a .yaml, .json or .py file, or the config.json of a run"
+CONFIG_FILES = "a .yaml, .json or .py file, or the config.json of a run"
 
 
 class ConfigFile(NamedTuple):
@@ -77,7 +77,7 @@ def _mapping(path: str) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         problem = "this is a directory, a file is needed" if file.is_dir() else "no such file"
-        raise SettingsError(f"--config={path}: {problem}; give {KINDS}")
+        raise SettingsError(f"--config={path}: {problem}; give {CONFIG_FILES}")
     try:
         if file.suffix == ".py":
             return _names(runpy.run_path(path))

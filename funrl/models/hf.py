@@ -28,6 +28,7 @@ from funrl.models.families import FAMILIES
 from funrl.models.generation_config import GENERATION, with_generation_config
 from funrl.models.model import Model
 from funrl.models.names import UNEMBED, Stored, fused, stored_in
+from funrl.models.resize import extended, is_of_vocabulary
 from funrl.models.value_head import with_value_head
 from funrl.models.weight_files import INDEX, WHOLE, read_json, weight_tables
 
@@ -164,7 +165,7 @@ def load(
       dtype: of the weights; None: as in config.json.
       mesh: the devices; None: the CPU.
       layouts: one `Layout` per weight; this rank then reads only its own part. None: whole tensors.
-      model: the model, if `check_directory` has made it already.
+      model: the model, if `check_directory` has made it already; `with_vocabulary` may have given it more token ids.
 
     Raises:
       ModelError: as `check_directory`.
@@ -183,6 +184,8 @@ def load(
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
         box = layout.box(mesh.rank) if layout is not None and mesh is not None else tuple((0, n) for n in x.shape)
+        if is_of_vocabulary(name) and opened[file].get_slice(one.name).get_shape()[0] < x.shape[0]:
+            return extended(opened[file].get_slice(one.name), box, wanted).to(device)
         part = _slice(opened[file].get_slice(one.name), one, tuple(x.shape), box)
         return part.to(device=device, dtype=wanted)
 

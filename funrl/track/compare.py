@@ -32,7 +32,7 @@ from funrl.track.run_directory import RunDirectory, write_text
 
 MOST_RUNS = 8  # colours that differ well
 SAMPLE_PROMPTS = 6
-PLACES = ("run_dir", "resume")  # flags that differ between any two runs
+NOT_COMPARED = ("run_dir", "resume")  # flags that differ between any two runs
 
 
 def write_comparison(run_dirs: Sequence[str | Path], to: str | Path) -> Path:
@@ -110,7 +110,7 @@ def _chart(runs: Mapping[str, RunFiles], chart: Chart, key: str, kind: str) -> s
 def _differences(runs: Mapping[str, RunFiles]) -> str:
     """A table of the flags, versions and facts that are not alike in all runs."""
     configs = [_facts(run.config) for run in runs.values()]
-    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key not in PLACES]
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key not in NOT_COMPARED]
     rows = ""
     for key in keys:
         values = [shown_value(config[key]) if key in config else "-" for config in configs]

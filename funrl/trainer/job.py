@@ -20,6 +20,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
+from funrl.models.resize import with_vocabulary
 from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
@@ -164,7 +165,8 @@ def job_of(
       SettingsError: they do not.
     """
     model, tokenizer, models, directories = roles
-    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
+    smallest = min(models, key=lambda name: models[name].config.vocab)
+    check_token_ids(task, tokenizer, models[smallest].config, directories.get(smallest))
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
@@ -206,7 +208,11 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
-        return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+        model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+    if settings.resize_vocab:
+        with blaming("resize_vocab"):
+            model = with_vocabulary(model, 1 + max(tokenizer.get_vocab().values(), default=0))
+    return model, tokenizer
 
 
 def models_of(

@@ -331,8 +331,11 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     return task._replace(prompts=train.prompts, heldout=held.prompts, remarks=(*task.remarks, *remarks))
 
 
-def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
+def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config, directory: str | None = None) -> None:
     """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
+
+    Args:
+      directory: of the model, where it is not the one that the run begins with.
 
     Raises:
       SettingsError: one is beyond it, and the way out.
@@ -341,7 +344,7 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
     ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
     for name, token in ends:
         if token is not None and token >= config.vocab:
-            raise SettingsError(f"the {name} is {token}{_beyond(config)}")
+            raise SettingsError(f"the {name} is {token}{_beyond(config, directory)}")
     if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
         return
     examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
@@ -350,13 +353,18 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
         found = [token for one in texts for token in one.tokens if token >= config.vocab]
         if found:
             text = tokenizer.convert_ids_to_tokens(found[0])
-            raise SettingsError(f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config)}")
+            raise SettingsError(
+                f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config, directory)}"
+            )
 
 
-def _beyond(config: Config) -> str:
+def _beyond(config: Config, directory: str | None) -> str:
+    own = config.module or directory is not None
+    rows = "with transformers' resize_token_embeddings and save the model" if own else "with --resize_vocab"
+    which = "the model" if directory is None else directory
     return (
-        f", but the model has token ids below {config.vocab} (vocab_size of config.json); use a token that it has, or "
-        "add rows with transformers' resize_token_embeddings and save the model"
+        f", but {which} has token ids below {config.vocab} (vocab_size of config.json); use a token that it has, or "
+        f"add rows {rows}"
     )
 
 

@@ -90,7 +90,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
 
 
 def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
-    """What evaluation takes from the model's generation_config.json.
+    """Remarks on what evaluation takes from the model's generation_config.json.
 
     Args:
       prefix: of the flags that would come before it.

@@ -40,6 +40,7 @@ from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
 from funrl.trainer.step_rows import Rows, moved, on_cpu
+from funrl.trainer.weight_digests import role_digests
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -92,9 +93,11 @@ def train_loop(
     Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
       that does not hold the trainer's weights ends the run too, with everything learned so far saved.
     """
-    trainer, state = begin_run(job, mesh, observer, source, pool=pool)
+    with heartbeat.phase("load"):
+        trainer, state = begin_run(job, mesh, observer, source, pool=pool)
+        frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
     with (
-        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer) as saver,
+        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen) as saver,
         stops_when_asked(),
         saved_on_failure(saver) as held,
     ):
@@ -138,13 +141,14 @@ def run_steps(
         for step in range(state.step + 1, settings.steps + 1):
             heartbeat.at_step(step)
             trainer, state = place(trainer, state, "generate")
-            rows, state, metrics = draw_batch(trainer, state)
+            drawn, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
-            rows, state, scored = score_batch(trainer, state, rows)
+            rows, state, scored = score_batch(trainer, state, drawn)
             trainer, state = place(trainer, state, "update")
             state, learned = learn_batch(trainer, state, rows)
             state = sync(parts, state, trainer.clock)
-            metrics |= scored | learned | verify(trainer, state)
+            stages = {"drawn": metrics, "scored": scored, "learned": learned}
+            metrics = metrics | scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
                 metrics = checked | metrics | done.first
             if step % settings.eval_every == 0 or step == settings.steps:
@@ -154,6 +158,9 @@ def run_steps(
             metrics |= memory_metrics(parts.mesh)
             before = state._replace(roles={})
             held.keep(state, done, metrics)
+            if saver.rows.due(step):
+                with trainer.clock.phase("save_rollouts"):
+                    saver.rows.save(state, drawn, rows, stages)
             observer.step(step, metrics, trainer.clock.take())
             if trainer.skips is not None:
                 trainer.skips.check()

@@ -132,6 +132,10 @@ class Settings:
         "parallel only; auto: native where it can",
         one_of("auto", "native", "hf"), requires="model",
     )  # fmt: skip
+    resize_vocab: bool = flag(
+        False, "job", "give the model rows for tokens that only its tokenizer has, each the mean of the others",
+        requires="model",
+    )  # fmt: skip
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
@@ -260,6 +264,13 @@ class Settings:
     )  # fmt: skip
     keep_checkpoints: int = flag(
         2, "job", "newest checkpoints that are kept; so is the one with the best held-out result", at_least(1)
+    )
+    save_rollouts: int = flag(
+        0, "job", "steps between those whose rows and scores are kept, for `funrl replay`; 1: all, 0: none",
+        at_least(0),
+    )  # fmt: skip
+    keep_rollouts: int | None = flag(
+        None, "job", "newest of these steps that are kept", at_least(1), chosen="all", requires="save_rollouts"
     )
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 

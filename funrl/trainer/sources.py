@@ -25,6 +25,7 @@ from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.score import score
 from funrl.trainer.step import NotFiniteError, loss_value
 from funrl.trainer.step_rows import Rows, join_rows, on_cpu, take
@@ -39,8 +40,9 @@ class Source(NamedTuple):
       init: () -> the source's state before the first step.
       draw: (source's state, step) -> (rows, source's state, metrics).
       evaluate: (states of the roles, step) -> metrics on held-out data.
-      gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
-      shared: a state that each rank has read from a checkpoint -> this rank's part of it.
+      saved: source's state -> the same as a checkpoint has it.
+      rows: such a state -> its leaves that are rows, of which each rank has its own; None: all is alike on every rank.
+      restored: a state that was read from a checkpoint, of whose rows each rank has a share -> the source's state.
       observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
       spread: whether ranks have different parts of the state.
     """
@@ -48,8 +50,9 @@ class Source(NamedTuple):
     init: Callable[[], trees.Tree]
     draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
-    gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
+    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     spread: bool = False
 
@@ -179,13 +182,13 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     order = order_digest(g.prompts, g.seed, [len(one.tokens) for one in g.prompts])
     first = {"prompts_consumed": 0, "order": order, "told": g.weighing.init()}
 
-    def shared(state: trees.Tree) -> trees.Tree:
+    def restored(state: trees.Tree) -> trees.Tree:
         return same_order(order, show, {**state, "told": trees.map(lambda x: x.cpu(), state["told"])})
 
     def observed(state: trees.Tree, metrics: Mapping[str, float]) -> trees.Tree:
         return {**state, "told": g.weighing.observed(state["told"], metrics)}
 
-    return Source(lambda: dict(first), draw, evaluate, shared=shared, observed=observed)
+    return Source(lambda: dict(first), draw, evaluate, restored=restored, observed=observed)
 
 
 def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
@@ -247,7 +250,7 @@ def text_source(
 
     order = order_digest(examples, seed)
     first = {"examples_consumed": 0, "order": order}
-    return Source(lambda: dict(first), draw, evaluate, shared=functools.partial(same_order, order, show))
+    return Source(lambda: dict(first), draw, evaluate, restored=functools.partial(same_order, order, show))
 
 
 def _rolled(

@@ -59,7 +59,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",
     "hardware": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
     "timeout": "mesh/test_heartbeat.py::test_a_rank_that_is_stopped_is_named_and_so_is_the_flag",
-    "heartbeat": "experiments/test_python.py::test_a_step_that_takes_long_is_told_after_a_heartbeat",
+    "heartbeat": "experiments/test_python.py::test_a_reward_that_takes_long_is_told_after_a_heartbeat",
     "max_skipped": "trainer/test_skipped.py::test_too_many_in_a_row_stop_the_run_with_its_state_saved",
     "compile": "trainer/test_loop_compile.py::"
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
