@@ -30,7 +30,7 @@ from funrl.trainer.checks import difficulty_of
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import as_read, with_completion_scores, with_step_scores
 from funrl.trainer.curriculum import weighing
-from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout
+from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout, text_after
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import Texts, has_workers
 from funrl.trainer.judging import with_verdicts
