@@ -378,10 +378,14 @@ def _sync_folder(folder: Path) -> None:
 def _first_line(error: BaseException) -> str:
     """An error's message without tensorstore's own context, which is long: of one of the system, path and reason."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if found := re.search(r"(.*): ([^:]+) \[os_error_code=", text):
+    text, _, context = re.sub(
+        r" \[(os_error_code|source locations|tensorstore_spec)=", "\0\\1", text, count=1
+    ).partition("\0")
+    found = re.search(r'(.*"): ([^":]+)$', text)  # a path, then the system's reason
+    if found or (context.startswith("os_error_code") and (found := re.search(r"(.*): ([^:]+)$", text))):
         paths = re.findall(r'"(/[^"]*?)(?:\.__lock)?"', found[1])
         return f"{paths[-1] if paths else 'a file'}: {found[2].lower()}"
-    return text.split(" [source locations=")[0].split(" [tensorstore_spec=")[0][:300]
+    return text[:300]
 
 
 if __name__ == "__main__":
