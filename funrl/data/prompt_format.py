@@ -21,6 +21,7 @@ from funrl.data.tokenizer import encode_prompt
 
 Messages = list[dict[str, Any]]
 HOLE = "{prompt}"
+SEPARATOR = "\n"  # of steps, where nothing else is said
 OWN = "own"  # the tokenizer's chat template
 TEXT_FILES = (".txt", ".md", ".jinja")  # a value that ends so names a file
 COMPLETIONS = ("completion", "answer", "solution")  # columns, the first that is there
@@ -43,6 +44,7 @@ class PromptFormat(NamedTuple):
       shots: solved examples.
       tools: JSON schemas of tools, for the chat template; a record's own `tools` come first.
       arguments: further arguments of the chat template, by name.
+      step_separator: text between two steps of a solution.
     """
 
     chat: bool = False
@@ -51,6 +53,7 @@ class PromptFormat(NamedTuple):
     shots: tuple[Shot, ...] = ()
     tools: tuple[Any, ...] = ()
     arguments: Mapping[str, Any] = {}
+    step_separator: str = SEPARATOR
 
 
 PLAIN_PROMPTS = PromptFormat()

@@ -5,6 +5,8 @@ funrl ppo --help
 funrl evaluate RUN_DIR --data=test.jsonl
 funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
+funrl replay RUN_DIR --step=50
+funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
@@ -54,6 +56,14 @@ def _main(argv: list[str]) -> int:
         return export(argv[1:])
     if name in USAGES:
         return inference(name, argv[1:])
+    if name == "replay":
+        from funrl.experiments.replay import replay_command
+
+        return replay_command(argv[1:])
+    if name == "bisect":
+        from funrl.experiments.bisect import bisect_command
+
+        return bisect_command(argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -143,6 +153,8 @@ def listing() -> str:
     parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
     parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
     parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
+    parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 

@@ -102,7 +102,8 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )
     flags.refuse_unknown(every.unknown, every.values)
-    known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
+    implied = resolved(settings)
+    known = {**every.values, "max_new_tokens": implied.max_new_tokens, "reward_weights": implied.reward_weights}
     command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
     from funrl.algos.core import Algorithm
     from funrl.trainer.roles import reads_scores

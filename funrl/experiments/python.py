@@ -28,6 +28,7 @@ from funrl.rollout.native import native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
+from funrl.track.run_directory import expanded
 from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import Example, first_texts, rollout
@@ -36,6 +37,7 @@ from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_data import Given
 from funrl.trainer.job_source import make_source, open_rewards
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
+from funrl.trainer.resumable import check_resume
 from funrl.trainer.settings import Settings, resolved, settings_flags
 
 RECORDS = "records"  # in a run's config.json: prompts or texts that were given in Python
@@ -215,6 +217,8 @@ def train(
         named["data" if run_kind(algorithm, settings.get("data")) == "supervised" else "prompts"] = str(prompts)
     chosen = Settings(**named, **settings)
     job = prepare(chosen, lambda: algorithm, given)
+    if chosen.resume:
+        check_resume(job, expanded(str(chosen.run_dir)))
     name = recipe if isinstance(recipe, str) else "run"
     config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
     if given.records is not None:

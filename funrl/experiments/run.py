@@ -27,7 +27,7 @@ from funrl.mesh.output import lasting_output
 from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
 from funrl.track.report import ReportError, write_report
-from funrl.track.run_directory import RunDirectory, RunDirectoryError
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, expanded
 from funrl.track.run_lock import owned_run
 from funrl.trainer.shard_server import CheckpointError
 
@@ -76,6 +76,8 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                     print(text)
                 return 0
             _job(command)
+            if command.settings.resume:
+                _check_resume(command)
             if first:
                 run_dir = str(owned.enter_context(_owned(command, name)).path)
         except (ValueError, OSError, ImportError) as error:
@@ -126,6 +128,13 @@ def _job(command: Command) -> Any:
     from funrl.trainer.job import prepare
 
     return prepare(command.settings, command.compose)
+
+
+def _check_resume(command: Command) -> None:
+    """Check the checkpoint that a run is to go on from, before any work."""
+    from funrl.trainer.resumable import check_resume
+
+    check_resume(_job(command), expanded(str(command.settings.run_dir)))
 
 
 def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:

@@ -236,12 +236,12 @@ def _own_digests(
         trainer = digest(own, trained[name], mesh.rank, spec.dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
         theirs = trainer if same else digest(held, placed[name], spec.mesh.rank, spec.dtype).to(mesh.device)
-        first, engine_first = _first_copy(trained[name], mesh), _first_copy(placed[name], spec.mesh)
+        first, engine_first = first_copy(trained[name], mesh), first_copy(placed[name], spec.mesh)
         found[name] = torch.stack([trainer * first, trainer, theirs * engine_first, theirs, none])
     return found, faults + [f"{name} is missing" for name in awaited.values()]
 
 
-def _first_copy(layout: Layout, mesh: Mesh) -> bool:
+def first_copy(layout: Layout, mesh: Mesh) -> bool:
     """True on one of the ranks that hold the same part."""
     at = coordinates(mesh.sizes, mesh.rank)
     return all(at[axis] == 0 for axis in AXES if axis not in layout.axes)

@@ -90,7 +90,7 @@ class RunObserver:
         if self.run is None:
             return
         given = [
-            Sample(step, e.text, text, score, dict(part))
+            Sample(step, e.text, text, score, tuple(part.items()))
             for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):

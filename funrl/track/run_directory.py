@@ -9,6 +9,7 @@
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
+| rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
 | skipped/ | rows of updates that were not finite, a few of them | when one is left out |
 | report.html | all of this as one page | at the end |
 
@@ -77,6 +78,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
 
     @property
     def skipped(self) -> Path:
@@ -262,8 +267,8 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    files = (run.metrics, run.samples, run.eval_samples, run.tensorboard, run.report, run.skipped)
-    written = (*files, run.model, run.checkpoints)
+    files = (run.metrics, run.samples, run.eval_samples, run.report)
+    written = (*files, run.tensorboard, run.model, run.checkpoints, run.rollouts, run.skipped)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -40,6 +40,7 @@ from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
 from funrl.trainer.step_rows import Rows, moved, on_cpu
+from funrl.trainer.weight_digests import role_digests
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -94,8 +95,9 @@ def train_loop(
     """
     with heartbeat.phase("load"):
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
+        frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
     with (
-        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer) as saver,
+        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen) as saver,
         stops_when_asked(),
         saved_on_failure(saver) as held,
     ):
@@ -139,13 +141,14 @@ def run_steps(
         for step in range(state.step + 1, settings.steps + 1):
             heartbeat.at_step(step)
             trainer, state = place(trainer, state, "generate")
-            rows, state, metrics = draw_batch(trainer, state)
+            drawn, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
-            rows, state, scored = score_batch(trainer, state, rows)
+            rows, state, scored = score_batch(trainer, state, drawn)
             trainer, state = place(trainer, state, "update")
             state, learned = learn_batch(trainer, state, rows)
             state = sync(parts, state, trainer.clock)
-            metrics |= scored | learned | verify(trainer, state)
+            stages = {"drawn": metrics, "scored": scored, "learned": learned}
+            metrics = metrics | scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
                 metrics = checked | metrics | done.first
             if step % settings.eval_every == 0 or step == settings.steps:
@@ -155,6 +158,9 @@ def run_steps(
             metrics |= memory_metrics(parts.mesh)
             before = state._replace(roles={})
             held.keep(state, done, metrics)
+            if saver.rows.due(step):
+                with trainer.clock.phase("save_rollouts"):
+                    saver.rows.save(state, drawn, rows, stages)
             observer.step(step, metrics, trainer.clock.take())
             if trainer.skips is not None:
                 trainer.skips.check()
@@ -223,8 +229,9 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here = on_cpu(rows)
-        return rows, state, describe(here, here.batch, trainer.job.reward_names) if trainer.job.generates else {}
+        here, names = on_cpu(rows), trainer.job.reward_names
+        pairs = trainer.job.algorithm.example == "pair"  # which the source has told of
+        return rows, state, describe(here, here.batch, names) if trainer.job.generates and not pairs else {}
     with trainer.clock.phase("advantage"):
         chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
         rows, chain, metrics = advantages(chain, state.advantage, rows, names)

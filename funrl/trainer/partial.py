@@ -6,8 +6,8 @@ is trained on when all its samples are finished. Where fewer prompts are finishe
 begun, so a batch is full from the first step on; what is finished beyond a batch waits for the next one, the prompts
 that were drawn first before the others. None of this depends on the mesh or on time.
 
-What is begun is in the source's state. A rank holds its own rows of it, and rows that go on are dealt out anew in each
-step; in a checkpoint all are on the first rank.
+What is begun is in the source's state. A rank holds its own rows of it and writes them to a checkpoint; rows that go on
+are dealt out anew in each step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch, as_dict
+from funrl.batch import Batch, as_dict, row_fields
 from funrl.data.order import places_in_order, take_next
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
-from funrl.trainer.generation import Example, Rollout, to_rows
+from funrl.trainer.generation import Example, Rollout, generating_ranks, to_rows
+from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.sources import (
     Generation,
     Show,
@@ -41,7 +42,7 @@ from funrl.trainer.sources import (
     rewarded_samples,
     show_samples,
 )
-from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, split_rows, take
+from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, take, widened
 
 
 class Budgeted(NamedTuple):
@@ -134,19 +135,21 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
             _show_first(g, show, step, some.examples[:8], rows, some.samples)
         return rows, {**state, "prompts_consumed": consumed, "told": told, "begun": _tree(held)}, metrics
 
-    def gathered(state: trees.Tree) -> trees.Tree:
+    def saved(state: trees.Tree) -> trees.Tree:
         held = _held(state["begun"], budget.mesh)
-        rows = moved(held.rows, np.zeros_like(held.rows.owner), budget.mesh)
-        return {**state, "begun": _tree(held._replace(rows=rows))}
+        return {**state, "begun": _tree(held._replace(rows=widened(held.rows)))}
 
-    def shared(state: trees.Tree) -> trees.Tree:
-        begun = state["begun"]
-        owner = np.arange(len(begun["owner"])) % budget.mesh.size(budget.mesh.row_axes)
-        rows = split_rows(Batch(**begun["fields"]), owner, budget.mesh)
-        return {**whole.shared(state), "begun": _tree(_held(begun, budget.mesh)._replace(rows=rows))}
+    def rows(state: trees.Tree) -> HeldRows:
+        names = {f"begun/fields/{name}" for name in state["begun"]["fields"] if name not in row_fields()}
+        return HeldRows(frozenset(names), state["begun"]["owner"].numpy(), budget.mesh)
+
+    def restored(state: trees.Tree) -> trees.Tree:
+        begun, mesh = state["begun"], budget.mesh
+        owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
+        return {**whole.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
     first = {**whole.init(), "begun": _tree(nothing)}
-    ways = {"gathered": gathered, "shared": shared, "observed": whole.observed, "spread": True}
+    ways = {"saved": saved, "rows": rows, "restored": restored, "observed": whole.observed, "spread": True}
     return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, **ways)
 
 
@@ -262,8 +265,7 @@ def _examine(g: Generation, clock: Clock, done: BegunPrompts) -> Examined:
     samples, rows = g.sampling.samples, done.rows
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
     if g.rescore is not None:
-        with clock.phase("score_reward_model"):
-            rows = g.rescore(rows, _examples(g, done.places))
+        rows = g.rescore(rows, _examples(g, done.places), "")
     return Examined(done.places, rows, filtered_samples(g, rows, len(done.places)))
 
 

@@ -167,7 +167,7 @@ class WholeState:
                 numbers if mesh.rank == 0 else {},
             ))  # fmt: skip
             if mesh.rank == 0:
-                facts = facts_of(saver.job, mesh, state.step, self.evaluations, None)
+                facts = facts_of(saver.job, mesh, state.step, self.evaluations, None, saver.frozen)
                 facts |= {"metrics": dict(self.metrics)} if self.metrics else {}
                 path = str(Path(folder) / f"step-{state.step}")
                 server.send(Commit(beside, path, mesh.world, arrays, facts, (), (), ARRIVE_S))
@@ -212,7 +212,7 @@ def saved_on_failure(saver: Saver) -> Iterator[WholeState]:
         unwritable = isinstance(error, CheckpointError) or isinstance(cause, OSError | SafetensorError)
         if not heartbeat.failed(error, unwritable) and saver.mesh.world == 1 and held.state is not None:
             state = held.state
-            held.keep(state._replace(source=saver.source.gathered(state.source)), held.evaluations)
+            held.keep(state._replace(source=saver.source.saved(state.source)), held.evaluations)
             with contextlib.suppress(Exception):  # which would hide the failure
                 if said := held.save(unwritable):
                     error.add_note(said)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Filter
+from funrl.algos.core import Advantage, Filter
 from funrl.data.order import Drawn, order_digest, places_in_order, take_next
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
+from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.clock import Clock
 from funrl.trainer.curriculum import UNWEIGHTED, Weighing
 from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, parts_of_scores, table_of
@@ -25,6 +26,7 @@ from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.score import score
 from funrl.trainer.step import NotFiniteError, loss_value
 from funrl.trainer.step_rows import Rows, join_rows, on_cpu, take
@@ -39,8 +41,9 @@ class Source(NamedTuple):
       init: () -> the source's state before the first step.
       draw: (source's state, step) -> (rows, source's state, metrics).
       evaluate: (states of the roles, step) -> metrics on held-out data.
-      gathered: source's state -> as a checkpoint has it: whole on the first rank. All ranks call it together.
-      shared: a state that each rank has read from a checkpoint -> this rank's part of it.
+      saved: source's state -> the same as a checkpoint has it.
+      rows: such a state -> its leaves that are rows, of which each rank has its own; None: all is alike on every rank.
+      restored: a state that was read from a checkpoint, of whose rows each rank has a share -> the source's state.
       observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
       spread: whether ranks have different parts of the state.
     """
@@ -48,8 +51,9 @@ class Source(NamedTuple):
     init: Callable[[], trees.Tree]
     draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
-    gathered: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    shared: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
+    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     spread: bool = False
 
@@ -81,7 +85,8 @@ class Generation(NamedTuple):
       solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation, or None where
         scores are no verdicts; None: that is not told.
       sampling, eval_sampling: how completions are drawn.
-      rescore: (rows, prompts) -> rows with what a reward model gives; None: there is none.
+      rescore: (rows, prompts, phase) -> rows with what models say of them, in phases of the models or in the one that
+        is named; None: there are none.
       filter: batch -> [B] bool, rows worth training on; None: all.
       pad: id of the padding token.
       batch_prompts: prompts of a batch.
@@ -103,7 +108,7 @@ class Generation(NamedTuple):
     solved: Callable[[Tensor], Tensor | None] | None
     sampling: Sampling
     eval_sampling: Sampling
-    rescore: Callable[[Rows, Sequence[Example]], Rows] | None = None
+    rescore: Callable[[Rows, Sequence[Example], str], Rows] | None = None
     filter: Filter | None = None
     pad: int = 0
     batch_prompts: int = 128
@@ -179,13 +184,13 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     order = order_digest(g.prompts, g.seed, [len(one.tokens) for one in g.prompts])
     first = {"prompts_consumed": 0, "order": order, "told": g.weighing.init()}
 
-    def shared(state: trees.Tree) -> trees.Tree:
+    def restored(state: trees.Tree) -> trees.Tree:
         return same_order(order, show, {**state, "told": trees.map(lambda x: x.cpu(), state["told"])})
 
     def observed(state: trees.Tree, metrics: Mapping[str, float]) -> trees.Tree:
         return {**state, "told": g.weighing.observed(state["told"], metrics)}
 
-    return Source(lambda: dict(first), draw, evaluate, shared=shared, observed=observed)
+    return Source(lambda: dict(first), draw, evaluate, restored=restored, observed=observed)
 
 
 def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
@@ -209,6 +214,7 @@ def text_source(
     token_budget: int,
     clock: Clock,
     show: Show,
+    chain: Advantage | None = None,
 ) -> Source:
     """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns.
 
@@ -217,6 +223,7 @@ def text_source(
       to_rows: examples -> rows.
       roles, frozen: of the run; the weights of those that do not learn.
       batch_examples: of a batch.
+      chain: what is to be done with the rows before the loss; None: nothing.
     """
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
     scoring = {n: r for n, r in roles.items() if n in frozen}
@@ -231,9 +238,13 @@ def text_source(
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
         with clock.phase("eval"):
-            pieces = (piece.batch for piece in own_micro_batches(held, token_budget, row_cost(role.placed)))
+            rows = held
+            if chain is not None:
+                scored = score({name: role}, {name: states[name].params}, held, token_budget)
+                rows, _, _ = advantages(chain, chain.init(), scored)
+            pieces = (piece.batch for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)))
             beside = None if role.companion is None else frozen[role.companion.name]
-            ((dens, _),) = (total[name] for total in denominators({name: role}, held, [np.arange(len(held.owner))]))
+            ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             metrics, value = loss_value(role, states[name].params, pieces, dens, beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
@@ -243,23 +254,20 @@ def text_source(
 
     order = order_digest(examples, seed)
     first = {"examples_consumed": 0, "order": order}
-    return Source(lambda: dict(first), draw, evaluate, shared=functools.partial(same_order, order, show))
+    return Source(lambda: dict(first), draw, evaluate, restored=functools.partial(same_order, order, show))
 
 
 def _rolled(
     g: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
 ) -> tuple[Rollout, Rows]:
-    """Completions, and their rows with all rewards. Phases are "generate", "reward" and "score_reward_model", or
+    """Completions, and their rows with all rewards. Phases are "generate", "reward" and those of models that score, or
     `phase`."""
     with clock.phase(phase or "generate"):
         done = g.roll(examples, sampling, seed)
         rows = to_rows(examples, done, sampling, g.pad)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
-    if g.rescore is None:
-        return done, rows
-    with clock.phase(phase or "score_reward_model"):
-        return done, g.rescore(rows, examples)
+    return done, rows if g.rescore is None else g.rescore(rows, examples, phase)
 
 
 def filtered_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:

@@ -82,6 +82,15 @@ TESTED = {  # flag: the test that fails where it does nothing
     "prompts": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "reward": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "reward_model": "trainer/test_completion_scores.py::test_it_may_be_all_that_scores",
+    "process_reward_model": "trainer/test_own_texts.py::"
+    "test_every_step_is_a_reward_of_the_token_that_ends_it",
+    "process_reward": "trainer/test_own_texts.py::test_every_step_is_a_reward_of_the_token_that_ends_it",
+    "step_separator": "trainer/test_own_texts.py::test_a_separator_of_ones_own",
+    "judge": "trainer/test_own_texts.py::test_a_judge_reads_the_completion_and_its_verdict_is_the_score",
+    "judge_template": "trainer/test_own_texts.py::test_a_judge_reads_the_completion_and_its_verdict_is_the_score",
+    "judge_pattern": "trainer/test_own_texts.py::test_a_judge_reads_the_completion_and_its_verdict_is_the_score",
+    "judge_max_new_tokens": "trainer/test_own_texts.py::"
+    "test_a_judge_reads_the_completion_and_its_verdict_is_the_score",
     "reward_workers": "trainer/test_pending_rewards.py::test_workers_change_no_bit_of_a_run",
     "reward_timeout": "trainer/test_pending_rewards.py::test_a_reward_that_takes_longer_than_its_flag_ends_the_run",
     "reward_weights": "experiments/test_experiments.py::test_gdpo_weighs_by_the_flag_that_weighs_rewards",
