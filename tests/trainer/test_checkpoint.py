@@ -151,7 +151,9 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     other = other._replace(advantage=(*state.advantage, 0.5))
     with saver_of(run, other, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
         saver.resumed(other)
-    assert re.search(r"state of another run: missing \['advantage/\d'\], unknown \[\]; --resume needs the flags", str(caught.value))
+    assert re.search(
+        r"state of another run: missing \['advantage/\d'\], unknown \[\]; --resume needs the flags", str(caught.value)
+    )
 
 
 def test_weights_that_do_not_learn_must_be_those_of_the_beginning(tmp_path):
