@@ -15,7 +15,7 @@ from funrl.mesh.text import ROW_AXES, SHORT, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
-from funrl.trainer.scorers import SCORERS, model_path, named_weights, scorers_of
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
@@ -191,7 +191,7 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     Raises:
       SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    named, rewards = named_weights(settings, functions), functions + len(scorers_of(settings))
+    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
     given = settings.reward_weights or named
     if given is None:
         return (1.0,) * rewards

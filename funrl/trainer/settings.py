@@ -34,7 +34,7 @@ from funrl.trainer.declaration import (
     some_of,
     value_type,
 )
-from funrl.trainer.scorers import named_weights
+from funrl.trainer.scorers import weights_by_name
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
@@ -470,7 +470,7 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
     """
     if settings.reward_weights is None:
         functions = int(settings.prompts is None and not given)  # of the embedded task
-        settings = dataclasses.replace(settings, reward_weights=named_weights(settings, functions))
+        settings = dataclasses.replace(settings, reward_weights=weights_by_name(settings, functions))
     if settings.prompts is None and settings.reward is None and not given:
         default = arithmetic.MAX_NEW_TOKENS
     else:
