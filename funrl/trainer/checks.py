@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from funrl.mesh.text import ROW_AXES, SHORT, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
-from funrl.trainer.scorers import SCORERS, model_path, named_weights, scorers_of
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
@@ -63,6 +64,7 @@ def check_together(settings: Settings) -> None:
         _check_generate_mesh,
         _check_sharding,
         _check_reward_timeout,
+        _check_trackers,
         _check_difficulty,
     ):
         check(settings)
@@ -191,7 +193,7 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     Raises:
       SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    named, rewards = named_weights(settings, functions), functions + len(scorers_of(settings))
+    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
     given = settings.reward_weights or named
     if given is None:
         return (1.0,) * rewards
@@ -311,3 +313,9 @@ def _check_reward_timeout(settings: Settings) -> None:
             f"--reward_timeout={seconds:g}: the other ranks wait {settings.timeout} minutes for a rank's rewards; give "
             "a --timeout, in minutes, of more than that"
         )
+
+
+def _check_trackers(settings: Settings) -> None:
+    for name in () if settings.dry_run else parts(settings.report_to):
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(f"--report_to={settings.report_to}: {name} is not installed; pip install {name}")

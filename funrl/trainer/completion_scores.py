@@ -19,14 +19,14 @@ from funrl.trainer.roles import Role
 from funrl.trainer.score import score_role
 from funrl.trainer.step_rows import Rows, moved, rows_of
 
-Read = Callable[[Rows, Sequence[Example]], Rows]  # rows and their prompts -> as a model reads them; see `as_read`
+ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # rows and their prompts -> as a model reads them; see `as_read`
 OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] chances that each is right -> a completion's number
     "min": torch.amin, "mean": torch.mean, "last": lambda x: x[-1], "product": torch.prod,
 }  # fmt: skip
 
 
 def with_completion_scores(
-    rows: Rows, examples: Sequence[Example], role: Role, params: trees.Tree, weight: float, read: Read, budget: int
+    rows: Rows, examples: Sequence[Example], role: Role, params: trees.Tree, weight: float, read: ReadRows, budget: int
 ) -> Rows:
     """The rows with a reward model's numbers: its last column of scores, and part of every score.
 

@@ -25,10 +25,10 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.completion_scores import with_column
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example, generating_ranks
-from funrl.trainer.own_texts import Decode, texts_of, written_of
+from funrl.trainer.own_texts import Decode, written_of, written_texts
 from funrl.trainer.step_rows import Rows, moved
 
-HOLE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 TEMPLATE = """\
 Judge how well the answer solves the task.
 
@@ -124,7 +124,7 @@ def read_template(file: str) -> str:
 
 def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> None:
     """Raise SettingsError where a template has no place for the completion, or one that a prompt cannot fill."""
-    named = dict.fromkeys(HOLE.findall(text))
+    named = dict.fromkeys(PLACEHOLDER.findall(text))
     if "completion" not in named:
         raise SettingsError(f"--judge_template={file}: it has no {{{{completion}}}}")
     for example in prompts:
@@ -140,7 +140,7 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
 def filled(template: str, example: Example, completion: str) -> str:
     """A template with a prompt, its completion and its fields in their places."""
     values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
-    return HOLE.sub(lambda match: str(values[match[1]]), template)
+    return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
 def shown_prompt(example: Example) -> str:
@@ -214,7 +214,7 @@ def with_verdicts(
     written = written_of(rows, examples)
     prompts = [
         judge_tokens(filled(job.template, one.example, text), job.tokenizer)
-        for one, text in zip(written, texts_of(written, decode), strict=True)
+        for one, text in zip(written, written_texts(written, decode), strict=True)
     ]
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
     _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, mesh.row_axes)["length"], job, examples)

@@ -21,7 +21,7 @@ Decode = Callable[[list[int]], str]
 UNFINISHED = "\ufffd"  # at the end of a text: the first bytes of a character whose others are in the next token
 
 
-class Written(NamedTuple):
+class WrittenRow(NamedTuple):
     """A completion of this rank's own rows.
 
     Attributes:
@@ -35,7 +35,7 @@ class Written(NamedTuple):
     finished: bool
 
 
-class Step(NamedTuple):
+class SolutionStep(NamedTuple):
     """A step of a completion.
 
     Attributes:
@@ -55,7 +55,7 @@ def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bo
     return same and (not chats or tokenizer.chat_template == policys.chat_template)
 
 
-def written_of(rows: Rows, examples: Sequence[Example]) -> list[Written]:
+def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
     """The completions of this rank's rows, in their order.
 
     Args:
@@ -67,18 +67,18 @@ def written_of(rows: Rows, examples: Sequence[Example]) -> list[Written]:
     for tokens_T, number in zip(batch.tokens.tolist(), own, strict=True):
         example = examples[number * len(examples) // len(lengths)]
         end = lengths[number] - (not truncated[number])  # a stop token is no text
-        found.append(Written(example, tokens_T[len(example.tokens) : end], not truncated[number]))
+        found.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
     return found
 
 
-def texts_of(written: Sequence[Written], decode: Decode) -> list[str]:
+def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
     """The texts of completions as they continue their prompts."""
     opening = functools.cache(lambda token: decode([token]))
     last = [one.example.tokens[-1] for one in written]
     return [text_after(opening(token), token, one.tokens, decode) for token, one in zip(last, written, strict=True)]
 
 
-def whole_tokens(written: Written, text: str, tokenizer: Any) -> list[int]:
+def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
     """Prompt and completion as a tokenizer of another model writes them.
 
     A chat goes through its chat template, with the completion as the assistant's message. Otherwise the prompt has its
@@ -93,7 +93,7 @@ def whole_tokens(written: Written, text: str, tokenizer: Any) -> list[int]:
     return [*prompt, *tokenizer.encode(text, add_special_tokens=False), *end]
 
 
-def steps_of(written: Written, separator: str, decode: Decode) -> list[Step]:
+def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[SolutionStep]:
     """The steps of a completion; what is blank is no step.
 
     Args:
@@ -101,13 +101,13 @@ def steps_of(written: Written, separator: str, decode: Decode) -> list[Step]:
     """
     pieces = list(token_texts(written.tokens, written.example.tokens[-1], decode))
     if not separator:
-        return [Step(text, place) for place, text in enumerate(pieces) if text]
-    text, found, begin, at = "".join(pieces), list[Step](), 0, 0
+        return [SolutionStep(text, place) for place, text in enumerate(pieces) if text]
+    text, found, begin, at = "".join(pieces), list[SolutionStep](), 0, 0
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
     for part in text.split(separator):
         at = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
         if part.strip():
-            found.append(Step(part, int(torch.searchsorted(ends, at))))
+            found.append(SolutionStep(part, int(torch.searchsorted(ends, at))))
         begin = at
     return found
 
@@ -159,7 +159,7 @@ def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
     written = written_of(rows, examples)
     ids = [
         whole_tokens(one, text, reader.tokenizer)
-        for one, text in zip(written, texts_of(written, reader.decode), strict=True)
+        for one, text in zip(written, written_texts(written, reader.decode), strict=True)
     ]
     texts = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in ids]
     return _read_rows(reader, rows, text_batch(texts, reader.pad, reader=True, device=rows.mesh.device))

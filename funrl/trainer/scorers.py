@@ -35,7 +35,7 @@ def weighted_path(value: str) -> tuple[str, float | None]:
     return (path, weight) if path and math.isfinite(weight) else (value, None)
 
 
-def named_weights(settings: Any, functions: int) -> str | None:
+def weights_by_name(settings: Any, functions: int) -> str | None:
     """The weights that --reward and the flags of models give, as --reward_weights takes them; None where none does.
 
     Args:

@@ -63,6 +63,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "max_skipped": "trainer/test_skipped.py::test_too_many_in_a_row_stop_the_run_with_its_state_saved",
     "compile": "trainer/test_loop_compile.py::"
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
+    "report_to": "track/test_services.py::test_a_run_gives_its_metrics_to_the_trackers_of_its_flag",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "model_code": "models/test_hf_module.py::test_whose_code_computes_a_model",

@@ -18,7 +18,7 @@ from funrl.models import Inputs, decoder_model, hf, place, with_value_head
 from funrl.rewards.call import RewardError
 from funrl.tasks import arithmetic
 from funrl.trainer.generation import Example
-from funrl.trainer.own_texts import Step, Written, reads_tokens, steps_of, whole_tokens
+from funrl.trainer.own_texts import SolutionStep, WrittenRow, reads_tokens, steps_of, whole_tokens
 from funrl.trainer.settings import SettingsError
 
 DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
@@ -34,14 +34,20 @@ def decode(ids):
 @pytest.mark.parametrize(
     "separator, steps",
     [
-        ("\n\n", [Step("ab.", 2), Step("c \xe9\n \nd", 6)]),
-        ("\n", [Step("ab.", 1), Step("c \xe9", 4), Step("d", 6)]),
-        (" \n", [Step("ab.\n\nc \xe9\n", 5), Step("d", 6)]),
-        ("", [Step(*pair) for pair in zip(("ab", ".\n", "\n", "\xe9\n", " \n", "d"), (0, 1, 2, 4, 5, 6), strict=True)]),
+        ("\n\n", [SolutionStep("ab.", 2), SolutionStep("c \xe9\n \nd", 6)]),
+        ("\n", [SolutionStep("ab.", 1), SolutionStep("c \xe9", 4), SolutionStep("d", 6)]),
+        (" \n", [SolutionStep("ab.\n\nc \xe9\n", 5), SolutionStep("d", 6)]),
+        (
+            "",
+            [
+                SolutionStep(*pair)
+                for pair in zip(("ab", ".\n", "\n", "\xe9\n", " \n", "d"), (0, 1, 2, 4, 5, 6), strict=True)
+            ],
+        ),
     ],
 )
 def test_steps_end_with_the_token_that_completes_their_separator(separator, steps):
-    written = Written(Example([7], "x", {}), list(range(7)), True)
+    written = WrittenRow(Example([7], "x", {}), list(range(7)), True)
     found = steps_of(written, separator, decode)
     if not separator:  # what a token adds of a character that it does not complete is the next one's
         found = [step._replace(text=step.text.removeprefix("c ")) for step in found]
@@ -57,9 +63,9 @@ def test_a_chat_goes_through_the_models_own_template():
     assert reads_tokens(tokenizer, other, [chat, plain])
     tokenizer.chat_template = TEMPLATE
     assert not reads_tokens(tokenizer, other, [chat]) and reads_tokens(tokenizer, other, [plain])
-    assert tokenizer.decode(whole_tokens(Written(chat, [1], True), "ho", tokenizer)) == "u:hi;a:ho;"
+    assert tokenizer.decode(whole_tokens(WrittenRow(chat, [1], True), "ho", tokenizer)) == "u:hi;a:ho;"
     for finished, end in ((True, "</s>"), (False, "")):
-        assert tokenizer.decode(whole_tokens(Written(plain, [1], finished), "ho", tokenizer)) == "abho" + end
+        assert tokenizer.decode(whole_tokens(WrittenRow(plain, [1], finished), "ho", tokenizer)) == "abho" + end
 
 
 def valued(labels=1, seed=3):
