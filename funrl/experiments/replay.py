@@ -12,24 +12,27 @@ import datetime
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from funrl import trees
 from funrl.experiments import flags
 from funrl.experiments.arguments import arguments_of, find_recipe, full_source
 from funrl.experiments.command import Command
-from funrl.experiments.run import PLAIN, print_whole
+from funrl.experiments.run import PLAIN
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
+from funrl.models import Placed
 from funrl.track.run_directory import RunDirectory
 from funrl.trainer.declaration import Flag, SettingsError, above, at_least
-from funrl.trainer.differences import in_order
+from funrl.trainer.differences import by_phase
+from funrl.trainer.generation import Example
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.replay_source import Replayed, replay
 from funrl.trainer.settings import Settings, settings_flags
 
-USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
+REPLAY_USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
 SHARDING = {"fsdp": False, "fsdp_axes": None, "fsdp_models": None, "generate_mesh": None}  # on another mesh
 HERE = {"run_dir": None, "resume": False, "save_rollouts": 0, "keep_rollouts": None, "save_every": "0"}
 
@@ -49,7 +52,7 @@ def replay_command(argv: Sequence[str]) -> int:
         given = flags.read(own, argv)
         places = [text for text in given.unknown if not text.startswith("-")]
         if len(places) != 1 or len(given.unknown) > 1 or given.values["step"] is None:
-            raise SettingsError(USAGE)
+            raise SettingsError(REPLAY_USAGE)
         command = recorded_command(places[0], given.values["mesh"])
         return _replay(command, places[0], given.values["step"], given.values["tolerance"] or 0.0)
     except (ValueError, OSError, ImportError) as error:
@@ -84,7 +87,7 @@ def recorded_command(run_dir: str, mesh: str | None = None) -> Command:
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is not there; another version of {source} made this run")
     changed = HERE | ({} if mesh is None else SHARDING | {"mesh": mesh})
-    fields = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
+    fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
     values = recorded | fields
     return Command(name, Settings(**fields), source, tuple((flag, values[flag]) for flag in arguments), "")
 
@@ -101,7 +104,7 @@ def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     agrees = True
     for one in done:
         lines, same = verdict_lines(one, tolerance)
-        print_whole("\n".join(lines))
+        print("\n".join(lines))
         agrees = agrees and same
     return 0 if agrees else 1
 
@@ -118,10 +121,33 @@ class Notes:
 
     def note(self, text: str) -> None:
         if self.prints:
-            print_whole(text)
+            print(text)
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
+    def supervised(self, step: int, steps: int, metrics: dict[str, float]) -> None:
+        """Steps of a warm start that is made again are not shown."""
+
+    def samples(
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
+    ) -> None:
+        """Nothing is sampled."""
+
+    def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """The comparison says more."""
+
+    def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """No line of the run is touched."""
+
+    def checkpoint_folder(self) -> str | None:
+        """Nothing is saved."""
+        return None
+
+    def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
+        """No model is written."""
 
 
 def verdict_lines(one: Replayed, tolerance: float) -> tuple[list[str], bool]:
@@ -133,7 +159,7 @@ def verdict_lines(one: Replayed, tolerance: float) -> tuple[list[str], bool]:
     compared = [part for part in one.found if not (tolerance and part.kind == "digests")]
     agrees = all(part.agrees(tolerance) for part in compared)
     lines = [f"step {one.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
-    for phase, parts in in_order(compared):
+    for phase, parts in by_phase(compared):
         equal = [part for part in parts if not part.count]
         names = [part.name for part in equal if part.kind != "metric"]
         names += [f"{len(equal) - len(names)} metrics"] * (len(equal) > len(names))

@@ -21,7 +21,7 @@ from funrl.models import with_value_head
 from funrl.trainer.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md", "docs/engines.md"]
+PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md", "docs/engines.md", "docs/replay.md"]
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 SHORT = [
@@ -99,7 +99,8 @@ def words_of(line: str) -> list[str]:
     words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
-    if not {"--help", "export", "doctor"} & set(words) and any(word.startswith("funrl.experiments") for word in words):
+    trains = not {"--help", "export", "doctor", "replay", "bisect"} & set(words)
+    if trains and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
         given |= {"--samples_per_prompt", "--max_new_tokens"} if "--data" in given else set()
