@@ -37,7 +37,7 @@ from funrl.trainer.shard_server import DamagedError
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 
 BISECT_USAGE = "usage: funrl bisect RUN_DIR OTHER_RUN_DIR"
-COMPARED_ROWS = 256
+ROWS_AT_ONCE = 256
 SHOWN = 20  # differences of the first phase
 PLACES = ("run_dir", "resume")  # flags in which two runs may well differ
 
@@ -141,8 +141,8 @@ def compare_saved(one: RunRecord, other: RunRecord, step: int) -> list[Differenc
             phase = phase_of_field(name, stage)
             found.append(Difference(phase, "field", name, 1, 1, math.inf, "one run has no such field"))
         count = min(len(a.lengths(stage)), len(b.lengths(stage)))
-        for first in range(0, count, COMPARED_ROWS):
-            numbers = range(first, min(first + COMPARED_ROWS, count))
+        for first in range(0, count, ROWS_AT_ONCE):
+            numbers = range(first, min(first + ROWS_AT_ONCE, count))
             parts = a.token_rows(stage, numbers), b.token_rows(stage, numbers)
             for name in (name for name in parts[0] if name in parts[1]):
                 found += token_differences(stage, name, numbers, parts[0][name], parts[1][name])

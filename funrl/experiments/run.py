@@ -29,6 +29,7 @@ from funrl.models.config import ModelError
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, expanded
 from funrl.track.run_lock import owned_run
+from funrl.track.services import TrackerError
 from funrl.trainer.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
@@ -36,7 +37,9 @@ if TYPE_CHECKING:  # both import torch, which comes after the checks that need n
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
-PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError)  # their messages say all that a user needs
+ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio")  # of an evaluation; the last line leaves them out
+# Their messages say all that a user needs.
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
@@ -67,6 +70,8 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 print(help_of(experiment, argv))
                 return 0
             command = read_command(experiment, argv, writes=first)
+            if first:
+                print("\n".join(command.notes), end="\n" * bool(command.notes), file=sys.stderr)
             if command.settings.dry_run:
                 from funrl.cost.dry_report import dry_run
 
@@ -112,7 +117,8 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
         status, problem = (143, "terminated") if stop_asked() else (130, "interrupted")
         problem = problem if first else ""
     except BaseException as error:  # a rank's SystemExit is a failure too
-        status, problem = 1, f"error: {_explained(error)}{_newest(run_dir)}"
+        text = _explained(error)
+        status, problem = 1, f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
         if stop_asked() and isinstance(error, (WorkerError, *PLAIN)):
             status, problem = 143, "terminated before the first step was done"
     if run_dir is not None:
@@ -215,6 +221,6 @@ def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
     changes = [
         f"{name} {outcome.first[name]:.3f} -> {outcome.last[name]:.3f}"
         for name in (outcome.first if outcome else {})
-        if outcome and name in outcome.last
+        if outcome and name in outcome.last and not name.endswith(ASIDE) and name.count("/") == 1
     ]
     return "\n".join(([f"held out: {', '.join(changes)}"] if changes else []) + [f"results in {run_dir}; {report}"])

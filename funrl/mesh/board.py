@@ -104,7 +104,7 @@ class Board:
 
 
 class Supervision:
-    """What the process that has started the ranks does with the board while it waits for them."""
+    """Use of the board by the process that has started the ranks, while it waits for them."""
 
     def __init__(self, board: Board, heartbeat_s: float | None, timeout_s: float | None) -> None:
         """
@@ -163,6 +163,6 @@ class Supervision:
         return lookout.timed_out(signs, failed, self.waited_s, silent, self.timeout_s)
 
     def said(self) -> str:
-        """What the ranks want the user to be told, each on a line of its own."""
+        """Lines that the ranks want the user to be told."""
         texts = sorted(path.read_text() for path in Path(self.board.folder).glob("said-*"))
         return "".join(f"\n{text}" for text in dict.fromkeys(texts))

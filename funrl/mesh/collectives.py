@@ -111,6 +111,15 @@ def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
     return values
 
 
+def from_first_rank(value: Any, mesh: Mesh) -> Any:
+    """Any picklable value of the first rank of the mesh, on every rank."""
+    if mesh.world == 1:
+        return value
+    values = [value if mesh.rank == 0 else None]
+    dist.broadcast_object_list(values, group=mesh.group(AXES), group_src=0)
+    return values[0]
+
+
 def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     entered("all_reduce", group)
     result = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group))

@@ -1,4 +1,4 @@
-"""What a run prints, which must not end it: a reader may leave, a device may be full, a stream may be closed.
+"""Standard streams that never end a run: a reader may leave, a device may be full, a stream may be closed.
 
 It imports no torch.
 """
@@ -55,7 +55,7 @@ class LastingStream:
 
 
 def discard(number: int) -> None:
-    """What is written to a file descriptor goes nowhere from here on."""
+    """Have what is written to a file descriptor go nowhere from here on."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != number:
         os.dup2(nowhere, number)

@@ -15,9 +15,13 @@ from funrl.mesh.reshard import export_weights
 from funrl.models import Placed, hf
 from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, read_lines
+from funrl.track.report import ORDER
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, open_lines, read_lines
 from funrl.track.samples import Sample, open_samples
+from funrl.track.services import open_service
 from funrl.track.trackers import join_trackers, jsonl, tensorboard
+from funrl.trainer.declaration import parts
+from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 from funrl.trainer.job import Job
 
@@ -49,10 +53,16 @@ class RunObserver:
             return self
         title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
         with _writing(self.run):
-            self.track = join_trackers(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
+            self.track = join_trackers(
+                jsonl(self.run.metrics),
+                tensorboard(self.run.tensorboard),
+                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.report_to)),
+            )
             self.stack.callback(self.track.close)
             self.write_sample = open_samples(self.run.samples)
             self.stack.callback(self.write_sample.close)
+            self.table = open_lines(self.run.eval_samples)
+            self.stack.callback(self.table.close)
         self.progress = self.stack.enter_context(open_progress(self.job.settings.steps, title))
         return self
 
@@ -86,8 +96,13 @@ class RunObserver:
     ) -> None:
         if self.run is None:
             return
+        readable = self.job.task.readable
+        if readable is not None:
+            texts = [readable(text) for text in texts]
+            if not self.times_shown:
+                self.progress.note(f"samples: {ORDER}")
         given = [
-            Sample(step, e.text, text, score, dict(part))
+            Sample(step, e.text, text, score, tuple(part.items()))
             for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):
@@ -97,6 +112,13 @@ class RunObserver:
         turn = self.times_shown % len(given)
         self.times_shown += 1
         self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Write rows of an evaluation's table."""
+        if self.run is not None:
+            with _writing(self.run):
+                for row in rows:
+                    self.table.write(row._asdict())
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One line of metrics, with the time of each phase."""
@@ -121,6 +143,7 @@ class RunObserver:
         with _writing(self.run):
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)
+            keep_steps(self.run.eval_samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
                 self.watch.look(row["step"], row)  # what was said is not said again
                 last = row["step"]

@@ -5,8 +5,10 @@
 | config.json | every flag, versions, platform, mesh, seed | before any work |
 | metrics.jsonl | one object a step | after every step |
 | samples.jsonl | one object a sample | now and then |
+| eval_samples.jsonl | one object a completion of an evaluation | at every evaluation |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
+| trackers.json | what the trackers of --report_to call this run | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
 | skipped/ | rows of updates that were not finite, a few of them | when one is left out |
@@ -59,6 +61,10 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def eval_samples(self) -> Path:
+        return self.path / "eval_samples.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -69,6 +75,10 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def trackers(self) -> Path:
+        return self.path / "trackers.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -120,16 +130,17 @@ def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
         "mesh": config.get("mesh"),
         "seed": config.get("seed"),
         "flags": config,
-        "versions": {
-            "funrl": funrl.__version__,
-            "python": platform.python_version(),
-            "torch": _version("torch"),
-            "transformers": _version("transformers"),
-        },
+        "versions": versions(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of what decides a run's numbers."""
+    found = {name: _version(name) for name in ("torch", "transformers")}
+    return {"funrl": funrl.__version__, "python": platform.python_version()} | found
 
 
 def valid(value: Any) -> Any:
@@ -262,8 +273,8 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    folders = (run.tensorboard, run.model, run.checkpoints, run.rollouts, run.skipped)
-    written = (run.metrics, run.samples, run.report, *folders)
+    files = (run.metrics, run.samples, run.eval_samples, run.report)
+    written = (*files, run.tensorboard, run.model, run.checkpoints, run.rollouts, run.skipped)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -180,7 +180,7 @@ def load(
     if wanted != set(found.arrays):
         raise CheckpointError(
             f"{path}: it holds the state of another run: missing {sorted(wanted - set(found.arrays))[:3]}, unknown "
-            f"{sorted(set(found.arrays) - wanted)[:3]}; give the flags that the run was started with"
+            f"{sorted(set(found.arrays) - wanted)[:3]}; --resume needs the flags that the run was started with"
         )
     for name, x in tensors.items():
         shape = layouts[name].shape if name in layouts else tuple(x.shape)
@@ -188,7 +188,8 @@ def load(
             tensors[name] = x.new_empty(found.arrays[name].shape)
         elif found.arrays[name].shape != shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}"
+                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}; "
+                "--resume needs the same model and flags"
             )
     like = {name: x for name, x in tensors.items() if name not in rows}
     like |= {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}

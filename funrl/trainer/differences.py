@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funrl.batch import FIELDS
 
-BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the first that fits
     "sync/": "verify", "eval/": "eval", "rollout/logprob_gap": "score_policy", "rollout/": "generate",
     "critic/advantages/": "advantage", "critic/values/": "advantage", "critic/returns/": "advantage",
@@ -21,7 +21,7 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
 }  # fmt: skip
 MEASURED = ("time_s/", "memory/", "perf/tokens_per_s")  # of the machine and its load, not of the run
 KINDS = ("field", "weights", "digests", "metric")
-STEP_PHASES = (  # in the order of a step
+PHASE_ORDER = (  # in the order of a step
     "generate", "score_policy", "score_critic", "score_implicit_reward", "score_reference", "score_teacher",
     "advantage", "update_implicit_reward", "update_critic", "update_policy", "update", "verify", "eval",
 )  # fmt: skip
@@ -133,7 +133,7 @@ def by_phase(found: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
     phases: dict[str, list[Difference]] = {}
     for one in sorted(found, key=lambda one: KINDS.index(one.kind)):
         phases.setdefault(one.phase, []).append(one)
-    known = [*STEP_PHASES, *sorted(set(phases) - set(STEP_PHASES))]
+    known = [*PHASE_ORDER, *sorted(set(phases) - set(PHASE_ORDER))]
     return [(phase, phases[phase]) for phase in known if phase in phases]
 
 
@@ -148,7 +148,7 @@ def _number(x: float | None) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(BIT_DTYPES[x.element_size()]) if x.is_floating_point() else x
+    return x.contiguous().view(BIT_VIEWS[x.element_size()]) if x.is_floating_point() else x
 
 
 def _kind(x: Tensor) -> str:

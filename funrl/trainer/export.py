@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.mesh import single
+from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.rules import Layout
 from funrl.models import Model, hf
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.shard_server import CheckpointError
@@ -66,17 +67,36 @@ def export_checkpoint(run_dir: str | Path, step: int | None = None, to: str | Pa
 
 def _named_weights(found: Recorded, model: Model) -> Iterator[tuple[str, Tensor]]:
     """The weights under the names, and in the shapes, of the Hugging Face directory."""
+    for name, x in lead_weights(found, model, None, {}, single()):
+        theirs, shape = model.names[name]
+        yield theirs, x.reshape(shape)
+
+
+def lead_weights(
+    found: Recorded, model: Model, dtype: torch.dtype | None, layouts: Mapping[str, Layout], mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's shards of the weights that a checkpoint is about, by their names in the model. Collective.
+
+    Args:
+      model: what `OUTLINE` describes.
+      dtype: of the weights; None: as they are stored.
+      layouts: of those that are split, by name.
+
+    Raises:
+      CheckpointError: on every rank, where they cannot be read.
+    """
     begin, server = f"roles/{found.facts['lead']}/params/", ShardServer()
     like = {begin + name: x for name, x in trees.named(model.shapes)}
     missing = [name for name, x in like.items() if name not in found.arrays or found.arrays[name].shape != x.shape]
     if missing:
         raise CheckpointError(f"{found.path}: {missing[0]} is not there, or not as {OUTLINE}/config.json says")
-    dtypes = {name: TENSOR_DTYPES[found.arrays[name].dtype] for name in like}
-    like = {name: torch.empty(x.shape, dtype=dtypes[name], device="meta") for name, x in like.items()}
+    dtypes = {name: dtype or TENSOR_DTYPES[found.arrays[name].dtype] for name in like}
+    local = {begin + name: layout for name, layout in layouts.items()}
+    shapes = {name: local[name].local_shape(mesh.rank) if name in local else x.shape for name, x in like.items()}
+    like = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in like}
     try:
-        for name, x in read_tensors(str(found.path), found.arrays, like, {}, single(), server):
-            theirs, shape = model.names[name.removeprefix(begin)]
-            yield theirs, x.reshape(shape)
+        for name, x in read_tensors(str(found.path), found.arrays, like, local, mesh, server):
+            yield name.removeprefix(begin), x
     except ShardError as error:
         raise CheckpointError(f"{found.path}: it cannot be read: {error}") from error
     finally:

@@ -25,6 +25,7 @@ from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
 from funrl.trainer.build import Parts, build, first_state, first_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
+from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
@@ -92,8 +93,9 @@ def train_loop(
     Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
       that does not hold the trainer's weights ends the run too, with everything learned so far saved.
     """
-    trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
+    with heartbeat.phase("load"):
+        trainer, state = begin_run(job, mesh, observer, source, pool=pool)
+        frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
     with (
         Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen) as saver,
         stops_when_asked(),
@@ -152,6 +154,7 @@ def run_steps(
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
+            state = state._replace(source=trainer.source.observed(state.source, metrics))
             metrics |= memory_metrics(parts.mesh)
             before = state._replace(roles={})
             held.keep(state, done, metrics)
@@ -164,7 +167,7 @@ def run_steps(
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
-    except (RewardError, NotFiniteError, SyncError) as failure:
+    except (RewardError, CurriculumError, NotFiniteError, SyncError) as failure:
         error = str(failure)
         if held.state is not None:  # the weights are still those after the step before
             saver.save(held.state, done)
@@ -226,8 +229,9 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here = on_cpu(rows)
-        return rows, state, describe(here, here.batch, trainer.job.reward_names) if trainer.job.generates else {}
+        here, names = on_cpu(rows), trainer.job.reward_names
+        pairs = trainer.job.algorithm.example == "pair"  # which the source has told of
+        return rows, state, describe(here, here.batch, names) if trainer.job.generates and not pairs else {}
     with trainer.clock.phase("advantage"):
         chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
         rows, chain, metrics = advantages(chain, state.advantage, rows, names)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from funrl import trees
 from funrl.models.placed import Placed
+from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 
 
@@ -29,6 +30,10 @@ class Observer(WarmstartObserver, Protocol):
         scores: Sequence[float | None],
         parts: Sequence[Mapping[str, float]],
     ) -> None: ...
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Take some more rows of an evaluation's table."""
+        ...
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 

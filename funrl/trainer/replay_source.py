@@ -208,12 +208,9 @@ def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], m
         if not (first_copy(layouts[name], mesh) if name in layouts else mesh.rank == 0):
             continue  # another rank compares it
         phase = f"update_{name.split('/')[1]}" if name.startswith("roles/") else "advantage"
-        one = difference(phase, "weights", name, _as_tensor(x), _as_tensor(y))
+        mine, theirs = (v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y))
+        one = difference(phase, "weights", name, mine, theirs)
         found += [one] * bool(one.count)
         equal[phase] = equal.get(phase, 0) + (0 if one.count else one.total)
     found += [Difference(phase, "weights", "state of the checkpoint", total) for phase, total in equal.items()]
     return [part for parts in gather_objects(found, mesh) for part in parts]
-
-
-def _as_tensor(x: Any) -> torch.Tensor:
-    return x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(x)

@@ -11,14 +11,13 @@ from funrl.trainer.job import Job
 from funrl.trainer.shard_server import CheckpointError, DamagedError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
-# Of a model's config.
-COMPARED_SIZES = ("family", "vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp", "tied")
+CONFIG_SIZES = ("family", "vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp", "tied")  # of a model's config
 RESUME_ADVICE = "give the flags that the run was started with, or another --run_dir"
 
 
 def run_facts(job: Job) -> dict[str, Any]:
     """Everything about a run that decides which tensors its state has, in words of JSON."""
-    sizes = {name: getattr(job.models[job.lead].config, name) for name in COMPARED_SIZES}
+    sizes = {name: getattr(job.models[job.lead].config, name) for name in CONFIG_SIZES}
     return {"learns": sorted(job.algorithm.losses), "optimizer": job.settings.optimizer, **sizes}
 
 

@@ -18,10 +18,14 @@ import torch
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.models import with_value_head
+from funrl.trainer.declaration import RL, kinds_of
 from funrl.trainer.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md", "docs/engines.md", "docs/replay.md"]
+PAGES = [
+    "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
+    "docs/reward_models.md", "docs/engines.md", "docs/replay.md",
+]  # fmt: skip
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 SHORT = [
@@ -45,7 +49,7 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 
 
 def write_files(page: str, folder: Path) -> None:
-    for language in ("python", "json"):
+    for language in ("python", "json", "jinja", "yaml"):
         for name, text in blocks(page, language):
             if name:
                 (folder / name).write_text(text)
@@ -99,8 +103,8 @@ def words_of(line: str) -> list[str]:
     words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
-    trains = not {"--help", "export", "doctor", "replay", "bisect"} & set(words)
-    if trains and any(word.startswith("funrl.experiments") for word in words):
+    others = {"--help", "export", "doctor", "evaluate", "generate", "replay", "bisect", "import", "report", "compare"}
+    if not others & set(words) and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
         given |= {"--samples_per_prompt", "--max_new_tokens"} if "--data" in given else set()
@@ -118,8 +122,14 @@ def test_commands_run(page, lines, tmp_path):
     tiny_model(tmp_path / "MODEL_DIR")
     tiny_model(tmp_path / "TEACHER_DIR")
     tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
-    texts = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks."}
-    for name, fields in {"PROMPTS": (), "DEMONSTRATIONS": ("completion",), "PAIRS": ("chosen", "rejected")}.items():
+    tiny_model(tmp_path / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))
+    tiny_model(tmp_path / "JUDGE_DIR")
+    texts: dict[str, Any] = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks.", "label": True}
+    texts |= {"completions": ["It purrs.", "So it is a cat."], "labels": [True, False]}
+    for name, fields in {
+        "PROMPTS": (), "DEMONSTRATIONS": ("completion",), "PAIRS": ("chosen", "rejected"),
+        "RATINGS": ("completion", "label"), "STEPS": ("completions", "labels"),
+    }.items():  # fmt: skip
         record = {"prompt": "Tell me of a cat. "} | {field: texts[field] for field in fields}
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
     (tmp_path / "REWARD.py").write_text(
@@ -132,6 +142,8 @@ def test_commands_run(page, lines, tmp_path):
     )
     if any("read_checkpoint.py" in line for line in lines) and find_spec("orbax") is None:
         pytest.skip("orbax is not installed")
+    if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed")
     for line in lines:
         words = [str(tmp_path / "TRAINED/checkpoints/step-2") if w == "CHECKPOINT" else w for w in words_of(line)]
         done = run(words, tmp_path)
@@ -168,7 +180,7 @@ def test_the_two_commands_are_there():
 
 def test_the_numbers_of_the_readme():
     text = (ROOT / "README.md").read_text()
-    reinforced = [name for name in NAMES if recipe(name)().advantage is not None]
+    reinforced = [name for name in NAMES if kinds_of(recipe(name)()) == RL]
     assert f"| {len(NAMES)} recipes" in text
     assert f"| {len(reinforced)} recipes of" in text
     assert f"| flags | {len(settings_flags())}, and" in text

@@ -79,6 +79,32 @@ def test_a_full_disk_ends_the_run_and_the_state_is_saved_elsewhere(
         assert lines == [*range(1, saved + 2)]
 
 
+@pytest.mark.parametrize("flags", [(), ("--resume",)], ids=["new", "resumed"])
+def test_a_read_only_directory_is_said_in_a_line_before_work_starts(flags, small_disk, capfd):
+    (small_disk / "run" / "checkpoints").mkdir(parents=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run_dir = small_disk / ("run" if flags else "new")
+    assert main("grpo", ["grpo", *TINY, f"--run_dir={run_dir}", *flags]) == 2
+    said = capfd.readouterr()
+    (line,) = said.err.strip().splitlines()
+    assert line.startswith(f"error: --run_dir={run_dir}: cannot be ") and "read-only file system" in line
+    assert said.out == ""
+
+
+@pytest.mark.gloo
+def test_a_checkpoint_of_another_model_is_refused_in_a_line_on_every_mesh(tmp_path, capfd):
+    run_dir = tmp_path / "run"
+    assert main("grpo", ["grpo", *TINY, f"--run_dir={run_dir}", "--save_every=1"]) == 0
+    for program, flags, missing in (("ppo", (), "roles/critic"), ("grpo", ("--optimizer=muon", "--mesh=dp2"), "muon")):
+        capfd.readouterr()
+        assert main(program, [program, *TINY, f"--run_dir={run_dir}", "--resume", *flags]) == 1
+        (line,) = capfd.readouterr().err.strip().splitlines()
+        assert line.startswith(f"error: {run_dir}/checkpoints/step-3: it holds the state of another run: missing ["), (
+            line
+        )
+        assert missing in line and line.endswith("--resume needs the flags that the run was started with")
+
+
 def test_a_run_directory_that_is_deleted_under_a_run_ends_it(tmp_path, elsewhere):
     run_dir = tmp_path / "run"
 

@@ -1,4 +1,4 @@
-"""What a run prints does not end it: a reader that leaves, a full device, a stream that is closed."""
+"""Printing never ends a run: a reader that leaves, a full device, a stream that is closed."""
 
 import io
 import os

@@ -135,10 +135,13 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_samples_come_back_and_bad_rewards_are_none(tmp_path):
     writer = open_samples(tmp_path / "samples.jsonl")
-    writer.write(Sample(1, "1+1=", "2", 1.0))
+    writer.write(Sample(1, "1+1=", "2", 1.0, (("right", 1.0), ("short", 0.0))))
     writer.write(Sample(2, "1+1=", "3", math.nan))
     writer.close()
-    assert read_samples(tmp_path / "samples.jsonl") == [Sample(1, "1+1=", "2", 1.0), Sample(2, "1+1=", "3", None)]
+    assert read_samples(tmp_path / "samples.jsonl") == [
+        Sample(1, "1+1=", "2", 1.0, (("right", 1.0), ("short", 0.0))),
+        Sample(2, "1+1=", "3", None),
+    ]
     assert read_samples(tmp_path / "none.jsonl") == []
 
 
@@ -150,7 +153,7 @@ def test_first_and_last_pairs_prompts_and_shares_nothing():
     assert [s.prompt for s in early] == [s.prompt for s in late] == ["a", "b", "d"]
     assert {s.step for s in early} == {1} and {s.step for s in late} == {9}
     early, late = first_and_last(at(1, "abc"), 5)  # one step: two halves, no sample twice
-    assert (len(early), len(late)) == (1, 1) and not set(early) & set(late)
+    assert (len(early), len(late)) == (1, 1) and early != late
     assert first_and_last([], 5) == ([], []) and first_and_last(at(1, "a"), 5) == (at(1, "a"), [])
 
 
