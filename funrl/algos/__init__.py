@@ -34,7 +34,7 @@ _PIECES = {
     "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
     "corrections.rejection": "mask_truncated reject_divergence reject_ratio",
     "filters.by_group": "complete_groups mean_between unequal_scores",
-    "filters.by_row": "every not_truncated",
+    "filters.by_row": "every not_truncated rewarded",
     "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",

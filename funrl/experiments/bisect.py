@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from funrl.experiments import flags
-from funrl.experiments.run import print_whole
 from funrl.mesh.mesh import single
 from funrl.track.run_directory import RunDirectory, read_lines
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
@@ -37,7 +36,7 @@ from funrl.trainer.saved_rows import STAGES, open_rows, saved_steps
 from funrl.trainer.shard_server import DamagedError
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 
-USAGE = "usage: funrl bisect RUN_DIR OTHER_RUN_DIR"
+BISECT_USAGE = "usage: funrl bisect RUN_DIR OTHER_RUN_DIR"
 ROWS_AT_ONCE = 256
 SHOWN = 20  # differences of the first phase
 PLACES = ("run_dir", "resume")  # flags in which two runs may well differ
@@ -68,15 +67,15 @@ def bisect_command(argv: Sequence[str]) -> int:
     try:
         given = flags.read([], argv)
         if len(given.unknown) != 2 or any(text.startswith("-") for text in given.unknown):
-            raise SettingsError(USAGE)
+            raise SettingsError(BISECT_USAGE)
         one, other = (read_record(Path(place)) for place in given.unknown)
         if unlike := flag_differences(one, other):
-            print_whole(f"flags that differ: {'; '.join(unlike)}")
+            print(f"flags that differ: {'; '.join(unlike)}")
         step, found = first_step(one, other)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print_whole("\n".join(conclusion(one, other, step, found)))
+    print("\n".join(conclusion(one, other, step, found)))
     return 1 if found else 0
 
 

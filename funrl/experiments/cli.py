@@ -2,6 +2,7 @@
 
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
+funrl --config=runs/ppo-20260101-120000/config.json
 funrl evaluate RUN_DIR --data=test.jsonl
 funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
+from funrl.experiments.config_file import read_config
 from funrl.experiments.inference_flags import USAGES, inference_help, read_inference
 from funrl.experiments.run import main as run
 from funrl.mesh.output import lasting_output
@@ -45,6 +47,12 @@ def _main(argv: list[str]) -> int:
     if len(argv) < 2:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
+    if flags.flag_name(argv[1]) == "config" and argv[1].startswith("-"):
+        try:
+            argv.insert(1, _name_in_config(argv))
+        except SettingsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
         print(listing())
@@ -54,6 +62,12 @@ def _main(argv: list[str]) -> int:
         return 0
     if name == "export":
         return export(argv[1:])
+    if name == "import":
+        from funrl.experiments.import_config import import_config
+
+        return import_config(argv[1:])
+    if name in ("report", "compare"):
+        return pages(name, argv[1:])
     if name in USAGES:
         return inference(name, argv[1:])
     if name == "replay":
@@ -80,6 +94,16 @@ def _main(argv: list[str]) -> int:
     return 2
 
 
+def _name_in_config(argv: Sequence[str]) -> str:
+    """The experiment that the file of --config names, or `rl` where it names an algorithm alone."""
+    config = read_config(str(flags.read([flags.CONFIG], argv).values["config"]))
+    if config.experiment in (*experiment_names(), *recipe_names()):
+        return str(config.experiment)
+    if "algorithm" in config.values:
+        return "rl"
+    raise SettingsError(f"--config={config.path}: it has no `experiment`; write `funrl NAME --config={config.path}`")
+
+
 def export(argv: Sequence[str]) -> int:
     """Run `funrl export RUN [--step=N] [--to=DIR]`; return the exit status."""
     step = Flag("step", None, int, True, "of the checkpoint", bounds=(at_least(0),))
@@ -93,6 +117,28 @@ def export(argv: Sequence[str]) -> int:
 
         print(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
     except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def pages(name: str, argv: Sequence[str]) -> int:
+    """Run `funrl report RUN` or `funrl compare RUN RUN ... [--to=FILE.html]`; return the exit status."""
+    from funrl.track.compare import write_comparison
+    from funrl.track.report import write_report
+
+    to = Flag("to", "compare.html", str, False, "the file to write")
+    try:
+        given = flags.read([to] if name == "compare" else [], argv)
+        if not given.unknown or any(text.startswith("-") for text in given.unknown):
+            usage = "funrl report RUN" if name == "report" else "funrl compare RUN RUN ... [--to=FILE.html]"
+            raise SettingsError(f"usage: {usage}")
+        if name == "report":
+            for run in given.unknown:
+                print(f"open {write_report(run)}")
+        else:
+            print(f"open {write_comparison(given.unknown, given.values['to'])}")
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -153,6 +199,10 @@ def listing() -> str:
     parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
     parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
     parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += [
+        "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
+    ]
+    parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
     parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
     parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])

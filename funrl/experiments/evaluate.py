@@ -65,7 +65,7 @@ class Evaluation:
 
 
 class InferenceTask(NamedTuple):
-    """What ranks are given to do."""
+    """Task of the ranks."""
 
     job: Job
     stored: StoredModel
@@ -214,7 +214,7 @@ def _own_names() -> Any:
 
 
 def launched(program: Callable[..., Any], job: Job) -> Any:
-    """What the program returns on rank 0, of all ranks of the job."""
+    """Run a program on all ranks of a job and return what rank 0 returned."""
     timeout = datetime.timedelta(minutes=job.settings.timeout)
     return launch(program, job.sizes, job.device, timeout=timeout, before=functools.partial(open_rewards, job))
 

@@ -220,9 +220,12 @@ def train(
     if chosen.resume:
         check_resume(job, expanded(str(chosen.run_dir)))
     name = recipe if isinstance(recipe, str) else "run"
-    config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
+    config = dataclasses.asdict(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:
         config["prompts" if job.generates else "data"] = RECORDS
+    objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
+    if objects := [what for what, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
+        config["given_in_python"] = ", ".join(objects)
     with owned_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume) as owned:
         run_dir = str(owned.path)
         program = functools.partial(_rank, job, run_dir, on_step, source)

@@ -14,22 +14,23 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import arguments_of, find_recipe, full_source
 from funrl.experiments.command import Command
-from funrl.experiments.run import PLAIN, print_whole
+from funrl.experiments.run import PLAIN
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.run_directory import RunDirectory
 from funrl.trainer.declaration import Flag, SettingsError, above, at_least
-from funrl.trainer.differences import in_order
+from funrl.trainer.differences import by_phase
 from funrl.trainer.job import Job, prepare
+from funrl.trainer.observing import Observer
 from funrl.trainer.replay_source import Replayed, replay
 from funrl.trainer.settings import Settings, settings_flags
 
-USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
+REPLAY_USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
 SHARDING = {"fsdp": False, "fsdp_axes": None, "fsdp_models": None, "generate_mesh": None}  # on another mesh
 HERE = {"run_dir": None, "resume": False, "save_rollouts": 0, "keep_rollouts": None, "save_every": "0"}
 
@@ -49,7 +50,7 @@ def replay_command(argv: Sequence[str]) -> int:
         given = flags.read(own, argv)
         places = [text for text in given.unknown if not text.startswith("-")]
         if len(places) != 1 or len(given.unknown) > 1 or given.values["step"] is None:
-            raise SettingsError(USAGE)
+            raise SettingsError(REPLAY_USAGE)
         command = recorded_command(places[0], given.values["mesh"])
         return _replay(command, places[0], given.values["step"], given.values["tolerance"] or 0.0)
     except (ValueError, OSError, ImportError) as error:
@@ -84,7 +85,7 @@ def recorded_command(run_dir: str, mesh: str | None = None) -> Command:
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is not there; another version of {source} made this run")
     changed = HERE | ({} if mesh is None else SHARDING | {"mesh": mesh})
-    fields = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
+    fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
     values = recorded | fields
     return Command(name, Settings(**fields), source, tuple((flag, values[flag]) for flag in arguments), "")
 
@@ -101,13 +102,13 @@ def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     agrees = True
     for one in done:
         lines, same = verdict_lines(one, tolerance)
-        print_whole("\n".join(lines))
+        print("\n".join(lines))
         agrees = agrees and same
     return 0 if agrees else 1
 
 
 def _rank(job: Job, run_dir: str, step: int, mesh: Mesh) -> list[Replayed]:
-    return replay(job, run_dir, step, mesh, Notes(mesh.rank == 0))
+    return replay(job, run_dir, step, mesh, cast(Observer, Notes(mesh.rank == 0)))
 
 
 class Notes:
@@ -118,7 +119,7 @@ class Notes:
 
     def note(self, text: str) -> None:
         if self.prints:
-            print_whole(text)
+            print(text)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -133,7 +134,7 @@ def verdict_lines(one: Replayed, tolerance: float) -> tuple[list[str], bool]:
     compared = [part for part in one.found if not (tolerance and part.kind == "digests")]
     agrees = all(part.agrees(tolerance) for part in compared)
     lines = [f"step {one.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
-    for phase, parts in in_order(compared):
+    for phase, parts in by_phase(compared):
         equal = [part for part in parts if not part.count]
         names = [part.name for part in equal if part.kind != "metric"]
         names += [f"{len(equal) - len(names)} metrics"] * (len(equal) > len(names))

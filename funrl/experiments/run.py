@@ -29,6 +29,7 @@ from funrl.models.config import ModelError
 from funrl.track.report import ReportError, write_report
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, expanded
 from funrl.track.run_lock import owned_run
+from funrl.track.services import TrackerError
 from funrl.trainer.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
@@ -37,7 +38,8 @@ if TYPE_CHECKING:  # both import torch, which comes after the checks that need n
     from funrl.trainer.loop import Outcome
 
 ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio")  # of an evaluation; the last line leaves them out
-PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError)  # their messages say all that a user needs
+# Their messages say all that a user needs.
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
@@ -68,6 +70,8 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 print(help_of(experiment, argv))
                 return 0
             command = read_command(experiment, argv, writes=first)
+            if first:
+                print("\n".join(command.notes), end="\n" * bool(command.notes), file=sys.stderr)
             if command.settings.dry_run:
                 from funrl.cost.dry_report import dry_run
 

@@ -182,16 +182,18 @@ def _process_group(
     if device == "cuda":
         torch.cuda.set_device(where)
     options: dict[str, Any] = {"device_id": where} if device == "cuda" else {}
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=Mesh(sizes).world,
-        timeout=timeout,
-        **options,
-    )
-    heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
-    yield Mesh(sizes, rank, where, groups(sizes, timeout=timeout), timeout=timeout)
+    with heartbeat.phase("rendezvous"):
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=Mesh(sizes).world,
+            timeout=timeout,
+            **options,
+        )
+        heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
+        made = groups(sizes, timeout=timeout)
+    yield Mesh(sizes, rank, where, made, timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
     heartbeat.closing()
     heartbeat.entered("barrier", dist.group.WORLD.group_name)  # type: ignore[union-attr]

@@ -115,7 +115,8 @@ class StoreLink:
 
     def _visit(self, heart: Heart) -> None:
         try:
-            store = dist.distributed_c10d._get_default_store().clone()  # the program may be waiting on the other one
+            program: Any = dist.distributed_c10d._get_default_store()  # which may be waiting in it
+            store = program.clone()
             store.set_timeout(timedelta(seconds=ANSWER_S))
             self.store = store
             while not self.closed.is_set():

@@ -206,8 +206,10 @@ def _gemma3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
 
 def _family(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
     """A family whose classes begin with `name`."""
-    classes = (f"{name}{ending}" for ending in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification"))
-    return HFFamily(*classes, {**_COMMON, **defaults}, **more)
+    causal, sequence, token = (
+        f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
+    )
+    return HFFamily(causal, sequence, token, {**_COMMON, **defaults}, **more)
 
 
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}

@@ -17,7 +17,7 @@ from torch import Tensor
 from funrl.models.config import ModelError, architecture
 from funrl.models.model import Model
 
-ROWS_AT_ONCE = 4096
+ROWS_OF_A_MEAN = 4096
 OF_VOCABULARY = ("embed", "unembed")  # last parts of the names of weights with a row for each token
 
 
@@ -61,6 +61,6 @@ def _mean(tensor: Any) -> Tensor:
     """The mean of all rows [D], in float64; whole rows are added, so that it has the same bits on every rank."""
     count, width = tensor.get_shape()
     total = torch.zeros(width, dtype=torch.float64)
-    for begin in range(0, count, ROWS_AT_ONCE):
-        total += tensor[begin : begin + ROWS_AT_ONCE].double().sum(0)
+    for begin in range(0, count, ROWS_OF_A_MEAN):
+        total += tensor[begin : begin + ROWS_OF_A_MEAN].double().sum(0)
     return total / count

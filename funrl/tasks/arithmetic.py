@@ -143,6 +143,11 @@ def answer_text(number: int) -> str:
     return str(number)[::-1]
 
 
+def in_usual_order(text: str) -> str:
+    """A completion with its digits as one reads them, ones last, for people: "301" -> "103"."""
+    return text[::-1]
+
+
 def training_prompts(seed: int, count: int = TRAINING_PROMPTS, digits: int = DIGITS) -> list[Prompt]:
     """Problems to train on, with the field "answer"."""
     return _prompts(problems(seed, count, digits, "train"))

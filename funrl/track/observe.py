@@ -15,9 +15,12 @@ from funrl.mesh.reshard import export_weights
 from funrl.models import Placed, hf
 from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
+from funrl.track.report import ORDER
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, open_lines, read_lines
 from funrl.track.samples import Sample, open_samples
+from funrl.track.services import open_service
 from funrl.track.trackers import join_trackers, jsonl, tensorboard
+from funrl.trainer.declaration import parts
 from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 from funrl.trainer.job import Job
@@ -50,7 +53,11 @@ class RunObserver:
             return self
         title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
         with _writing(self.run):
-            self.track = join_trackers(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
+            self.track = join_trackers(
+                jsonl(self.run.metrics),
+                tensorboard(self.run.tensorboard),
+                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.report_to)),
+            )
             self.stack.callback(self.track.close)
             self.write_sample = open_samples(self.run.samples)
             self.stack.callback(self.write_sample.close)
@@ -89,8 +96,13 @@ class RunObserver:
     ) -> None:
         if self.run is None:
             return
+        readable = self.job.task.readable
+        if readable is not None:
+            texts = [readable(text) for text in texts]
+            if not self.times_shown:
+                self.progress.note(f"samples: {ORDER}")
         given = [
-            Sample(step, e.text, text, score, dict(part))
+            Sample(step, e.text, text, score, tuple(part.items()))
             for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):

@@ -110,6 +110,15 @@ details summary{cursor:pointer;font-size:14.5px;padding:2px 0}
 .config th{color:var(--soft);width:34%;padding-right:16px;overflow-wrap:anywhere}
 .config td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12.5px;
 overflow-wrap:anywhere}
+.wide{overflow-x:auto}
+.runs th,.runs td,.differ th,.differ td{text-align:left;vertical-align:top;padding:6px 18px 6px 0;
+border-top:1px solid var(--line);font-weight:400}
+.runs tr:first-child th,.differ tr:first-child th{border:0;color:var(--soft)}
+.runs th:first-child{white-space:nowrap;font-weight:600}
+.runs td small{display:block;color:var(--soft)}
+.differ th:first-child{color:var(--soft)}
+.differ td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12.5px;
+overflow-wrap:anywhere;min-width:9em}
 @media(max-width:980px){.three{grid-template-columns:repeat(2,minmax(0,1fr))}.time{grid-template-columns:minmax(0,1fr)}}
 @media(max-width:640px){main{padding:28px 14px 56px}.two,.three,.config{grid-template-columns:minmax(0,1fr)}
 .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}section{margin-top:34px}.grid{gap:12px}

@@ -8,6 +8,7 @@
 | eval_samples.jsonl | one object a completion of an evaluation | at every evaluation |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
+| trackers.json | what the trackers of --report_to call this run | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
 | skipped/ | rows of updates that were not finite, a few of them | when one is left out |
@@ -76,6 +77,10 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def trackers(self) -> Path:
+        return self.path / "trackers.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -125,16 +130,17 @@ def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
         "mesh": config.get("mesh"),
         "seed": config.get("seed"),
         "flags": config,
-        "versions": {
-            "funrl": funrl.__version__,
-            "python": platform.python_version(),
-            "torch": _version("torch"),
-            "transformers": _version("transformers"),
-        },
+        "versions": versions(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of what decides a run's numbers."""
+    found = {name: _version(name) for name in ("torch", "transformers")}
+    return {"funrl": funrl.__version__, "python": platform.python_version()} | found
 
 
 def valid(value: Any) -> Any:

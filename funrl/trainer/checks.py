@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,7 @@ def check_together(settings: Settings) -> None:
         _check_generate_mesh,
         _check_sharding,
         _check_reward_timeout,
+        _check_trackers,
         _check_difficulty,
     ):
         check(settings)
@@ -311,3 +313,9 @@ def _check_reward_timeout(settings: Settings) -> None:
             f"--reward_timeout={seconds:g}: the other ranks wait {settings.timeout} minutes for a rank's rewards; give "
             "a --timeout, in minutes, of more than that"
         )
+
+
+def _check_trackers(settings: Settings) -> None:
+    for name in () if settings.dry_run else parts(settings.report_to):
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(f"--report_to={settings.report_to}: {name} is not installed; pip install {name}")

@@ -1,4 +1,4 @@
-"""Which prompts are trained on: weights by a user's function of the metrics, and by measured pass rates.
+"""Weights of the prompts to train on: by a user's function of the metrics, and by measured pass rates.
 
 What is remembered is in the source's state and so in checkpoints: two numbers a prompt, and what the function keeps.
 """
@@ -36,8 +36,8 @@ class Weighing(NamedTuple):
     Attributes:
       init: () -> what is remembered, before the first step.
       weights: (remembered, step) -> weights [N] (None: all equal), remembered, metrics. Collective.
-      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: none), which of these have none
-        because a function failed [P * S]) -> remembered.
+      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: there are none), mask
+        [P * S] of those on which a function failed) -> remembered.
       observed: (remembered, metrics of a step) -> remembered. Collective.
     """
 

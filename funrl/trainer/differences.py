@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funrl.batch import FIELDS
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the first that fits
     "sync/": "verify", "eval/": "eval", "rollout/logprob_gap": "score_policy", "rollout/": "generate",
     "critic/advantages/": "advantage", "critic/values/": "advantage", "critic/returns/": "advantage",
@@ -21,7 +21,7 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
 }  # fmt: skip
 MEASURED = ("time_s/", "memory/", "perf/tokens_per_s")  # of the machine and its load, not of the run
 KINDS = ("field", "weights", "digests", "metric")
-PHASES = (  # in the order of a step
+PHASE_ORDER = (  # in the order of a step
     "generate", "score_policy", "score_critic", "score_implicit_reward", "score_reference", "score_teacher",
     "advantage", "update_implicit_reward", "update_critic", "update_policy", "update", "verify", "eval",
 )  # fmt: skip
@@ -111,7 +111,7 @@ def metric_differences(one: Mapping[str, float | None], other: Mapping[str, floa
             lacks = "first" if name not in one else "second"
             found.append(Difference(phase, "metric", name, 1, 1, math.inf, f"the {lacks} has no such metric"))
             continue
-        found.append(difference(phase, "metric", name, *(_number(x[name]) for x in (one, other))))
+        found.append(difference(phase, "metric", name, _number(one[name]), _number(other[name])))
     return found
 
 
@@ -128,18 +128,18 @@ def phase_of_field(name: str, stage: str) -> str:
     return "advantage" if writer in ("source", "advantage", "trainer") else f"score_{writer}"
 
 
-def in_order(found: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
+def by_phase(found: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
     """The phases of a step in their order, each with what was compared in it: tensors first, metrics last."""
     phases: dict[str, list[Difference]] = {}
     for one in sorted(found, key=lambda one: KINDS.index(one.kind)):
         phases.setdefault(one.phase, []).append(one)
-    known = [*PHASES, *sorted(set(phases) - set(PHASES))]
+    known = [*PHASE_ORDER, *sorted(set(phases) - set(PHASE_ORDER))]
     return [(phase, phases[phase]) for phase in known if phase in phases]
 
 
 def first_phase(found: Iterable[Difference]) -> list[Difference]:
     """The differences of the first phase of a step that has some."""
-    unlike = in_order(one for one in found if one.count)
+    unlike = by_phase(one for one in found if one.count)
     return unlike[0][1] if unlike else []
 
 
@@ -148,7 +148,7 @@ def _number(x: float | None) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(BITS[x.element_size()]) if x.is_floating_point() else x
+    return x.contiguous().view(BIT_VIEWS[x.element_size()]) if x.is_floating_point() else x
 
 
 def _kind(x: Tensor) -> str:

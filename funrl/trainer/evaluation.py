@@ -51,7 +51,7 @@ class EvalRow(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation has found, alike on every rank: P prompts with N samples each.
+    """Result of an evaluation, alike on every rank: P prompts with N samples each.
 
     Attributes:
       reward_PN: None where nothing rewards.

@@ -84,6 +84,7 @@ class Task(NamedTuple):
       weights: of each of them in a completion's score, then of the models that score completions too.
       demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
       max_new_tokens: what a completion needs.
+      readable: completion -> as it is shown to people; None: as it is.
       remarks: on prompts that are not taken as they are.
       curriculum: weights of the prompts before each step, see `curriculum.weighing`.
     """
@@ -95,6 +96,7 @@ class Task(NamedTuple):
     weights: tuple[float, ...]
     demonstrations: Demonstrations | None
     max_new_tokens: int
+    readable: Callable[[str], str] | None = None
     remarks: tuple[str, ...] = ()
     curriculum: Callable[..., Any] | None = None
 
@@ -107,7 +109,7 @@ class Texts(NamedTuple):
       examples: to train on.
       heldout: to evaluate on.
       kind: one of `supervised.TEXT_FIELDS`.
-      demonstrations: as in `Task`.
+      demonstrations, readable: as in `Task`.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Texts(NamedTuple):
     heldout: Sequence[Any]
     kind: str
     demonstrations: Demonstrations | None
+    readable: Callable[[str], str] | None = None
 
 
 def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
@@ -208,7 +211,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     weights = weights_of_rewards(settings, len(rewards))
     return Task(
         "arithmetic", train, heldout, rewards, weights, arithmetic.demonstrations,
-        arithmetic.MAX_NEW_TOKENS,
+        arithmetic.MAX_NEW_TOKENS, arithmetic.in_usual_order,
     )  # fmt: skip
 
 
@@ -314,7 +317,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
         form = PLAIN_PROMPTS._replace(step_separator="")
         return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
 
-    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations)
+    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations, arithmetic.in_usual_order)
 
 
 def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model]) -> Task:
@@ -333,9 +336,9 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     most = room[name]
     beyond = ", 1 of them to read the whole completion" if name in READERS else ""
     positions = models[name].config.max_positions
-    reason = f"and --max_new_tokens is {new_tokens}, but the model has {positions} positions{beyond}"
+    reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
     if settings.max_prompt_tokens is not None and settings.max_prompt_tokens < most:
-        most, reason = settings.max_prompt_tokens, f"and --max_prompt_tokens is {settings.max_prompt_tokens}"
+        most, reason = settings.max_prompt_tokens, f"--max_prompt_tokens is {settings.max_prompt_tokens}"
     if most < 1:
         raise SettingsError(
             f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "

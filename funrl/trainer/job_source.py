@@ -24,12 +24,13 @@ from funrl.models.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.tasks import arithmetic
 from funrl.trainer.build import Parts
 from funrl.trainer.checks import difficulty_of
 from funrl.trainer.clock import Clock
 from funrl.trainer.completion_scores import as_read, with_completion_scores, with_step_scores
 from funrl.trainer.curriculum import weighing
-from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout
+from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout, text_after
 from funrl.trainer.job import Job, Task, inherited
 from funrl.trainer.job_data import Texts, has_workers
 from funrl.trainer.judging import with_verdicts
@@ -37,11 +38,12 @@ from funrl.trainer.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.pair_rows import pair_source
 from funrl.trainer.partial import Budgeted, partial_source
 from funrl.trainer.prompt_data import step_separator
-from funrl.trainer.roles import READERS, Role
+from funrl.trainer.roles import READERS, Role, RoleState
 from funrl.trainer.scorers import scorers_of
 from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
+from funrl.trainer.text_samples import TOKENS, greedy_continuations, held_out_prompts
 
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -78,7 +80,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            scoring_budget(settings), clock, show, job.algorithm.advantage,
+            scoring_budget(settings), clock, show, job.algorithm.advantage, text_samples(job, parts, show),
         )  # fmt: skip
     generation = generation_of(job, parts, frozen, clock, show)
     for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
@@ -96,7 +98,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
 
 
 def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
-    """What evaluation takes from the model's generation_config.json.
+    """Remarks on what evaluation takes from the model's generation_config.json.
 
     Args:
       prefix: of the flags that would come before it.
@@ -265,6 +267,29 @@ def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
         return None if graded else (own_RK * factors).nansum(1) >= full
 
     return solved
+
+
+def text_samples(job: Job, parts: Parts, show: Show) -> Callable[[Mapping[str, RoleState], int], None]:
+    """A function that shows how the policy continues held-out prompts, where a policy learns: at the first and the last
+    evaluation, and at those of a step that --sample_every divides."""
+    settings, task = job.settings, job.task
+    assert isinstance(task, Texts)
+    count = TOKENS if task.readable is None else arithmetic.MAX_NEW_TOKENS
+    prompts = held_out_prompts(task.heldout, job.tokenizer, job.model.config.max_positions - count)
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+
+    def sample(states: Mapping[str, RoleState], step: int) -> None:
+        if step % settings.sample_every and step != settings.steps:
+            return
+        placed, ids = parts.roles["policy"].placed, [prompt.tokens for prompt in prompts]
+        found = greedy_continuations(placed, states["policy"].params, ids, count, job.sampling.stop, job.pad)
+        texts = [
+            text_after(decode([prompt[-1]]), prompt[-1], written, decode)
+            for prompt, written in zip(ids, found, strict=True)
+        ]
+        show.samples(step, prompts, texts, [None] * len(texts), [{}] * len(texts))
+
+    return sample if job.lead == "policy" and prompts else lambda states, step: None
 
 
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:

@@ -93,8 +93,9 @@ def train_loop(
     Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
       that does not hold the trainer's weights ends the run too, with everything learned so far saved.
     """
-    trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
+    with heartbeat.phase("load"):
+        trainer, state = begin_run(job, mesh, observer, source, pool=pool)
+        frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
     with (
         Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen) as saver,
         stops_when_asked(),

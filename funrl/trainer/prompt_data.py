@@ -195,23 +195,31 @@ def fit(prompts: Sequence[Example], most: int, how: str, reason: str) -> Fitting
     long = [one for one in prompts if len(one.tokens) > most]
     if not long:
         return Fitting(prompts, "")
-    named = ", ".join(one.source or repr(one.text[:60]) for one in long[:NAMED_PROMPTS])
-    more = f" and {len(long) - NAMED_PROMPTS} more" if len(long) > NAMED_PROMPTS else ""
-    count = f"{len(long)} of {len(prompts)} prompts" if len(long) > 1 else "a prompt"
+    named, count = _named(long), f"{len(long)} of {len(prompts)}"
     if how == "error":
         first = max(long, key=lambda one: len(one.tokens))
         where = f"{first.source}: " if first.source else ""
         raise SettingsError(
-            f"{where}the longest prompt has {len(first.tokens)} tokens, {reason}; --long_prompts=drop leaves such "
-            f"prompts out, truncate keeps their last tokens (it begins {first.text[:60]!r}; too long: {named}{more})"
+            f"{where}the longest prompt has {len(first.tokens)} tokens, but {reason}; --long_prompts=drop leaves such "
+            f"prompts out, truncate keeps their ends (it begins {first.text[:60]!r}; too long are {count}: {named})"
         )
     if how == "truncate":
         shorter = _each(prompts, lambda part: [one._replace(tokens=one.tokens[-most:]) for one in part])
-        return Fitting(shorter, f"{count} kept the last {most} tokens, {reason}: {named}{more}")
+        return Fitting(shorter, f"{count} are cut to their last {most} tokens, as {reason}: {named}")
     if any(all(len(one.tokens) > most for one in part) for part in _parts(prompts)):
-        raise SettingsError(f"--long_prompts=drop: no prompt is left of a file, {reason}: {named}{more}")
+        raise SettingsError(f"--long_prompts=drop: no prompt is left of a file, as {reason}: {named}")
     left = _each(prompts, lambda part: [one for one in part if len(one.tokens) <= most])
-    return Fitting(left, f"{count} left out, {reason}: {named}{more}")
+    return Fitting(left, f"{count} are left out, as {reason}: {named}")
+
+
+def _named(prompts: Sequence[Example]) -> str:
+    """The first ones by file and line: "a.jsonl, line 3, 7; b.jsonl, line 2 and 5 more"."""
+    by_file: dict[str, list[str]] = {}
+    for one in prompts[:NAMED_PROMPTS]:
+        file, _, number = one.source.rpartition(" ")
+        by_file.setdefault(file, []).append(number or repr(one.text[:60]))
+    named = "; ".join(f"{file} {', '.join(numbers)}".strip() for file, numbers in by_file.items())
+    return named + (f" and {len(prompts) - NAMED_PROMPTS} more" if len(prompts) > NAMED_PROMPTS else "")
 
 
 def _parts(prompts: Sequence[Example]) -> Sequence[Sequence[Example]]:

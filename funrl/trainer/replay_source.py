@@ -208,8 +208,8 @@ def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], m
         if not (first_copy(layouts[name], mesh) if name in layouts else mesh.rank == 0):
             continue  # another rank compares it
         phase = f"update_{name.split('/')[1]}" if name.startswith("roles/") else "advantage"
-        pair = [v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y)]
-        one = difference(phase, "weights", name, *pair)
+        mine, theirs = (v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y))
+        one = difference(phase, "weights", name, mine, theirs)
         found += [one] * bool(one.count)
         equal[phase] = equal.get(phase, 0) + (0 if one.count else one.total)
     found += [Difference(phase, "weights", "state of the checkpoint", total) for phase, total in equal.items()]

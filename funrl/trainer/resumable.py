@@ -11,13 +11,13 @@ from funrl.trainer.job import Job
 from funrl.trainer.shard_server import CheckpointError, DamagedError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
-SIZES = ("family", "vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp", "tied")  # of a model's config
-ADVICE = "give the flags that the run was started with, or another --run_dir"
+CONFIG_SIZES = ("family", "vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp", "tied")  # of a model's config
+RESUME_ADVICE = "give the flags that the run was started with, or another --run_dir"
 
 
 def run_facts(job: Job) -> dict[str, Any]:
     """Everything about a run that decides which tensors its state has, in words of JSON."""
-    sizes = {name: getattr(job.models[job.lead].config, name) for name in SIZES}
+    sizes = {name: getattr(job.models[job.lead].config, name) for name in CONFIG_SIZES}
     return {"learns": sorted(job.algorithm.losses), "optimizer": job.settings.optimizer, **sizes}
 
 
@@ -48,7 +48,7 @@ def check_facts(found: Recorded, job: Job) -> None:
     for name, value in mine.items():
         if name in theirs and theirs[name] != value:
             what = f"{name} {_said(theirs[name])}, this one has {_said(value)}"
-            raise CheckpointError(f"--resume: {found.path} is of a run with {what}; {ADVICE}")
+            raise CheckpointError(f"--resume: {found.path} is of a run with {what}; {RESUME_ADVICE}")
 
 
 def check_frozen(found: Recorded, digests: Mapping[str, str], job: Job) -> None:

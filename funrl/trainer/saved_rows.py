@@ -32,7 +32,7 @@ from funrl.trainer.shard_server import CheckpointError, DamagedError
 from funrl.trainer.step_rows import Rows, rows_of
 
 ROLLOUTS = "rollouts"  # folder of a run
-FORMAT = 1
+ROWS_FORMAT = 1
 STAGES = ("drawn", "scored")
 # Fields of a source that an advantage chain may replace; the others of a source are as they were drawn.
 REPLACED = ("mask", "length", "score", "token_reward", "label")
@@ -166,7 +166,7 @@ def _write_own(
             whole = {name: x for name, x in held.items() if FIELDS[name].kind == "row"}
             table |= {f"{stage}/{name}": x.cpu().clone().contiguous() for name, x in whole.items()}
         names = {stage: _declared(stage, tokens) for stage in STAGES}
-        whole = {"format": FORMAT, **record, "mesh": str(mesh), "fields": names}
+        whole = {"format": ROWS_FORMAT, **record, "mesh": str(mesh), "fields": names}
         nbytes += (beside / "table.safetensors").write_bytes(save(table))
         nbytes += (beside / "record.json").write_text(json.dumps(whole))
     return nbytes
@@ -215,8 +215,8 @@ def open_rows(folder: str | Path, step: int) -> SavedRows:
         raise CheckpointError(f"{folder} has no rows of step {step}, which --save_rollouts keeps; there are: {there}")
     try:
         record = json.loads((path / "record.json").read_text())
-        if record["format"] != FORMAT:
-            raise ValueError(f"its format is {record['format']}, this version reads {FORMAT}")
+        if record["format"] != ROWS_FORMAT:
+            raise ValueError(f"its format is {record['format']}, this version reads {ROWS_FORMAT}")
         return SavedRows(path, record, load_file(path / "table.safetensors"))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DamagedError(f"{path}: it cannot be read: {error}") from error

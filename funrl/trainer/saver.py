@@ -209,8 +209,8 @@ class Saver:
         own, memory = self._prepare(state)
         numbers, whole, rows = numbers_of(state), *self._divided(state)
         copy_to_memory(own, whole, self.layouts, self.mesh, memory)
-        if rows:
-            copy_rows(own, rows, self._held(state), memory)
+        if (held := self._held(state)) is not None:
+            copy_rows(own, rows, held, memory)
         self.attempt += 1
         beside = str(Path(self.folder) / f".step-{state.step}.{self.attempt}")
         scalars, rank = scalar_arrays(numbers), self.mesh.rank
@@ -282,8 +282,8 @@ class Saver:
         own = own_shards({n: x for n, x in whole.items() if n not in of_source}, self.layouts, self.mesh)
         if self.mesh.rank == 0:
             own = joined_shards(own, own_shards(of_source, {}, single()))
-        if rows:
-            own = joined_shards(own, own_row_shards(rows, self._held(state)))
+        if (held := self._held(state)) is not None:
+            own = joined_shards(own, own_row_shards(rows, held))
         if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
             try:
                 write_outline(self.folder, self.model, self.job.tokenizer)

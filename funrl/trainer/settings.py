@@ -38,6 +38,7 @@ from funrl.trainer.scorers import weights_by_name
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
@@ -405,7 +406,13 @@ class Settings:
         None, "output", "as --repetition_penalty", above(0), kinds=RL,
         chosen="the model's, else 1",
     )  # fmt: skip
-    sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
+    report_to: str | None = flag(
+        None, "output", "trackers beside TensorBoard and JSON lines",
+        some_of(*TRACKERS),
+    )  # fmt: skip
+    sample_every: int = flag(
+        10, "output", "steps between samples; of given texts, at evaluations", at_least(1)
+    )  # fmt: skip
 
 
 @functools.cache

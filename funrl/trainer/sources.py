@@ -215,6 +215,7 @@ def text_source(
     clock: Clock,
     show: Show,
     chain: Advantage | None = None,
+    sample: Callable[[Mapping[str, RoleState], int], None] = lambda states, step: None,
 ) -> Source:
     """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns.
 
@@ -224,6 +225,7 @@ def text_source(
       roles, frozen: of the run; the weights of those that do not learn.
       batch_examples: of a batch.
       chain: what is to be done with the rows before the loss; None: nothing.
+      sample: called with the states of the roles and the step at every evaluation.
     """
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
     scoring = {n: r for n, r in roles.items() if n in frozen}
@@ -249,6 +251,8 @@ def text_source(
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
+        with clock.phase("eval"):
+            sample(states, step)
         told = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         return {"eval/loss": value.item()} | told
 

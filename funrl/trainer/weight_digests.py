@@ -18,7 +18,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.rollout.certificate import digest, first_copy
 from funrl.trainer.roles import Role
 
-WORD = (1 << 64) - 1
+UINT64 = (1 << 64) - 1
 
 
 def weight_digests(params: trees.Tree, stored: trees.Tree, mesh: Mesh) -> dict[str, str]:
@@ -35,7 +35,7 @@ def weight_digests(params: trees.Tree, stored: trees.Tree, mesh: Mesh) -> dict[s
     if not digests:
         return {}
     whole = psum(torch.stack(list(digests.values())), mesh, AXES).tolist()
-    return {name: f"{number & WORD:016x}" for name, number in zip(digests, whole, strict=True)}
+    return {name: f"{number & UINT64:016x}" for name, number in zip(digests, whole, strict=True)}
 
 
 def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], mesh: Mesh) -> dict[str, str]:

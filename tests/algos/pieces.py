@@ -94,6 +94,7 @@ def example(dtype=torch.float64, seed=0) -> Batch:
         scores=normal(B, 3),
         token_reward=normal(B, T, scale=0.1),
         truncated=torch.tensor([False, True, True, False, False, False, True]),
+        failed=torch.tensor([False, False, True, True, False, False, False]),
         old_logp=old,
         value=normal(B, T),
         sum_pi_squared=old.exp().square() + 0.2 * normal(B, T).sigmoid(),

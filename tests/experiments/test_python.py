@@ -127,9 +127,9 @@ def len_reward(prompt, completion, **fields):
 
 
 def test_several_rewards_a_model_of_a_directory_and_what_the_run_leaves(model, tmp_path):
-    rewards = (len_reward, lambda prompt, completion, **_: completion.count("1"))
+    rewards = {"length": len_reward, "ones": lambda prompt, completion, **_: completion.count("1")}
     run = funrl.train("gdpo", model=model, prompts=PROMPTS, reward=rewards, reward_weights="1,0.5", lr=1e-2, **TINY)
-    assert "reward/2/mean" in run.metrics[0]
+    assert "reward/ones/mean" in run.metrics[0]
     assert run.run_dir.startswith("runs/gdpo")
     before, after = (hf.load(folder, torch.float32)[1] for folder in (model, run.model.directory))
     assert (before["embed"] - after["embed"]).abs().max() > 1e-3
@@ -255,8 +255,17 @@ def test_the_public_index_is_whole_and_lazy():
         _ = funrl.trian
 
 
-def test_a_step_that_takes_long_is_told_after_a_heartbeat(capfd):
-    funrl.train("grpo", warmstart_steps=0, heartbeat=1, on_step=lambda step, _: time.sleep(0.8 * step), **TINY)
-    told = [line for line in capfd.readouterr().err.splitlines() if "no progress" in line]
-    assert len(told) == 1 and told[0].startswith("no progress for 1 s: the run waits for rank 0 on "), told
-    assert "(step 2, after eval)" in told[0]
+@pytest.mark.gloo
+def test_a_reward_that_takes_long_is_told_after_a_heartbeat(capfd):
+    """One prompt's, so that one rank waits for the other."""
+
+    def slow(prompt, completion, wanted):
+        if prompt == PROMPTS[2]["prompt"]:
+            time.sleep(1.6)
+        return float(completion[:1] == wanted)
+
+    few = {**TINY, "batch_prompts": 18, "steps": 1, "samples_per_prompt": 1, "dtype": "float64"}  # 2 are held out
+    funrl.train("rloo", prompts=PROMPTS, reward=slow, reward_workers=0, mesh="dp2", heartbeat=1, **few)
+    told = [line for line in capfd.readouterr().err.splitlines() if "(step 1, reward" in line]
+    assert len(told) == 1 and told[0].startswith("no progress for 1 s: the run waits for rank "), told
+    assert told[0].endswith("; the run ends when a rank has waited 60 minutes (--timeout)")

@@ -132,6 +132,8 @@ def _raises(error):
         (_closes, r"rank 1 failed:(.|\n)*the cause"),
         (lambda: _raises(asyncio.CancelledError()), r"rank 1 failed:(.|\n)*CancelledError"),
         (lambda: sys.exit(0), r"rank 1 failed:(.|\n)*SystemExit: 0"),
+        (lambda: _raises(MemoryError("no room")), r"rank 1 failed:(.|\n)*MemoryError: no room"),
+        (lambda: _raises(FloatingPointError("nan")), r"rank 1 failed:(.|\n)*FloatingPointError: nan"),
         (lambda: _raises(Unspeakable()), r"rank 1 failed:(.|\n)*Unspeakable"),
     ],
 )

@@ -50,7 +50,7 @@ def crash(folder, mesh="dp1", **settings):
     """A run that crashes after its third step; what it saves when it fails is taken away, as by a power cut."""
     with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
         run(folder, mesh, stop_after=3, save_every="1", **settings)
-    shutil.rmtree(folder / "step-3")
+    shutil.rmtree(folder / "step-3", ignore_errors=True)
 
 
 def measured(name):
@@ -151,7 +151,9 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     other = other._replace(advantage=(*state.advantage, 0.5))
     with saver_of(run, other, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
         saver.resumed(other)
-    assert re.search(r"state of another run: missing \['advantage/\d'\], unknown \[\]; give", str(caught.value))
+    assert re.search(
+        r"state of another run: missing \['advantage/\d'\], unknown \[\]; --resume needs the flags", str(caught.value)
+    )
 
 
 def test_weights_that_do_not_learn_must_be_those_of_the_beginning(tmp_path):
