@@ -1,6 +1,6 @@
 """One page about a run: what it reached, its curves, where the time went, what the policy said before and after.
 
-    python -m funrl.track.report runs/ppo-20250101-120000
+    funrl report runs/ppo-20250101-120000
 
 writes report.html into that directory, from config.json, metrics.jsonl and samples.jsonl. The page stands alone: styles
 and drawings are inside, there is no script, and nothing is loaded from elsewhere.
