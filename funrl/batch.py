@@ -147,6 +147,9 @@ class Batch:
         Tensor,
         Field("token", "source", "outcome, 0 to 1, on all tokens of what has one; label_outcomes makes it of scores"),
     ]
+    mismatched: Annotated[
+        Tensor, Field("row", "source", "the completion is behind another prompt than its own, for KTO", "bool")
+    ]
     margin: Annotated[Tensor, Field("token", "source", "by how much the chosen sequence of a pair should win")]
     old_logp: Annotated[Tensor, Field("token", "policy", "nats, of the sampled tokens")]
     old_entropy: Annotated[Tensor, Field("token", "policy", "nats, at the sampled tokens")]
@@ -175,7 +178,9 @@ class Batch:
     entropy_coefficient: Annotated[
         Tensor, Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()")
     ]
-    kl_baseline: Annotated[Tensor, Field("token", "source", "nats, KTO's reference point, as of reference_point()")]
+    kl_baseline: Annotated[
+        Tensor, Field("token", "advantage", "nats, KTO's reference point, made by reference_point()")
+    ]
     offsets: Annotated[Tensor, Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", "int")]
     trained: Annotated[
         Tensor,
@@ -376,6 +381,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
         "label": mask.double(), "version": mask.long(), "failed": torch.zeros(B, dtype=torch.bool),
+        "mismatched": torch.tensor([False, True, False, True]),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:

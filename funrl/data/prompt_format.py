@@ -20,7 +20,8 @@ from funrl.data.records import read_records, source_problem
 from funrl.data.tokenizer import encode_prompt
 
 Messages = list[dict[str, Any]]
-HOLE = "{prompt}"
+PROMPT_PLACE = "{prompt}"
+SEPARATOR = "\n"  # of steps, where nothing else is said
 OWN = "own"  # the tokenizer's chat template
 TEXT_FILES = (".txt", ".md", ".jinja")  # a value that ends so names a file
 COMPLETIONS = ("completion", "answer", "solution")  # columns, the first that is there
@@ -43,14 +44,16 @@ class PromptFormat(NamedTuple):
       shots: solved examples.
       tools: JSON schemas of tools, for the chat template; a record's own `tools` come first.
       arguments: further arguments of the chat template, by name.
+      step_separator: text between two steps of a solution.
     """
 
     chat: bool = False
     system: str | None = None
-    text: str = HOLE
+    text: str = PROMPT_PLACE
     shots: tuple[Shot, ...] = ()
     tools: tuple[Any, ...] = ()
     arguments: Mapping[str, Any] = {}
+    step_separator: str = SEPARATOR
 
 
 PLAIN_PROMPTS = PromptFormat()
@@ -180,7 +183,7 @@ def _turns(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> Mes
 def _in_template(prompt: Any, form: PromptFormat) -> str:
     if not isinstance(prompt, str):
         raise DataError("the examples of --few_shot are messages, but this prompt is text; give --chat_template=own")
-    return form.text.replace(HOLE, prompt)
+    return form.text.replace(PROMPT_PLACE, prompt)
 
 
 def _value(text: str) -> Any:

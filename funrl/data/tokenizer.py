@@ -36,13 +36,17 @@ def character_tokenizer(alphabet: str) -> Any:
     twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
     if twice or not alphabet:
         raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} are there twice" if twice else "it is empty"))
-    vocab = {token: i for i, token in enumerate((PAD, END, *alphabet))}
-    tokenizer = Tokenizer(WordLevel(vocab))
+    tokenizer = Tokenizer(WordLevel(character_vocabulary(alphabet)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
+
+
+def character_vocabulary(alphabet: str) -> dict[str, int]:
+    """The ids of the tokens of a `character_tokenizer`."""
+    return {token: i for i, token in enumerate((PAD, END, *alphabet))}
 
 
 def load_tokenizer(folder: str | Path) -> Any:

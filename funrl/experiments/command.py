@@ -126,7 +126,8 @@ def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )
     flags.refuse_unknown(every.unknown, every.values)
-    known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
+    implied = resolved(settings)
+    known = {**every.values, "max_new_tokens": implied.max_new_tokens, "reward_weights": implied.reward_weights}
     chosen = tuple((name, known[name]) for name in arguments.flags)
     command = Command(experiment.name, settings, source, chosen, "", line.notes)
     from funrl.algos.core import Algorithm

@@ -32,6 +32,7 @@ from funrl.trainer.inference import ALL, StoredModel, find_stored_model, prepare
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Given, Task
 from funrl.trainer.job_source import open_rewards, remarks_on_sampling
+from funrl.trainer.scorers import scorers_of
 from funrl.trainer.settings import Settings, resolved, settings_flags
 
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # of a run: which prompts it holds out
@@ -109,7 +110,7 @@ def evaluate(
     named |= {"reward": reward} if isinstance(reward, str) else {}
     chosen = settings_of("evaluate", stored, settings | named, given, seed)
     embedded = chosen.eval_data is None and chosen.prompts is None and given.eval_records is None
-    if not embedded and chosen.reward is None and given.rewards is None and chosen.reward_model is None:
+    if not embedded and chosen.reward is None and given.rewards is None and not scorers_of(chosen):
         raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
     with _own_names():
         job = prepare_inference(chosen, stored, given, limit or ALL)

@@ -15,7 +15,10 @@ PROMPTS = (
     "fields", "prompt_template", "system_prompt", "few_shot", "chat_template", "tools", "template_arguments",
     "long_prompts", "max_prompt_tokens", "max_new_tokens",
 )  # fmt: skip
-REWARDS = ("reward", "reward_model", "reward_weights", "on_reward_error", "reward_workers", "reward_timeout")
+REWARDS = (
+    "reward", "reward_model", "process_reward_model", "step_separator", "judge", "judge_template",
+    "judge_pattern", "judge_max_new_tokens", "reward_weights", "on_reward_error", "reward_workers", "reward_timeout",
+)  # fmt: skip
 DEVICES = (
     "mesh", "generate_mesh", "device", "dtype", "compile", "model_code", "engine", "engine_url", "engine_timeout",
     "kv_cache_gb", "decode_rows", "speculate", "queue", "timeout",

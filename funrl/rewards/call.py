@@ -6,8 +6,10 @@
 | batched | lists of prompts, completions and fields, those that it takes by name | a list of them |
 | `async def`, plain or batched | the same, many calls at once in one event loop | the same |
 
-A function that has an argument `completions`, `prompts` or `completion_ids` is a batched one. None, or NaN, says that a
-function does not apply to a completion, whose score is then the sum of the others.
+A function that has an argument `completions`, `prompts` or `completion_ids` is a batched one, as TRL's are. A plain one
+that has an argument `solution_str` is called as verl's are: the completion by this name, and the fields that it takes.
+Instead of a number a dict may be given that has it as "score". None, or NaN, says that a function does not apply to a
+completion, whose score is then the sum of the others.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from funrl.rewards.named import unique_names
 
 Reward = Callable[..., Any]  # (prompt, completion, **fields), or (completions, **columns)
 LARGEST = torch.finfo(torch.float32).max  # which the trainer computes in
+BY_NAME = "solution_str"  # an argument that is the completion, of a function that takes all by name
 BATCH_ARGUMENTS = (
     "prompts",
     "completions",
@@ -146,9 +149,7 @@ def outcomes(one: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutco
     """Numbers of rows by a function that is not awaited, in their order. Nothing is raised."""
     if one.batched:
         return _batch_outcomes(one, rows, lambda: one.function(**columns_of(one, rows)))
-    return [
-        _row_outcome(one, row, lambda row=row: one.function(row.prompt, row.completion, **row.fields)) for row in rows
-    ]
+    return [_row_outcome(one, row, lambda row=row: _called(one, row)) for row in rows]
 
 
 async def awaited_outcomes(
@@ -163,10 +164,21 @@ async def awaited_outcomes(
         return _batch_outcomes(one, rows, await _awaited(lambda: one.function(**columns_of(one, rows)), timeout_s))
 
     async def reward(row: Completed) -> RewardOutcome:
-        call = await _awaited(lambda: one.function(row.prompt, row.completion, **row.fields), timeout_s)
-        return _row_outcome(one, row, call)
+        return _row_outcome(one, row, await _awaited(lambda: _called(one, row), timeout_s))
 
     return list(await asyncio.gather(*map(reward, rows)))
+
+
+def named_fields(one: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a function takes by name, and no other."""
+    return {name: x for name, x in fields.items() if one.keywords or name in one.takes}
+
+
+def _called(one: RewardFunction, row: Completed) -> Any:
+    """The value that a plain function gives for a row."""
+    if BY_NAME in one.takes:
+        return one.function(**{BY_NAME: row.completion, **named_fields(one, row.fields)})
+    return one.function(row.prompt, row.completion, **row.fields)
 
 
 def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
@@ -177,7 +189,7 @@ def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list
     columns = own | {name: [row.fields.get(name) for row in rows] for name in fields if name not in BATCH_ARGUMENTS}
     if "completion_ids" in one.takes:
         columns["completion_ids"] = [list(row.completion_ids) for row in rows]
-    return {name: column for name, column in columns.items() if one.keywords or name in one.takes}
+    return named_fields(one, columns)
 
 
 def score_all(
@@ -262,6 +274,7 @@ def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callab
 
 def _checked(one: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
     """The number of a row; NaN where the function does not apply."""
+    value = value["score"] if isinstance(value, Mapping) and "score" in value else value
     number = _number(value)
     if not one.alone and (value is None or (number is not None and math.isnan(number))):
         return math.nan

@@ -10,14 +10,17 @@ from typing import Any
 from funrl import loading
 from funrl.rewards.call import (
     BATCH_ARGUMENTS,
+    BY_NAME,
     Reward,
     RewardError,
     RewardFunction,
     described_function,
+    named_fields,
     reward_functions,
     torch_state_kept,
 )
 from funrl.rewards.named import VERIFIERS, NamedReward, parse_rewards
+from funrl.rewards.sandbox import SandboxError, check_platform
 
 
 def load_rewards(text: str) -> tuple[RewardFunction, ...]:
@@ -43,6 +46,11 @@ def _loaded(one: NamedReward) -> RewardFunction:
                 f"--reward={one.source} needs {verifier.library.replace('_', '-')} ({error}): "
                 f"pip install 'funrl[{verifier.extra}]'"
             ) from error
+    if one.source == "code":
+        try:
+            check_platform()
+        except SandboxError as error:
+            raise loading.LoadError(f"--reward=code: {error}") from error
     return described_function(loading.load_function("reward", verifier.source), one.name, verifier.fields)
 
 
@@ -79,6 +87,8 @@ def _check_call(text: str, one: RewardFunction, names: Sequence[str]) -> None:
         if one.batched:
             columns = {*BATCH_ARGUMENTS, *names}
             signature.bind(**dict.fromkeys(columns if one.keywords else columns & one.takes))
+        elif BY_NAME in one.takes:
+            signature.bind(**named_fields(one, {BY_NAME: "", **dict.fromkeys(names)}))
         else:
             signature.bind("", "", **dict.fromkeys(names))
     except TypeError as error:

@@ -88,23 +88,6 @@ def parse_rewards(text: str) -> tuple[NamedReward, ...]:
     return tuple(map(NamedReward, names, sources, weights))
 
 
-def weights_text(text: str, further: int = 0) -> str | None:
-    """The weights that a text of rewards gives, as --reward_weights takes them; None where it gives none.
-
-    Args:
-      further: rewards beside those of the text, each of weight 1.
-
-    >>> weights_text("math,format@0.1")
-    '1,0.1'
-    """
-    weights = [one.weight for one in parse_rewards(text)]
-    if all(weight is None for weight in weights):
-        return None
-    return ",".join(
-        str(1.0 if weight is None else weight).removesuffix(".0") for weight in [*weights, *[1.0] * further]
-    )
-
-
 def unique_names(names: Sequence[str], places: Sequence[str] = ()) -> list[str]:
     """The names, those that several have with where each is from, or with their numbers.
 

@@ -17,6 +17,7 @@ import functools
 import math
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -308,9 +309,11 @@ async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunc
 
 
 def _cpu_s() -> float:
-    """Seconds of processors that this process and the programs that it has waited for have used."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    """Seconds in which this process used a core or waited for one, and the programs that it has waited for used one."""
+    programs, queued = resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
+    with contextlib.suppress(OSError), open("/proc/self/schedstat") as file:
+        queued = int(file.read().split()[1]) / 1e9
+    return time.process_time() + programs.ru_utime + programs.ru_stime + queued
 
 
 def _own_group(pid: int) -> None:

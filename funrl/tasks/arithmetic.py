@@ -7,13 +7,15 @@ now and then; that is where reinforcement learning begins.
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from funrl.data.prompts import Prompt
-from funrl.data.tokenizer import character_tokenizer
+from funrl.data.tokenizer import character_tokenizer, character_vocabulary
 from funrl.models.config import Config
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
@@ -100,6 +102,30 @@ def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "tra
     ]
 
 
+def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, bool]]:
+    """The two answers of `preferences` one by one, as (prompt, completion, whether it is the sum).
+
+    Args: as in `problems`.
+    """
+    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    return [one for prompt, right, wrong in pairs for one in ((prompt, right, True), (prompt, wrong, False))][:count]
+
+
+def steps(
+    seed: int, count: int, digits: int = DIGITS, split: Split = "train"
+) -> list[tuple[str, list[str], list[bool]]]:
+    """Each answer of `ratings` as (prompt, its digits, whether all of them so far are those of the sum).
+
+    Args: as in `problems`.
+    """
+    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    both = [(prompt, answer, right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
+    return [
+        (prompt, list(answer), [answer[:n] == right[:n] for n in range(1, len(answer) + 1)])
+        for prompt, answer, right in both
+    ]
+
+
 def reward(prompt: str, completion: str, **fields: Any) -> float:
     """1.0 if the completion is exactly the sum that the prompt asks for, ones first, else 0.0."""
     match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
@@ -137,6 +163,15 @@ def heldout_prompts(count: int, digits: int = DIGITS) -> list[Prompt]:
 def tokenizer() -> Any:
     """One token a character."""
     return character_tokenizer(ALPHABET)
+
+
+def is_its_tokenizer(folder: str | Path) -> bool:
+    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
+    try:
+        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return vocab == character_vocabulary(ALPHABET)
 
 
 def model_config(head: int = HEAD) -> Config:

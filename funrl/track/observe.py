@@ -102,7 +102,7 @@ class RunObserver:
             if not self.times_shown:
                 self.progress.note(f"samples: {ORDER}")
         given = [
-            Sample(step, e.text, text, score, dict(part))
+            Sample(step, e.text, text, score, tuple(part.items()))
             for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):

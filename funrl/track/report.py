@@ -359,7 +359,7 @@ def sample_card(sample: Sample) -> str:
         pill = f' <span class="pill {tone}">reward {number(reward)}</span>'
     else:
         pill = ""
-    pill += "".join(f" <small>{escaped(name)} {number(value)}</small>" for name, value in sample.rewards.items())
+    pill += "".join(f" <small>{escaped(name)} {number(value)}</small>" for name, value in sample.rewards)
     return (
         f'<article class="card"><p class="about">step {sample.step}{pill}</p>'
         f"<pre><span>{_cut(sample.prompt)}</span>{_cut(sample.completion) or '<em>(empty)</em>'}</pre></article>"

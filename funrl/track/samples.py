@@ -12,14 +12,14 @@ from funrl.track.run_directory import open_lines, read_lines
 class Sample(NamedTuple):
     """One completion: after how many steps, of which prompt, and the reward it got (None: nothing rewards it).
 
-    Where several functions reward it, `rewards` has what each of those that apply gave, by name.
+    Where several functions reward it, `rewards` has the names of those that apply, and what each gave.
     """
 
     step: int
     prompt: str
     completion: str
     reward: float | None
-    rewards: dict[str, float] = {}  # noqa: RUF012  (never mutated)
+    rewards: tuple[tuple[str, float], ...] = ()
 
 
 class SampleWriter(NamedTuple):
@@ -34,8 +34,8 @@ def open_samples(path: Path) -> SampleWriter:
     lines = open_lines(path)
 
     def write(sample: Sample) -> None:
-        fields = sample._asdict()
-        lines.write(fields if sample.rewards else {name: x for name, x in fields.items() if name != "rewards"})
+        rewards = {"rewards": dict(sample.rewards)} if sample.rewards else {}
+        lines.write({name: x for name, x in sample._asdict().items() if name != "rewards"} | rewards)
 
     return SampleWriter(write, lines.close)
 
@@ -49,7 +49,9 @@ def read_samples(path: Path) -> list[Sample]:
 
 def _sample(line: dict[str, Any]) -> Sample:
     prompt, completion = (str(line.get(name, "")) for name in ("prompt", "completion"))
-    return Sample(int(line.get("step") or 0), prompt, completion, line.get("reward"), line.get("rewards") or {})
+    return Sample(
+        int(line.get("step") or 0), prompt, completion, line.get("reward"), tuple((line.get("rewards") or {}).items())
+    )
 
 
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

@@ -26,6 +26,7 @@ from funrl.rollout.vllm_engine import vllm_engine
 from funrl.trainer.clock import Clock
 from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
+from funrl.trainer.judging import Judge, open_judge
 from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import LOSS_METRICS, Companion, Role, RoleState, writes_of
 from funrl.trainer.sharding import stored_rules
@@ -56,6 +57,7 @@ class Parts(NamedTuple):
       roles: by name; those that learn in the order of the algorithm's losses.
       generator: None where nothing is generated.
       pool: this rank's reward workers; None: it has none.
+      judge: None where no model writes verdicts.
     """
 
     mesh: Mesh
@@ -63,6 +65,7 @@ class Parts(NamedTuple):
     roles: Mapping[str, Role]
     generator: Generator | None
     pool: Pool | None = None
+    judge: Judge | None = None
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -70,10 +73,13 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     settings, compiled = job.settings, {}
     compiles = "off" if settings.remat == "selective" else settings.compile
 
-    def placed(name: str, model: Model) -> Placed:
+    def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
             compiled[model.layer] = compile_layer(model, compiles, mesh.device.type, note)
-        layer = rematerialized(compiled[model.layer], settings.remat)
+        return compiled[model.layer]
+
+    def placed(name: str, model: Model) -> Placed:
+        layer = rematerialized(layer_of(model), settings.remat)
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
 
     places = {name: placed(name, model) for name, model in job.models.items()}
@@ -81,7 +87,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = _generator(job, roles["policy"], compiled[job.model.layer], note) if job.generates else None
-    return Parts(mesh, placed(job.lead, job.model), ordered, generator)
+    judge = None
+    if job.judge is not None and generator is not None:
+        layer = layer_of(job.judge.model)
+        judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.decode_rows, layer, note)
+    return Parts(mesh, placed(job.lead, job.model), ordered, generator, judge=judge)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -133,7 +143,7 @@ def needs_old_scores(job: Job) -> bool:
     """True if the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
     of its forward pass, unless something before or beside the policy's loss reads them."""
     algorithm = job.algorithm
-    if not job.generates:
+    if not job.generates and algorithm.advantage is None:
         return False
     others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
     before = reads(algorithm.advantage, algorithm.filter, *others).required

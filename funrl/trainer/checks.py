@@ -13,8 +13,10 @@ from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import ROW_AXES, SHORT, devices
-from funrl.rewards.named import VERIFIERS, parse_rewards, weights_text
+from funrl.rewards.named import VERIFIERS, parse_rewards
+from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
@@ -78,20 +80,24 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
         refuse_idle_data(settings)
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
-        if settings.model is not None:
+        if settings.model is not None and not arithmetic.is_its_tokenizer(settings.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
             raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl{reward}")
-    elif rewarded and settings.reward is None and settings.reward_model is None:
+    elif rewarded and settings.reward is None and not scorers_of(settings):
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     functions = 1 if settings.prompts is None else len(parts(settings.reward))  # the embedded task has one
     if settings.on_reward_error != "stop" and not functions:
         raise SettingsError(f"--on_reward_error={settings.on_reward_error} does nothing without --reward")
-    weights_of_rewards(settings, functions + (settings.reward_model is not None))
+    weights_of_rewards(settings, functions)
+    if settings.step_separator is not None and settings.process_reward_model is None:
+        raise SettingsError(
+            f"--step_separator={settings.step_separator} does nothing without --process_reward_model=DIR"
+        )
 
 
 def check_data(settings: Settings) -> None:
     """Check that the flags of a supervised run name texts. Raises: SettingsError."""
-    if settings.model is not None and settings.data is None:
+    if settings.model is not None and settings.data is None and not arithmetic.is_its_tokenizer(settings.model):
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
     if settings.data is None:
         refuse_idle_data(settings)
@@ -110,8 +116,8 @@ def check_files(settings: Settings) -> None:
         for path, _ in data_files(settings, name):
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
-    for name in ("model", "teacher", "reward_model"):
-        path = getattr(settings, name)
+    for name in ("model", "teacher", *SCORERS):
+        path = model_path(settings, name)
         if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
             continue
         if not Path(path).is_dir():
@@ -175,27 +181,27 @@ def difficulty_of(text: str) -> Difficulty:
     return found
 
 
-def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
-    """The number by which each reward counts in a completion's score; that of a reward model is the last.
+def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
+    """The number by which each reward counts in a completion's score: of functions, then of models that score.
 
-    They are those of --reward_weights, or those in --reward, or 1.
+    They are those of --reward_weights, or those in --reward and DIR@0.5, or 1.
 
     Args:
       settings: the flags.
-      rewards: how many there are.
+      functions: how many there are.
 
     Raises:
       SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    named = None if settings.reward is None else weights_text(settings.reward, int(settings.reward_model is not None))
+    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
     given = settings.reward_weights or named
     if given is None:
         return (1.0,) * rewards
     flag = "--reward_weights" if named is None else "--reward with weights"
     if named not in (None, given):
-        raise SettingsError(
-            f"--reward_weights={given}: --reward={settings.reward} gives weights too; give them in one place"
-        )
+        flags = {name: str(getattr(settings, name)) for name in ("reward", *SCORERS)}
+        where = " and ".join(f"--{name}={value}" for name, value in flags.items() if "@" in value)
+        raise SettingsError(f"--reward_weights={given}: {where} gives weights too; give them in one place")
     try:
         weights = tuple(float(part) for part in parts(given))
     except ValueError:

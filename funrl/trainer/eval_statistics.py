@@ -79,7 +79,7 @@ def interval(values_P: np.ndarray, verdicts: bool) -> Interval95 | None:
     draws = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else count
     centre = (mean + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
     reach = Z / (1 + Z * Z / draws) * math.sqrt(mean * (1 - mean) / draws + Z * Z / (4 * draws * draws))
-    return Interval95(max(0.0, centre - reach), min(1.0, centre + reach))
+    return Interval95(max(0.0, centre - reach) if mean > 0 else 0.0, min(1.0, centre + reach) if mean < 1 else 1.0)
 
 
 def sample_counts(samples: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,12 +41,14 @@ class Example(NamedTuple):
       text: what the reward function is given as the prompt.
       fields: the other fields of the prompt's record, given to the reward function by name.
       source: the file and the line or row it is from.
+      messages: of a chat, which the text is made of; None: the prompt is a text.
     """
 
     tokens: list[int]
     text: str
     fields: dict[str, Any]
     source: str = ""
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 class Rollout(NamedTuple):
@@ -199,7 +201,7 @@ def _pending(
     def completed(done: Completion) -> Completed:
         example = examples[done.number // samples]
         before = example.tokens[-1]
-        text = _text_after(opening(before), before, done.written, decode)
+        text = text_after(opening(before), before, done.written, decode)
         return Completed(example.text, text, example.fields, done.tokens.tolist() if takes_ids else ())
 
     return PendingRewards(pool, completed, samples)
@@ -225,15 +227,10 @@ def completion_texts(
     if before is None:
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    return [_text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+    return [text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
 
 
-def text_after(before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """The text of a completion as it continues the token before it."""
-    return _text_after(decode([before]), before, tokens, decode)
-
-
-def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
     """The text of a completion as it continues the token before it, whose own text is `opening`."""
     joined = decode([before, *tokens])
     return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))

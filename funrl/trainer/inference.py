@@ -170,9 +170,10 @@ def run_inference(
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
     sync(parts, State({"policy": RoleState(params, ())}))
     del params
-    generation = generation_of(job, parts, _frozen(job, parts), show)
+    clock = Clock()
+    generation = generation_of(job, parts, _frozen(job, parts), clock, show)
     generation = generation._replace(table_prompts=None, eval_seed=(EVAL_SEED + seed) % seeds.LIMIT)
-    source = prompt_source(generation, Clock(), show)
+    source = prompt_source(generation, clock, show)
     assert parts.generator is not None
     with awake(parts.generator.engine):
         return source.evaluate({}, 0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.algos.checking import check
-from funrl.algos.core import Algorithm
+from funrl.algos.core import Algorithm, reads
 from funrl.batch import FIELDS, fields_by
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes
@@ -39,8 +39,11 @@ from funrl.trainer.job_data import (
     task_of_prompts,
     texts_of,
 )
+from funrl.trainer.judging import JudgeJob, judge_job
+from funrl.trainer.own_texts import reads_tokens
 from funrl.trainer.prompt_data import with_chat_template
-from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
+from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
@@ -58,6 +61,7 @@ class Job(NamedTuple):
       directories: of the roles that do not begin as `model`.
       rates: peak learning rates of the roles that learn.
       task: prompts to complete, or texts to learn from.
+      judge: the model that writes verdicts, if there is one.
     """
 
     settings: Settings
@@ -76,6 +80,7 @@ class Job(NamedTuple):
     eval_sampling: Sampling
     pad: int
     warmstart_steps: int
+    judge: JudgeJob | None = None
 
     @property
     def master(self) -> torch.dtype:
@@ -89,11 +94,10 @@ class Job(NamedTuple):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the numbers that a completion's score is made of; that of a reward model is the last."""
+        """Names of the numbers that a completion's score is made of; those of models are the last."""
         if not isinstance(self.task, Task):
             return ()
-        own = tuple(one.name for one in reward_functions(self.task.rewards))
-        return (*own, "reward_model") if "reward_model" in self.models else own
+        return (*(one.name for one in reward_functions(self.task.rewards)), *scorers_of(self.settings))
 
     @property
     def lead(self) -> str:
@@ -165,13 +169,15 @@ def job_of(
       SettingsError: they do not.
     """
     model, tokenizer, models, directories = roles
-    smallest = min(models, key=lambda name: models[name].config.vocab)
+    reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
+    smallest = min(reading, key=lambda name: reading[name].config.vocab)
     check_token_ids(task, tokenizer, models[smallest].config, directories.get(smallest))
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)
-        task = fit_prompts(task, settings, sampling.max_new_tokens, models)
+        task = fit_prompts(task, settings, sampling.max_new_tokens, reading)
+        check_readers(directories, task, algorithm, settings)
         mesh = Mesh(generating, device=torch.device(device))
         if settings.engine == "native":
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
@@ -181,6 +187,7 @@ def job_of(
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
     )  # fmt: skip
 
 
@@ -195,8 +202,11 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
 
 def located(settings: Settings) -> Settings:
     """The settings with directories instead of names of models in the local Hugging Face cache."""
-    given = {name: getattr(settings, name) for name in ("model", "teacher", "reward_model")}
-    found = {name: str(hf.find_directory(model)) for name, model in given.items() if model is not None}
+    found = {}
+    for name in ("model", "teacher", *SCORERS):
+        path = model_path(settings, name)
+        if path is not None:
+            found[name] = str(hf.find_directory(path)) + getattr(settings, name).removeprefix(path)  # DIR@0.5
     return dataclasses.replace(settings, **found)
 
 
@@ -230,23 +240,23 @@ def models_of(
     """
     models, directories = {}, {}
     names = role_names(algorithm)
-    if settings.reward_model is not None and "reward_model" not in names:
-        names = (*names, "reward_model")
+    names += tuple(name for name in READERS if getattr(settings, name) is not None and name not in names)
     for name in names:
-        path = getattr(settings, name) if name in ("teacher", "reward_model") and name not in algorithm.losses else None
+        path = model_path(settings, name) if name in ("teacher", *READERS) and name not in algorithm.losses else None
         if path is not None:
             with blaming(name):
                 models[name] = read(path, settings.model_code)
             directories[name] = path
             if (models[name].value is None) == (name in VALUES):
-                lacking = "value head, which `funrl reward_model` trains" if name in VALUES else "unembedding"
+                lacking = f"value head, which `funrl {name}` trains" if name in VALUES else "unembedding"
                 raise SettingsError(f"--{name}={path}: this model has no {lacking}")
-            if tokenizer is not None and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            own = name in READERS  # which may have another tokenizer
+            if tokenizer is not None and not own and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
                 raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
         else:
             if name not in VALUES and model.unembed is None:
                 raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
-            models[name] = with_value_head(model) if name in VALUES and model.value is None else model
+            models[name] = with_head_of(name, model) if name in VALUES and model.value is None else model
     if algorithm.divergence is not None and "teacher" in models:
         sizes = [models[name].config.vocab for name in ("teacher", "policy")]
         if sizes[0] != sizes[1]:
@@ -255,6 +265,13 @@ def models_of(
                 "divergence over the whole vocabulary needs as many"
             )
     return models, directories
+
+
+def with_head_of(name: str, model: Model) -> Model:
+    """A model with the value head of a role: that of a token classifier where steps are scored, if there is such."""
+    if name == "process_reward_model" and hf.has_token_classifier(model.config):
+        return with_value_head(model, labels=2, bias=True)
+    return with_value_head(model)
 
 
 def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
@@ -274,6 +291,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
         available.discard("divergence")  # the step computes it with a teacher beside the policy
     if settings.new_tokens_per_step is None:
         available.discard("version")  # all tokens of a step are of the same weights
+    if settings.on_reward_error == "stop":
+        available.discard("failed")
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -308,6 +327,46 @@ def check_meshes(
     with blaming(f"mesh={settings.mesh}"):
         check_layouts(models, settings, sizes, generating)
     return generating
+
+
+def reads_policys(name: str, task: Task | Texts, tokenizer: Any, directories: Mapping[str, str]) -> bool:
+    """True if a role reads the policy's tokens, and not texts in tokens of its own."""
+    if name not in READERS or name not in directories or not isinstance(task, Task):
+        return True
+    own = load_tokenizer(directories[name])
+    return name == "reward_model" and reads_tokens(own, tokenizer, task.prompts)
+
+
+def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:
+    """Check that the models that score completions can read the prompts, and that their scores are of use.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    chats = any(example.messages for example in task.prompts)
+    for name in READERS:
+        if chats and name in directories and load_tokenizer(directories[name]).chat_template is None:
+            raise SettingsError(
+                f"--{name}={directories[name]}: prompts are chats, but its tokenizer has no chat template; add one to "
+                "its tokenizer_config.json"
+            )
+    if settings.process_reward == "each" and "token_reward" not in reads(algorithm).optional:
+        raise SettingsError(
+            "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min "
+            "or another that makes one number of a completion's steps"
+        )
+
+
+def judge_of(settings: Settings, task: Task, sizes: dict[str, int], memory: float) -> JudgeJob | None:
+    """The judge of a flag, if one is given. Raises: SettingsError."""
+    directory, given = model_path(settings, "judge"), settings
+    if directory is None:
+        return None
+    with blaming("judge"):
+        return judge_job(
+            directory, given.model_code, given.judge_template, given.judge_pattern, given.judge_max_new_tokens,
+            lambda model: generate_sizes(given, sizes, model, memory), (*task.prompts, *task.heldout),
+        )  # fmt: skip
 
 
 def check_code(settings: Settings, models: Mapping[str, Model], generates: str | None) -> None:
@@ -382,8 +441,9 @@ def task_of(
 
 
 def texts_kind(algorithm: Algorithm) -> str:
-    """Kind of texts for an algorithm without an advantage, as in `funrl.data.supervised`."""
-    return "preferences" if algorithm.example == "pair" else "demonstrations"
+    """Kind of texts for an algorithm that learns from given ones, as in `funrl.data.supervised`."""
+    kinds = {"pair": "preferences", "labelled": "ratings", "steps": "steps"}
+    return kinds.get(algorithm.example, "demonstrations")
 
 
 def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:

@@ -12,8 +12,17 @@ import torch
 from funrl.data.columns import renamed
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
-from funrl.data.prompt_format import PromptFormat
-from funrl.data.supervised import TextFile, check_lengths, joined_files, load_examples, text_batch, text_example
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
+from funrl.data.supervised import (
+    LABELS,
+    TEXT_FIELDS,
+    TextFile,
+    check_lengths,
+    joined_files,
+    load_examples,
+    text_batch,
+    text_example,
+)
 from funrl.loading import load_function
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
@@ -35,6 +44,8 @@ from funrl.trainer.prompt_data import (
     split,
     to_example,
 )
+from funrl.trainer.roles import READERS
+from funrl.trainer.scorers import scorers_of
 from funrl.trainer.settings import Settings, resolved
 
 TEXTS = 4096  # made of the embedded task
@@ -70,7 +81,7 @@ class Task(NamedTuple):
       prompts: to train on.
       heldout: to evaluate on.
       rewards: functions(prompt, completion, **fields) -> float.
-      weights: of each of them in a completion's score; one more where a reward model scores completions too.
+      weights: of each of them in a completion's score, then of the models that score completions too.
       demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
       max_new_tokens: what a completion needs.
       readable: completion -> as it is shown to people; None: as it is.
@@ -97,7 +108,7 @@ class Texts(NamedTuple):
       name: of the data, for the report.
       examples: to train on.
       heldout: to evaluate on.
-      kind: "demonstrations" or "preferences".
+      kind: one of `supervised.TEXT_FIELDS`.
       demonstrations, readable: as in `Task`.
     """
 
@@ -135,7 +146,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if rewarded and not functions and settings.reward_model is None:
+    if rewarded and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
@@ -180,7 +191,7 @@ def rewarded_task(
         fields = [e.fields for e in (*train, *heldout)]
         check_fields(settings.reward or function_name(reward), reward, fields)
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
+    weights = weights_of_rewards(settings, len(rewards))
     new_tokens = resolved(settings, given=True).max_new_tokens
     assert new_tokens is not None
     return Task(name, train, heldout, rewards, weights, None, new_tokens)
@@ -197,7 +208,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     rewards = (arithmetic.reward,)
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
+    weights = weights_of_rewards(settings, len(rewards))
     return Task(
         "arithmetic", train, heldout, rewards, weights, arithmetic.demonstrations,
         arithmetic.MAX_NEW_TOKENS, arithmetic.in_usual_order,
@@ -227,12 +238,14 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
     """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
-      kind: "demonstrations" or "preferences".
+      kind: one of `supervised.TEXT_FIELDS`.
       config: of the model, which has a longest sequence.
 
     Raises:
       SettingsError, DataError: the first thing that cannot work.
     """
+    if settings.step_separator is not None and kind != "steps":
+        raise SettingsError(f"--step_separator={settings.step_separator}: {kind} have no steps; leave it out")
     if settings.data is None and given.records is None:
         refuse_idle_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)
@@ -275,7 +288,8 @@ def fields_of_texts(texts: Texts) -> frozenset[str]:
     """The fields of the rows that texts make."""
     fields = set(text_batch(texts.examples[:1], 0).names()) - {"margin"}
     whole = _has_margins(texts.examples) and _has_margins(texts.heldout)
-    return frozenset(fields | {"margin"} if whole else fields)
+    further = {"margin": whole, "mismatched": texts.kind == "ratings"}
+    return frozenset(fields | {name for name, there in further.items() if there})
 
 
 def _has_margins(examples: Sequence[Any]) -> bool:
@@ -285,19 +299,23 @@ def _has_margins(examples: Sequence[Any]) -> bool:
 
 
 def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
-    """The embedded task as demonstrations without errors, or as pairs of a right and a wrong answer."""
-    count = settings.eval_prompts
-    if kind == "preferences":
-        names = ("prompt", "chosen", "rejected")
-        train = arithmetic.preferences(settings.seed, TEXTS, split="train")
-        heldout = arithmetic.preferences(0, count, split="heldout")
+    """The embedded task as demonstrations without errors, as pairs of a right and a wrong answer, or as either one with
+    a label, or labels of its digits."""
+    count, of_kind = settings.eval_prompts, {
+        "preferences": arithmetic.preferences, "ratings": arithmetic.ratings, "steps": arithmetic.steps,
+    }  # fmt: skip
+    if kind in of_kind:
+        names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
+        train = of_kind[kind](settings.seed, TEXTS, split="train")
+        heldout = of_kind[kind](0, count, split="heldout")
     else:
         names = ("prompt", "completion")
         train = arithmetic.demonstrations(settings.seed, TEXTS, error=0.0)
         heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
 
     def made(rows: Sequence[Sequence[Any]]) -> list[Any]:
-        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer) for row in rows]
+        form = PLAIN_PROMPTS._replace(step_separator="")
+        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
 
     return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations, arithmetic.in_usual_order)
 
@@ -307,20 +325,20 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
 
     Args:
       new_tokens: of a completion.
-      models: of the roles.
+      models: of the roles that read its tokens.
 
     Raises:
       SettingsError: one is too long, or none is left; see `fit`.
     """
     # A reward model reads one more token, behind the completion.
-    room = {name: one.config.max_positions - new_tokens - (name == "reward_model") for name, one in models.items()}
+    room = {name: one.config.max_positions - new_tokens - (name in READERS) for name, one in models.items()}
     name = min(room, key=lambda name: room[name])
     most = room[name]
-    beyond = ", 1 of them to read the whole completion" if name == "reward_model" else ""
+    beyond = ", 1 of them to read the whole completion" if name in READERS else ""
     positions = models[name].config.max_positions
-    reason = f"and --max_new_tokens is {new_tokens}, but the model has {positions} positions{beyond}"
+    reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
     if settings.max_prompt_tokens is not None and settings.max_prompt_tokens < most:
-        most, reason = settings.max_prompt_tokens, f"and --max_prompt_tokens is {settings.max_prompt_tokens}"
+        most, reason = settings.max_prompt_tokens, f"--max_prompt_tokens is {settings.max_prompt_tokens}"
     if most < 1:
         raise SettingsError(
             f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "

@@ -15,7 +15,7 @@ from funrl import trees
 from funrl.algos.core import Filter, reads
 from funrl.algos.filters.by_row import every, rewarded
 from funrl.batch import select
-from funrl.data.supervised import check_lengths, text_batch
+from funrl.data.supervised import check_lengths, mismatched, text_batch
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
@@ -28,13 +28,18 @@ from funrl.tasks import arithmetic
 from funrl.trainer.build import Parts
 from funrl.trainer.checks import difficulty_of
 from funrl.trainer.clock import Clock
-from funrl.trainer.completion_scores import with_completion_scores
+from funrl.trainer.completion_scores import as_read, with_completion_scores, with_step_scores
 from funrl.trainer.curriculum import weighing
 from funrl.trainer.generation import Example, Rollout, fulfilled, generating_ranks, rollout, text_after
-from funrl.trainer.job import Job, Task, Texts, inherited
-from funrl.trainer.job_data import has_workers
+from funrl.trainer.job import Job, Task, inherited
+from funrl.trainer.job_data import Texts, has_workers
+from funrl.trainer.judging import with_verdicts
+from funrl.trainer.own_texts import Reader, read_steps, read_texts, reads_tokens
+from funrl.trainer.pair_rows import pair_source
 from funrl.trainer.partial import Budgeted, partial_source
-from funrl.trainer.roles import RoleState
+from funrl.trainer.prompt_data import step_separator
+from funrl.trainer.roles import READERS, Role, RoleState
+from funrl.trainer.scorers import scorers_of
 from funrl.trainer.settings import scoring_budget
 from funrl.trainer.sources import Generation, Show, Source, prompt_source, text_source
 from funrl.trainer.step_rows import Rows, rows_of
@@ -43,6 +48,7 @@ from funrl.trainer.text_samples import TOKENS, greedy_continuations, held_out_pr
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 LONGEST_REMARK = 1000  # characters of a failure's message
 REWARD_TIMEOUT_S = 600.0  # where no flag says
+Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
 
 def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
@@ -74,9 +80,9 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            scoring_budget(settings), clock, show, text_samples(job, parts, show),
+            scoring_budget(settings), clock, show, job.algorithm.advantage, text_samples(job, parts, show),
         )  # fmt: skip
-    generation = generation_of(job, parts, frozen, show)
+    generation = generation_of(job, parts, frozen, clock, show)
     for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
         show.note(remark)
     if settings.new_tokens_per_step is None:
@@ -84,6 +90,8 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     else:
         budget = budgeted(job, parts, generation.decode, show, settings.new_tokens_per_step)
         source = partial_source(generation, budget, clock, show)
+    if job.algorithm.example == "pair":
+        source = pair_source(source, job.reward_names)
     assert parts.generator is not None
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
@@ -101,7 +109,7 @@ def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
     return [said] if taken else []
 
 
-def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show) -> Generation:
+def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
     """Everything that the source of a job's prompts needs."""
     settings, task = job.settings, job.task
     assert isinstance(task, Task)
@@ -114,7 +122,7 @@ def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show
         solved=verdicts(task.weights[: len(task.rewards)]) if task.rewards else None,
         sampling=job.sampling,
         eval_sampling=job.eval_sampling,
-        rescore=rescoring(job, parts, frozen),
+        rescore=rescoring(job, parts, frozen, clock, show),
         filter=filter_of(job),
         pad=job.pad,
         batch_prompts=settings.batch_prompts,
@@ -180,18 +188,63 @@ def budgeted(job: Job, parts: Parts, decode: Any, show: Show, tokens: int) -> Bu
 
 
 def rescoring(
-    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]
-) -> Callable[[Rows, Sequence[Example]], Rows] | None:
-    """A function that adds the reward model's numbers to rows; None where the run has no reward model."""
-    params = frozen.get("reward_model")
-    if params is None:
+    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Callable[[Rows, Sequence[Example], str], Rows] | None:
+    """A function that adds to rows what models say of them; None where the run has no such model."""
+    names = scorers_of(job.settings)
+    if not names:
         return None
     assert isinstance(job.task, Task)
-    role, pad = parts.roles["reward_model"], load_tokenizer(job.directories["reward_model"]).pad_token_id
-    return functools.partial(
-        with_completion_scores, role=role, params=params, weight=job.task.weights[-1],
-        pad=job.pad if pad is None else pad, token_budget=scoring_budget(job.settings),
+    weights = job.task.weights[len(job.task.rewards) :]
+    scorers = [
+        verdict_scorer(job, parts, weight, show)
+        if name == "judge"
+        else model_scorer(job, parts.roles[name], name, frozen[name], weight)
+        for name, weight in zip(names, weights, strict=True)
+    ]
+
+    def rescore(rows: Rows, examples: Sequence[Example], phase: str) -> Rows:
+        for name, scorer in zip(names, scorers, strict=True):
+            with clock.phase(phase or f"score_{name}"):
+                rows = scorer(rows, examples)
+        return rows
+
+    return rescore
+
+
+def verdict_scorer(job: Job, parts: Parts, weight: float, show: Show) -> Scorer:
+    """Scores by the verdicts of a judge, the first of which is shown."""
+    assert parts.judge is not None
+    told: list[str] = []
+
+    def note(text: str) -> None:
+        if not told:
+            show.note(text)
+        told.append(text)
+
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    return functools.partial(with_verdicts, judge=parts.judge, weight=weight, decode=decode, note=note)
+
+
+def model_scorer(job: Job, role: Role, name: str, params: trees.Tree, weight: float) -> Scorer:
+    """Scores by a reward model, of the whole completion or of its steps."""
+    assert isinstance(job.task, Task)
+    settings, config = job.settings, role.placed.model.config
+    tokenizer = load_tokenizer(job.directories[name])
+    pads = (config.pad, tokenizer.pad_token_id, job.pad)
+    pad = next(pad for pad in pads if pad is not None)
+    reader = Reader(
+        name.replace("_", " "), tokenizer, functools.partial(job.tokenizer.decode, skip_special_tokens=True), pad,
+        config.max_positions, step_separator(settings, job.task.demonstrations is not None),
     )  # fmt: skip
+    common = {"role": role, "params": params, "weight": weight, "budget": scoring_budget(settings)}
+    if name == "process_reward_model":
+        each = "token_reward" in reads(job.algorithm).optional
+        how = settings.process_reward or ("each" if each else "min")
+        return functools.partial(with_step_scores, how=how, read=functools.partial(read_steps, reader), **common)
+    if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
+        return functools.partial(with_completion_scores, read=lambda rows, _: as_read(rows, pad), **common)
+    return functools.partial(with_completion_scores, read=functools.partial(read_texts, reader), **common)
 
 
 def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
@@ -202,14 +255,15 @@ def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
     Args:
       weights: of the functions, whose scores come first.
     """
-    full = sum(max(weight, 0.0) for weight in weights) - 1e-9
+    counting = list(weights) if any(weights) else [1.0] * len(weights)  # 0 each: they only watch a reward model
+    full = sum(max(weight, 0.0) for weight in counting) - 1e-9
     graded = False
 
     def solved(scores_RK: Tensor) -> Tensor | None:
         nonlocal graded
         own_RK = scores_RK[:, : len(weights)]
         graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
-        factors = torch.tensor(weights, dtype=own_RK.dtype, device=own_RK.device)
+        factors = torch.tensor(counting, dtype=own_RK.dtype, device=own_RK.device)
         return None if graded else (own_RK * factors).nansum(1) >= full
 
     return solved
@@ -229,7 +283,10 @@ def text_samples(job: Job, parts: Parts, show: Show) -> Callable[[Mapping[str, R
             return
         placed, ids = parts.roles["policy"].placed, [prompt.tokens for prompt in prompts]
         found = greedy_continuations(placed, states["policy"].params, ids, count, job.sampling.stop, job.pad)
-        texts = [text_after(prompt[-1], written, decode) for prompt, written in zip(ids, found, strict=True)]
+        texts = [
+            text_after(decode([prompt[-1]]), prompt[-1], written, decode)
+            for prompt, written in zip(ids, found, strict=True)
+        ]
         show.samples(step, prompts, texts, [None] * len(texts), [{}] * len(texts))
 
     return sample if job.lead == "policy" and prompts else lambda states, step: None
@@ -238,16 +295,26 @@ def text_samples(job: Job, parts: Parts, show: Show) -> Callable[[Mapping[str, R
 def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     """Given texts as rows, one an example; each rank reads its own part, and no other.
 
+    Where the algorithm reads `mismatched`, as many rows follow, each with the prompt of an example and the completion
+    of the next one.
+
     Raises:
       DataError: a text has more tokens than the model has positions, or cannot be read.
     """
-    owner = generating_ranks(len(examples), 1, mesh.size(mesh.row_axes))
-    own = [examples[i] for i in np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()]
-    check_lengths(own, job.model.config.max_positions, job.tokenizer)
+    positions, count = job.model.config.max_positions, len(examples)
+    further = count if "mismatched" in reads(job.algorithm).required else 0
+    owner = generating_ranks(count + further, 1, mesh.size(mesh.row_axes))
+    places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
+    own = [examples[i] for i in places if i < count]
+    check_lengths(own, positions, job.tokenizer)
+    own += [mismatched(examples[i - count], examples[(i + 1) % count], positions) for i in places if i >= count]
     # A rank without texts has the same fields of no rows.
-    some = text_batch(own or [examples[0]], job.pad, job.lead == "reward_model", mesh.device)
+    steps = isinstance(job.task, Texts) and job.task.kind == "steps"
+    some = text_batch(own or [examples[0]], job.pad, job.lead in READERS, mesh.device, steps)
     mine = select(some, slice(len(own)))
     margin = mine.get("margin")
     mine = mine if margin is None else mine._replace(margin=margin.to(job.master))
+    if further:
+        mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
     table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
     return rows_of(mine._replace(length=table["length"]), owner, mesh)

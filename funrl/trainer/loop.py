@@ -229,8 +229,9 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here = on_cpu(rows)
-        return rows, state, describe(here, here.batch, trainer.job.reward_names) if trainer.job.generates else {}
+        here, names = on_cpu(rows), trainer.job.reward_names
+        pairs = trainer.job.algorithm.example == "pair"  # which the source has told of
+        return rows, state, describe(here, here.batch, names) if trainer.job.generates and not pairs else {}
     with trainer.clock.phase("advantage"):
         chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
         rows, chain, metrics = advantages(chain, state.advantage, rows, names)

@@ -16,7 +16,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.trainer.build import Parts
-from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.roles import READERS, Role, RoleState
 from funrl.trainer.state import State
 
 PARTS = ("optimizer", "reference", "params")
@@ -78,13 +78,13 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
 
 
 def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
-    """The stages that need each frozen role's weights. A reward model, which the source has, is not among them: it
-    stays on the device."""
+    """The stages that need each frozen role's weights. Reward models, which the source has, are not among them: they
+    stay on the device."""
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
         for name, role in roles.items()
-        if role.loss is None and name != "reward_model"
+        if role.loss is None and name not in READERS
     }
 
 

@@ -265,8 +265,7 @@ def _examine(g: Generation, clock: Clock, done: BegunPrompts) -> Examined:
     samples, rows = g.sampling.samples, done.rows
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
     if g.rescore is not None:
-        with clock.phase("score_reward_model"):
-            rows = g.rescore(rows, _examples(g, done.places))
+        rows = g.rescore(rows, _examples(g, done.places), "")
     return Examined(done.places, rows, filtered_samples(g, rows, len(done.places)))
 
 

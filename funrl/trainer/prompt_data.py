@@ -14,8 +14,10 @@ from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.prompt_format import (
     OWN,
     PLAIN_PROMPTS,
+    SEPARATOR,
     PromptFormat,
     encoded,
+    formatted,
     read_shots,
     read_tools,
     template_arguments,
@@ -61,7 +63,15 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
         shots=read("few_shot", lambda text: read_shots(text, fields), ()),
         tools=read("tools", read_tools, ()),
         arguments=read("template_arguments", template_arguments, {}),
+        step_separator=step_separator(settings, embedded=False),
     )
+
+
+def step_separator(settings: Settings, embedded: bool) -> str:
+    r"""The text between two steps: that of the flag, in which \n is a line end; of the embedded task there is none."""
+    if settings.step_separator is not None:
+        return settings.step_separator.replace("\\n", "\n").replace("\\t", "\t")
+    return "" if embedded else SEPARATOR
 
 
 def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
@@ -123,13 +133,14 @@ def to_example(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPT
     where = f"{prompt.source}: " if prompt.source else ""
     try:
         tokens, text = encoded(tokenizer, prompt.prompt, form, prompt.fields.get("tools"))
+        made = formatted(prompt.prompt, form)
     except (TokenizerError, DataError) as error:
         raise SettingsError(f"{where}{error}") from error
     except Exception as error:  # tokenizers raise plain ones
         raise SettingsError(f"{where}the tokenizer refuses it: {error}") from error
     if not tokens:
         raise SettingsError(f"{where}prompt {prompt.prompt!r} has no tokens")
-    return Example(tokens, text, prompt.fields, prompt.source)
+    return Example(tokens, text, prompt.fields, prompt.source, None if isinstance(made, str) else made)
 
 
 def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -184,23 +195,31 @@ def fit(prompts: Sequence[Example], most: int, how: str, reason: str) -> Fitting
     long = [one for one in prompts if len(one.tokens) > most]
     if not long:
         return Fitting(prompts, "")
-    named = ", ".join(one.source or repr(one.text[:60]) for one in long[:NAMED_PROMPTS])
-    more = f" and {len(long) - NAMED_PROMPTS} more" if len(long) > NAMED_PROMPTS else ""
-    count = f"{len(long)} of {len(prompts)} prompts" if len(long) > 1 else "a prompt"
+    named, count = _named(long), f"{len(long)} of {len(prompts)}"
     if how == "error":
         first = max(long, key=lambda one: len(one.tokens))
         where = f"{first.source}: " if first.source else ""
         raise SettingsError(
-            f"{where}the longest prompt has {len(first.tokens)} tokens, {reason}; --long_prompts=drop leaves such "
-            f"prompts out, truncate keeps their last tokens (it begins {first.text[:60]!r}; too long: {named}{more})"
+            f"{where}the longest prompt has {len(first.tokens)} tokens, but {reason}; --long_prompts=drop leaves such "
+            f"prompts out, truncate keeps their ends (it begins {first.text[:60]!r}; too long are {count}: {named})"
         )
     if how == "truncate":
         shorter = _each(prompts, lambda part: [one._replace(tokens=one.tokens[-most:]) for one in part])
-        return Fitting(shorter, f"{count} kept the last {most} tokens, {reason}: {named}{more}")
+        return Fitting(shorter, f"{count} are cut to their last {most} tokens, as {reason}: {named}")
     if any(all(len(one.tokens) > most for one in part) for part in _parts(prompts)):
-        raise SettingsError(f"--long_prompts=drop: no prompt is left of a file, {reason}: {named}{more}")
+        raise SettingsError(f"--long_prompts=drop: no prompt is left of a file, as {reason}: {named}")
     left = _each(prompts, lambda part: [one for one in part if len(one.tokens) <= most])
-    return Fitting(left, f"{count} left out, {reason}: {named}{more}")
+    return Fitting(left, f"{count} are left out, as {reason}: {named}")
+
+
+def _named(prompts: Sequence[Example]) -> str:
+    """The first ones by file and line: "a.jsonl, line 3, 7; b.jsonl, line 2 and 5 more"."""
+    by_file: dict[str, list[str]] = {}
+    for one in prompts[:NAMED_PROMPTS]:
+        file, _, number = one.source.rpartition(" ")
+        by_file.setdefault(file, []).append(number or repr(one.text[:60]))
+    named = "; ".join(f"{file} {', '.join(numbers)}".strip() for file, numbers in by_file.items())
+    return named + (f" and {len(prompts) - NAMED_PROMPTS} more" if len(prompts) > NAMED_PROMPTS else "")
 
 
 def _parts(prompts: Sequence[Example]) -> Sequence[Sequence[Example]]:

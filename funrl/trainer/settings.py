@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from funrl import seeds
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse
-from funrl.rewards.named import VERIFIERS, weights_text
+from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
     RL,
@@ -34,10 +34,11 @@ from funrl.trainer.declaration import (
     some_of,
     value_type,
 )
+from funrl.trainer.scorers import weights_by_name
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
+ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
-ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
@@ -154,12 +155,38 @@ class Settings:
     )
     reward_model: str | None = flag(
         None, "job", "directory of a reward model, whose scores are added to those of --reward or of the embedded "
-        "task; with --prompts it may be all that scores",
+        "task, times 0.5 with DIR@0.5; with --prompts it may be all that scores",
         kinds=RL,
     )  # fmt: skip
+    process_reward_model: str | None = flag(
+        None, "job", "directory of a reward model that scores the end of every step of a completion", kinds=RL
+    )
+    process_reward: str | None = flag(
+        None, "job", "what its scores are: each a reward of the token that ends the step, or one reward of the "
+        "completion",
+        one_of("each", "min", "mean", "last", "product"), kinds=RL, requires="process_reward_model",
+        chosen="each, where the algorithm reads rewards of tokens, else min",
+    )  # fmt: skip
+    step_separator: str | None = flag(
+        None, "job", "text between two steps of a solution, such as \\n\\n for an empty line",
+        chosen="\\n; in the embedded task every token is a step",
+    )  # fmt: skip
+    judge: str | None = flag(
+        None, "job", "directory of a model that writes a verdict on each completion, which is a reward", kinds=RL
+    )
+    judge_template: str | None = flag(
+        None, "job", "file with the text that it is given, in which {{prompt}}, {{completion}} and {{FIELD}} stand",
+        kinds=RL, requires="judge", chosen="a plain request for a number from 0 to 10",
+    )  # fmt: skip
+    judge_pattern: str = flag(
+        r"\[\[(-?[\d.]+)\]\]", "job", "regular expression whose last match in a verdict has the number",
+        kinds=RL, requires="judge",
+    )  # fmt: skip
+    judge_max_new_tokens: int = flag(256, "job", "tokens of a verdict", at_least(1), kinds=RL, requires="judge")
     reward_weights: str | None = flag(
-        None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", kinds=RL,
-        chosen="those in --reward, else 1",
+        None, "job", "one number for each of --reward, then for --reward_model, --process_reward_model and --judge: "
+        "1,0.5",
+        chosen="those in --reward and DIR@0.5, else 1", kinds=RL,
     )  # fmt: skip
     on_reward_error: str = flag(
         "stop", "job", "where a reward fails: stop the run, take it as zero, or skip the completion in training",
@@ -176,8 +203,9 @@ class Settings:
     data: str | None = flag(
         None,
         "job",
-        'file to learn from, or several, as --prompts takes them, each record {"prompt": ..., "completion": ...} or '
-        '{"prompt": ..., "chosen": ..., "rejected": ...}',
+        'file to learn from, or several, as --prompts takes them, each record {"prompt": ..., "completion": ...}, for '
+        'kto with a "label", {"prompt": ..., "chosen": ..., "rejected": ...}, or of steps {"prompt": ..., '
+        '"completions": [...], "labels": [...]}',
         chosen="made of the embedded task",
         kinds=SUPERVISED,
     )
@@ -379,11 +407,11 @@ class Settings:
         chosen="the model's, else 1",
     )  # fmt: skip
     report_to: str | None = flag(
-        None, "output", "trackers beside TensorBoard and JSON lines",
+        None, "output", "further trackers",
         some_of(*TRACKERS),
     )  # fmt: skip
     sample_every: int = flag(
-        10, "output", "steps between samples; of given texts, at evaluations", at_least(1)
+        10, "output", "steps between samples", at_least(1)
     )  # fmt: skip
 
 
@@ -447,9 +475,9 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
     Raises:
       LoadError: --reward is not one.
     """
-    if settings.reward_weights is None and settings.reward is not None:
-        weights = weights_text(settings.reward, further=int(settings.reward_model is not None))
-        settings = dataclasses.replace(settings, reward_weights=weights)
+    if settings.reward_weights is None:
+        functions = int(settings.prompts is None and not given)  # of the embedded task
+        settings = dataclasses.replace(settings, reward_weights=weights_by_name(settings, functions))
     if settings.prompts is None and settings.reward is None and not given:
         default = arithmetic.MAX_NEW_TOKENS
     else:

@@ -388,9 +388,9 @@ def _sync_folder(folder: Path) -> None:
 def _first_line(error: BaseException) -> str:
     """An error's message without tensorstore's own context, which is long: of one of the system, path and reason."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if found := re.search(r"(.*): ([^:]+) \[os_error_code=", text):
-        paths = re.findall(r'"(/[^"]*?)(?:\.__lock)?"', found[1])
-        return f"{paths[-1] if paths else 'a file'}: {found[2].lower()}"
+    found = re.search(r"(.*): ([^:]+?) \[(os_error_code|tensorstore_spec|source locations)=", text)
+    if found and (paths := re.findall(r'"(/[^"]*?)(?:\.__lock)?"', found[1])):
+        return f"{paths[-1]}: {found[2].lower()}"
     return text.split(" [source locations=")[0].split(" [tensorstore_spec=")[0][:300]
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Filter
+from funrl.algos.core import Advantage, Filter
 from funrl.data.order import Drawn, order_digest, places_in_order, take_next
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
+from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.clock import Clock
 from funrl.trainer.curriculum import UNWEIGHTED, Weighing
 from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, parts_of_scores, table_of
@@ -84,7 +85,8 @@ class Generation(NamedTuple):
       solved: scores [R, K] -> [R] bool, completions that count as solved in an evaluation, or None where
         scores are no verdicts; None: that is not told.
       sampling, eval_sampling: how completions are drawn.
-      rescore: (rows, prompts) -> rows with what a reward model gives; None: there is none.
+      rescore: (rows, prompts, phase) -> rows with what models say of them, in phases of the models or in the one that
+        is named; None: there are none.
       filter: batch -> [B] bool, rows worth training on; None: all.
       pad: id of the padding token.
       batch_prompts: prompts of a batch.
@@ -106,7 +108,7 @@ class Generation(NamedTuple):
     solved: Callable[[Tensor], Tensor | None] | None
     sampling: Sampling
     eval_sampling: Sampling
-    rescore: Callable[[Rows, Sequence[Example]], Rows] | None = None
+    rescore: Callable[[Rows, Sequence[Example], str], Rows] | None = None
     filter: Filter | None = None
     pad: int = 0
     batch_prompts: int = 128
@@ -212,6 +214,7 @@ def text_source(
     token_budget: int,
     clock: Clock,
     show: Show,
+    chain: Advantage | None = None,
     sample: Callable[[Mapping[str, RoleState], int], None] = lambda states, step: None,
 ) -> Source:
     """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns.
@@ -221,6 +224,7 @@ def text_source(
       to_rows: examples -> rows.
       roles, frozen: of the run; the weights of those that do not learn.
       batch_examples: of a batch.
+      chain: what is to be done with the rows before the loss; None: nothing.
       sample: called with the states of the roles and the step at every evaluation.
     """
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
@@ -236,9 +240,13 @@ def text_source(
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         assert role.loss is not None
         with clock.phase("eval"):
-            pieces = (piece.batch for piece in own_micro_batches(held, token_budget, row_cost(role.placed)))
+            rows = held
+            if chain is not None:
+                scored = score({name: role}, {name: states[name].params}, held, token_budget)
+                rows, _, _ = advantages(chain, chain.init(), scored)
+            pieces = (piece.batch for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)))
             beside = None if role.companion is None else frozen[role.companion.name]
-            ((dens, _),) = (total[name] for total in denominators({name: role}, held, [np.arange(len(held.owner))]))
+            ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             metrics, value = loss_value(role, states[name].params, pieces, dens, beside)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
@@ -256,17 +264,14 @@ def text_source(
 def _rolled(
     g: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
 ) -> tuple[Rollout, Rows]:
-    """Completions, and their rows with all rewards. Phases are "generate", "reward" and "score_reward_model", or
+    """Completions, and their rows with all rewards. Phases are "generate", "reward" and those of models that score, or
     `phase`."""
     with clock.phase(phase or "generate"):
         done = g.roll(examples, sampling, seed)
         rows = to_rows(examples, done, sampling, g.pad)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
-    if g.rescore is None:
-        return done, rows
-    with clock.phase(phase or "score_reward_model"):
-        return done, g.rescore(rows, examples)
+    return done, rows if g.rescore is None else g.rescore(rows, examples, phase)
 
 
 def filtered_samples(g: Generation, rows: Rows, prompts: int) -> np.ndarray:

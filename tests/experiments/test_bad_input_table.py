@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import subprocess
 import sys
 
 import pytest
@@ -199,6 +200,32 @@ def test_rewards(name, own, tmp_path, capsys):
     flags = [f"--prompts={own}/p.jsonl", f"--reward={tmp_path}/{name}.py:reward"]
     assert f"--reward={tmp_path}/{name}.py:reward" in refusal("grpo", flags, tmp_path, capsys)
     assert not [module for module in sys.modules if module == name]
+
+
+COMMANDS = [  # what one types, and the line that answers it; {own} is good, but for what this names
+    ("grpp", "error: 'grpp' is not an experiment or a recipe; did you mean grpo? "),
+    ("grpo --stpes=3", "error: --stpes is not a flag; did you mean --steps?"),
+    ("ppo --lr=-1", "error: --lr=-1: it must be above 0"),
+    ("grpo --mesh=dp0", "error: --mesh=dp0: "),
+    ("grpo --prompts={own}/gone.jsonl --reward={own}/r.py:reward", "error: --prompts: {own}/gone.jsonl: no such file"),
+    ("grpo --model={own}/gone --prompts={own}/p.jsonl", "error: --model: {own}/gone is not a directory"),
+    ("sft --data={own}", "error: --data: {own}: "),
+    ("export {own}", "error: {own} has no checkpoint; --save_every makes some"),
+    ("grpo --run_dir={own}/model --device=cpu", "error: --run_dir={own}/model: holds a config.json that no run has"),
+    ("grpo --resume --run_dir={run} {more} --optimizer=muon", "error: --resume: {run}/checkpoints/step-1 is of a run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), COMMANDS, ids=[words.split()[0] + str(i) for i, (words, _) in enumerate(COMMANDS)]
+)
+def test_ten_through_the_command_itself(words, said, own, trained, tmp_path):
+    more = " ".join([*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--device=cpu"])
+    places = {"own": own, "run": trained, "more": more}
+    command = [sys.executable, "-m", "funrl.experiments.cli", *words.format(**places).split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(said.format(**places)), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_there_are_enough():

@@ -127,9 +127,9 @@ def len_reward(prompt, completion, **fields):
 
 
 def test_several_rewards_a_model_of_a_directory_and_what_the_run_leaves(model, tmp_path):
-    rewards = (len_reward, lambda prompt, completion, **_: completion.count("1"))
+    rewards = {"length": len_reward, "ones": lambda prompt, completion, **_: completion.count("1")}
     run = funrl.train("gdpo", model=model, prompts=PROMPTS, reward=rewards, reward_weights="1,0.5", lr=1e-2, **TINY)
-    assert "reward/2/mean" in run.metrics[0]
+    assert "reward/ones/mean" in run.metrics[0]
     assert run.run_dir.startswith("runs/gdpo")
     before, after = (hf.load(folder, torch.float32)[1] for folder in (model, run.model.directory))
     assert (before["embed"] - after["embed"]).abs().max() > 1e-3

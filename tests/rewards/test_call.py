@@ -20,7 +20,7 @@ from funrl.rewards.call import (
     reward_functions,
     score_all,
 )
-from funrl.rewards.load import load_rewards
+from funrl.rewards.load import check_fields, load_rewards
 from funrl.rewards.pool import Pool, score_rows
 
 
@@ -152,6 +152,18 @@ class Awaited:
 def test_the_form_of_a_function_is_read_from_its_signature(function, batched, awaited):
     one = described(function)
     assert (one.batched, one.awaited) == (batched, awaited)
+
+
+def test_a_function_of_verl_is_called_by_name():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(solution_str == ground_truth), "of": data_source}
+
+    one = described(compute_score)
+    rows = [Completed("p", text, {"data_source": "d", "ground_truth": "4", "level": 1}) for text in "45"]
+    assert outcomes(one, rows) == [1.0, 0.0]
+    check_fields("f", one, [row.fields for row in rows])
+    with pytest.raises(RewardError, match="missing a required argument: 'data_source'"):
+        check_fields("f", one, [{"ground_truth": "4"}])
 
 
 def test_a_batched_function_is_given_what_it_names():

@@ -2,13 +2,16 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from funrl.loading import LoadError
+from funrl.rewards import load
 from funrl.rewards.call import RewardError, described_function
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rewards.named import VERIFIERS, parse_rewards, weights_text
+from funrl.rewards.sandbox import SandboxError
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -46,6 +49,21 @@ def test_every_verifier_loads_or_says_what_to_install(name, monkeypatch):
         pytest.importorskip(library)
     (one,) = load_rewards(name)
     assert one.name == name and one.needs == VERIFIERS[name].fields and not one.batched and not one.awaited
+
+
+def test_the_page_names_every_verifier():
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| [a-z(]", page.partition("## Verifiers")[2], re.MULTILINE) == list(VERIFIERS)
+
+
+def test_programs_are_refused_where_they_cannot_be_confined(monkeypatch):
+    monkeypatch.setattr(load, "check_platform", check_nothing)
+    with pytest.raises(LoadError, match="--reward=code: only elsewhere"):
+        load_rewards("code")
+
+
+def check_nothing():
+    raise SandboxError("only elsewhere")
 
 
 def says(function, fields, needs=()):

@@ -135,10 +135,13 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_samples_come_back_and_bad_rewards_are_none(tmp_path):
     writer = open_samples(tmp_path / "samples.jsonl")
-    writer.write(Sample(1, "1+1=", "2", 1.0))
+    writer.write(Sample(1, "1+1=", "2", 1.0, (("right", 1.0), ("short", 0.0))))
     writer.write(Sample(2, "1+1=", "3", math.nan))
     writer.close()
-    assert read_samples(tmp_path / "samples.jsonl") == [Sample(1, "1+1=", "2", 1.0), Sample(2, "1+1=", "3", None)]
+    assert read_samples(tmp_path / "samples.jsonl") == [
+        Sample(1, "1+1=", "2", 1.0, (("right", 1.0), ("short", 0.0))),
+        Sample(2, "1+1=", "3", None),
+    ]
     assert read_samples(tmp_path / "none.jsonl") == []
 
 

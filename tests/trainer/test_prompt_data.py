@@ -110,16 +110,16 @@ LONG = [Example([1] * n, "x" * n, {}, f"p.jsonl, line {n}") for n in (3, 9, 4, 7
 
 def test_prompts_that_are_too_long_are_named_with_their_lines():
     assert fit(LONG, 30, "error", "why") == (LONG, "")
-    with pytest.raises(SettingsError, match=r"p\.jsonl, line 9: the longest prompt has 9 tokens, why; --long_prompts=dr"
-                       r"op leaves such prompts out.*too long: p\.jsonl, line 9, p\.jsonl, line 7\)"):  # fmt: skip
+    said = r"p\.jsonl, line 9: the longest prompt has 9 tokens, but why; --long_prompts=drop leaves such prompts out"
+    with pytest.raises(SettingsError, match=said + r".*too long are 2 of 4: p\.jsonl, line 9, 7\)"):
         fit(LONG[:4], 5, "error", "why")
     left, remark = fit(LONG, 5, "drop", "why")
     assert [len(one.tokens) for one in left] == [3, 4]
-    assert remark.startswith("13 of 15 prompts left out, why: p.jsonl, line 9, p.jsonl, line 7, p.jsonl, line 20")
-    assert remark.endswith("line 27 and 3 more") and remark.count("line") == 10
-    numbered = [Example(list(range(9)), "text", {})]
+    assert remark == ("13 of 15 are left out, as why: p.jsonl, line 9, 7, 20, 21, 22, 23, 24, 25, 26, 27 and 3 more")
+    numbered = [Example(list(range(9)), "text", {}), Example([1] * 6, "", {}, "q.csv, row 4")]
     kept, remark = fit(numbered, 4, "truncate", "why")
-    assert kept == [Example([5, 6, 7, 8], "text", {})] and remark == "a prompt kept the last 4 tokens, why: 'text'"
+    assert kept[0] == Example([5, 6, 7, 8], "text", {})
+    assert remark == "2 of 2 are cut to their last 4 tokens, as why: 'text'; q.csv, row 4"
     mixed = Mixture([LONG[:2], LONG[2:]], (500, 500))
     left, _ = fit(mixed, 5, "drop", "why")
     assert isinstance(left, Mixture) and [len(part) for part in left.parts] == [1, 1] and left.shares == (500, 500)
@@ -136,15 +136,14 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     def prepared(**flags):
         return small_job(GRPO, sizes=None, **files | flags)
 
-    with pytest.raises(SettingsError, match=r"p\.jsonl, line 2: the longest prompt has 62 tokens, and --max_new_tokens "
-                       "is 4, but the model has 64 positions"):  # fmt: skip
+    with pytest.raises(SettingsError, match=r"p\.jsonl, line 2: the longest prompt has 62 tokens, but --max_new_tokens "
+                       "is 4 and the model has 64 positions"):  # fmt: skip
         prepared()
     job = prepared(long_prompts="drop", max_prompt_tokens=4)
     assert [one.text for one in job.task.prompts] == ["1+1="] == [one.text for one in job.task.heldout]
     begin(job, single(), show := Quiet())
-    assert [note.split(":")[0] for note in show.notes if "left out" in note] == ["prompts", "held-out prompts"]
-    assert "2 of 3 prompts left out, and --max_prompt_tokens is 4: " in show.notes[0]
-    assert "line 2" in show.notes[0] and "line 3" in show.notes[0]
+    said = f"2 of 3 are left out, as --max_prompt_tokens is 4: {path}, line 2, 3"
+    assert [note for note in show.notes if "left out" in note] == [f"prompts: {said}", f"held-out prompts: {said}"]
     job = prepared(long_prompts="truncate")
     assert [len(one.tokens) for one in job.task.prompts] == [4, 60, 5] and job.task.prompts[1].text == "1" * 61 + "="
     with pytest.raises(SettingsError, match="--max_new_tokens=64: the model has 64 positions, which leaves none"):
