@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, devices, parse
 
-TEXT_RECIPES = frozenset({"sft", "dpo", "simpo", "cpo", "orpo", "alphapo", "reward_model"})  # they sample nothing
+# Recipes that sample nothing.
+TEXT_RECIPES = frozenset(
+    {"sft", "dpo", "simpo", "cpo", "orpo", "alphapo", "reward_model", "kto", "process_reward_model"}
+)
 
 
 class DifferentError(ValueError):

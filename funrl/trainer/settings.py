@@ -407,11 +407,11 @@ class Settings:
         chosen="the model's, else 1",
     )  # fmt: skip
     report_to: str | None = flag(
-        None, "output", "trackers beside TensorBoard and JSON lines",
+        None, "output", "further trackers",
         some_of(*TRACKERS),
     )  # fmt: skip
     sample_every: int = flag(
-        10, "output", "steps between samples; of given texts, at evaluations", at_least(1)
+        10, "output", "steps between samples", at_least(1)
     )  # fmt: skip
 
 
