@@ -61,6 +61,7 @@ from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
+from funrl.trainer.roles import READERS
 from funrl.trainer.settings import Settings, for_kind, scoring_budget
 from funrl.trainer.sources import Source
 from funrl.trainer.step_rows import Rows, moved
@@ -180,7 +181,7 @@ def check_width(job: Job, tokens: int) -> int:
     Raises:
       SettingsError: a sequence of it is longer than the model's positions.
     """
-    positions, reader = job.model.config.max_positions, job.lead == "reward_model"
+    positions, reader = job.model.config.max_positions, job.lead in READERS
     if isinstance(job.task, Texts):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
@@ -218,6 +219,10 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
         out.append("generation, which is by transformers' own code")
     if job.generates and settings.probe_sync_every:
         out.append(f"the probe of the engine every {settings.probe_sync_every} steps")
+    if settings.judge is not None:
+        out.append("the judge")
+    if job.generates and job.algorithm.example == "pair":
+        out.append("that of a prompt's samples only the best and the worst are trained on")
     if settings.offload:
         copies = "the time of its copies" if hardware.accelerator else "it does nothing on a CPU"
         out.append(f"--offload={settings.offload}: {copies}")
@@ -296,10 +301,10 @@ def trace_step(
         with phase_of_moves(MOVES[0]):
             rows, state, _ = loop.draw_batch(trainer, state)
         drawn = _token_bytes(rows)
-        if "reward_model" in frozen:
+        for name in (name for name in READERS if name in frozen):
             read = rows_to_read(job, rows)
-            with trainer.clock.phase("score_reward_model"):
-                end_values(roles["reward_model"], frozen["reward_model"], read, scoring_budget(job.settings))
+            with trainer.clock.phase(f"score_{name}"):
+                end_values(roles[name], frozen[name], read, scoring_budget(job.settings))
         rows, state, _ = loop.score_batch(trainer, state, rows)
         tracer.hold_tree(rows.batch, "batch")
         if learns:

@@ -14,6 +14,7 @@ from funrl.trainer.build import Parts
 from funrl.trainer.generation import generating_ranks
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Texts
+from funrl.trainer.roles import READERS
 from funrl.trainer.step_rows import Rows, rows_of
 
 
@@ -50,13 +51,14 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
         found = reads(job.algorithm)
         margin = 0.0 if "margin" in found.required | found.optional else None
-        one = text_batch(
-            [TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin)], job.pad, job.lead == "reward_model"
-        )
+        labels = {"ratings": (1.0,), "steps": (1.0,) * (tokens - 1)}.get(job.task.kind, ())
+        example = TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin, labels)
+        one = text_batch([example], job.pad, job.lead in READERS, steps=job.task.kind == "steps")
         if margin is not None:
             one = one._replace(margin=one.margin.to(job.master))
         batch = trees.map(lambda x: x.expand(own, *x.shape[1:]).clone(), one)
-        return batch._replace(length=one.length.expand(rows).clone())
+        other = torch.arange(rows) % 2 == 1 if "mismatched" in found.required else None
+        return batch._replace(length=one.length.expand(rows).clone(), mismatched=other)
     length = tokens + job.sampling.max_new_tokens
     shape, wide = (own, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
     at_T, score_B = torch.arange(shape[1]), torch.arange(rows).remainder(2).to(wide)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from funrl.algos.core import reads
 from funrl.cost.costs import UPDATES, Costs, Traffic, times
 from funrl.cost.estimate import MOVE, MOVES
 from funrl.data.packing import Packing, RowCost, lockstep_work
@@ -24,6 +25,7 @@ from funrl.trainer.completion_scores import reading_ranks
 from funrl.trainer.generation import generating_ranks
 from funrl.trainer.job import Job
 from funrl.trainer.micro import Epoch, pack_in_place, plan_epoch, row_cost
+from funrl.trainer.roles import READERS
 from funrl.trainer.settings import scoring_budget
 
 WORD = 8  # bytes of a number of the row table when it is sent
@@ -62,15 +64,15 @@ class RowPlan(NamedTuple):
 def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
     settings, mesh = job.settings, parts.mesh
-    samples = job.sampling.samples if job.generates else 1
+    samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
     source = mesh if parts.generator is None else parts.generator.mesh
     lengths = np.full(settings.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
     made = generating_ranks(settings.batch_prompts, samples, source.size(source.row_axes))
     before = [Holders(made, source)]
-    if "reward_model" in parts.roles and job.generates:
-        role = parts.roles["reward_model"]
-        before.append(Holders(reading_ranks(lengths, role, scoring_budget(settings)), mesh))
+    for name in READERS if job.generates else ():
+        if name in parts.roles:
+            before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
     before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step), mesh))
     ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
     budget = settings.token_budget
@@ -147,8 +149,9 @@ def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
     for name, role in parts.roles.items():
         cost = row_cost(role.placed)
         read, owner = plan.lengths, scores
-        if name == "reward_model" and job.generates:  # one token more, where it reads them
-            read, owner = plan.lengths + 1, plan.before[1].owner
+        if name in READERS and job.generates:  # one token more, where it reads them
+            readers = [reader for reader in READERS if reader in parts.roles]
+            read, owner = plan.lengths + 1, plan.before[1 + readers.index(name)].owner
         if role.writes or read is not plan.lengths:
             packing = pack_in_place(read, owner, ranks, budget, cost)
             found[f"score_{name}"] = _share([(packing, read)], ranks, cost)

@@ -28,7 +28,7 @@ from funrl.trainer.generation import Example, generating_ranks
 from funrl.trainer.own_texts import Decode, written_of, written_texts
 from funrl.trainer.step_rows import Rows, moved
 
-FIELD_PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 TEMPLATE = """\
 Judge how well the answer solves the task.
 
@@ -124,7 +124,7 @@ def read_template(file: str) -> str:
 
 def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> None:
     """Raise SettingsError where a template has no place for the completion, or one that a prompt cannot fill."""
-    named = dict.fromkeys(FIELD_PLACE.findall(text))
+    named = dict.fromkeys(PLACEHOLDER.findall(text))
     if "completion" not in named:
         raise SettingsError(f"--judge_template={file}: it has no {{{{completion}}}}")
     for example in prompts:
@@ -140,7 +140,7 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
 def filled(template: str, example: Example, completion: str) -> str:
     """A template with a prompt, its completion and its fields in their places."""
     values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
-    return FIELD_PLACE.sub(lambda match: str(values[match[1]]), template)
+    return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
 def shown_prompt(example: Example) -> str:

@@ -108,7 +108,8 @@ class WholeState:
                 if self._is_there(state.step):
                     return ""
                 try:
-                    return self._write(state, own)
+                    self._write(state, own)
+                    return ""
                 except CheckpointError as error:
                     problem = f"{error}; "
                     if self.replica.mesh.world > 1:  # the others have not failed, and do not wait
@@ -144,13 +145,13 @@ class WholeState:
             "--resume continues"
         )
 
-    def _write(self, state: State, folder: str) -> str:
+    def _write(self, state: State, folder: str) -> None:
         """Write a checkpoint of the state. Raises: CheckpointError."""
         mesh, layouts, saver = self.replica.mesh, self.replica.layouts, self.saver
         tensors, numbers = tensors_of(state), numbers_of(state)
         of_source = {name: x for name, x in tensors.items() if name.startswith("source/")}
         own = own_shards({n: x for n, x in tensors.items() if n not in of_source}, layouts, mesh)
-        arrays, mine = own.arrays, {}
+        mine = {}
         if mesh.rank == 0:
             own = joined_shards(own, own_shards(of_source, {}, single()))
             mine = scalar_arrays(numbers)
@@ -177,7 +178,6 @@ class WholeState:
         finally:
             server.close(0.0)
             memory.close()
-        return ""
 
     def _wait(self, server: ShardServer, folder: str) -> None:
         deadline = time.monotonic() + WRITE_S

@@ -18,12 +18,13 @@ import torch
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.models import with_value_head
+from funrl.trainer.declaration import RL, kinds_of
 from funrl.trainer.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
-    "docs/engines.md",
+    "docs/reward_models.md", "docs/engines.md",
 ]  # fmt: skip
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
@@ -121,8 +122,14 @@ def test_commands_run(page, lines, tmp_path):
     tiny_model(tmp_path / "MODEL_DIR")
     tiny_model(tmp_path / "TEACHER_DIR")
     tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
-    texts = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks."}
-    for name, fields in {"PROMPTS": (), "DEMONSTRATIONS": ("completion",), "PAIRS": ("chosen", "rejected")}.items():
+    tiny_model(tmp_path / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))
+    tiny_model(tmp_path / "JUDGE_DIR")
+    texts: dict[str, Any] = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks.", "label": True}
+    texts |= {"completions": ["It purrs.", "So it is a cat."], "labels": [True, False]}
+    for name, fields in {
+        "PROMPTS": (), "DEMONSTRATIONS": ("completion",), "PAIRS": ("chosen", "rejected"),
+        "RATINGS": ("completion", "label"), "STEPS": ("completions", "labels"),
+    }.items():  # fmt: skip
         record = {"prompt": "Tell me of a cat. "} | {field: texts[field] for field in fields}
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
     (tmp_path / "REWARD.py").write_text(
@@ -173,7 +180,7 @@ def test_the_two_commands_are_there():
 
 def test_the_numbers_of_the_readme():
     text = (ROOT / "README.md").read_text()
-    reinforced = [name for name in NAMES if recipe(name)().advantage is not None]
+    reinforced = [name for name in NAMES if kinds_of(recipe(name)()) == RL]
     assert f"| {len(NAMES)} recipes" in text
     assert f"| {len(reinforced)} recipes of" in text
     assert f"| flags | {len(settings_flags())}, and" in text

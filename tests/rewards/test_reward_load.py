@@ -10,8 +10,10 @@ from funrl.loading import LoadError
 from funrl.rewards import load
 from funrl.rewards.call import RewardError, described_function
 from funrl.rewards.load import check_fields, load_rewards
-from funrl.rewards.named import VERIFIERS, parse_rewards, weights_text
+from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rewards.sandbox import SandboxError
+from funrl.trainer.checks import weights_of_rewards
+from funrl.trainer.settings import Settings
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -27,7 +29,12 @@ def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
         ("a@b.py:f", -0.5), ("math", 0.1), ("own.rewards:f", None), ("x/own.rewards:f", None),
     ]  # fmt: skip
     assert [one.name for one in found] == ["a@b.f", "math", "rewards.f", "rewards.f.2"]
-    assert weights_text("math,format") is None and weights_text("math@2,format@0.25", further=1) == "2,0.25,1"
+    for text, weights in (
+        ("math,format", (1.0, 1.0)),
+        ("math@2,format@0.25", (2.0, 0.25)),
+        ("math@2,format", (2.0, 1.0)),
+    ):
+        assert weights_of_rewards(Settings(reward=text), 2) == weights
     for text in ("r.py", "maths", "", "math,,format"):
         with pytest.raises(
             LoadError, match=rf"--reward={text}: '.*' is not a verifier \(exact, .*write FILE.py:function"
