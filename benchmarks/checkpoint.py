@@ -31,12 +31,12 @@ import torch
 from absl import app, flags
 from torch import Tensor
 
-from funrl.mesh import rules
+from funrl.mesh import heartbeat, rules
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.rules import Layout
-from funrl.trainer.checkpoint import recorded
+from funrl.trainer.checkpoint import CHECKPOINT_FORMAT, recorded
 from funrl.trainer.shard_server import Commit, Reserve, WriteShards
 from funrl.trainer.shards import Memory, OwnShards, ShardServer, copy_to_memory, own_shards, read_tensors
 
@@ -87,7 +87,8 @@ class Bench:
         if self.mesh.rank == 0:
             old = str(self.folder / f"step-{self.number - 1}")
             world = self.mesh.world
-            self.server.send(Commit(str(beside), str(path), world, self.own.arrays, {}, (old,), (), 600.0))
+            facts = {"format": CHECKPOINT_FORMAT, "step": self.number}
+            self.server.send(Commit(str(beside), str(path), world, self.own.arrays, facts, (old,), (), 600.0))
 
     def finish(self) -> None:
         problems = self.server.answers(wait=True)
@@ -117,6 +118,7 @@ class Bench:
 
     def timed(self, run: Callable[[], None]) -> tuple[float, float]:
         """Seconds until all ranks are done, and CPU-seconds of all until what they have begun is done too."""
+        heartbeat.beat()
         gather_objects(None, self.mesh)
         start, before = time.perf_counter(), self.cpu_s()
         run()

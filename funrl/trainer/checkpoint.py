@@ -26,7 +26,7 @@ from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, Damaged
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.state import State
 
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 SCALARS = {bool: "bool", int: "int64", float: "float64"}
 
 
@@ -103,10 +103,10 @@ def recorded(path: str | Path) -> Recorded:
             raise ValueError("its checksum is wrong")
         if type(facts["format"]) is not int:
             raise ValueError(f"its format is {facts['format']}")
-        if facts["format"] != FORMAT:
+        if facts["format"] != CHECKPOINT_FORMAT:
             raise CheckpointError(
-                f"{path}: its format is {facts['format']}, this version of funrl reads {FORMAT}; take the version that "
-                "wrote it"
+                f"{path}: its format is {facts['format']}, this version of funrl reads {CHECKPOINT_FORMAT}; take the "
+                "version that wrote it"
             )
         arrays = {name: _array(*entry) for name, entry in facts.pop("arrays").items()}
         files = [(_inside(name), size) for name, size in facts.pop("files").items()]

@@ -138,9 +138,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
         if "mismatched" in reads(algorithm).required and settings.batch_prompts < 2:
-            raise SettingsError(
-                "--batch_prompts=1: the reference point takes completions of other prompts; give 2 or more"
-            )
+            raise SettingsError("--batch_prompts=1: KTO compares with completions of other prompts; give 2 or more")
     warmstart = warmstart_steps(settings, task, given)
     roles = Models(model, tokenizer, models, directories)
     return job_of(settings, algorithm, roles, sizes, generating, device, task)._replace(warmstart_steps=warmstart)

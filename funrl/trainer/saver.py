@@ -16,7 +16,7 @@ from funrl.mesh.processes import stop_asked
 from funrl.mesh.rules import Layout
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import (
-    FORMAT,
+    CHECKPOINT_FORMAT,
     Recorded,
     complete_checkpoints,
     load,
@@ -335,7 +335,7 @@ def facts_of(
       frozen: digests of the weights that do not learn, by role.
     """
     return {
-        "format": FORMAT, "step": step, "score": score, "mesh": str(mesh), "world": mesh.world,
+        "format": CHECKPOINT_FORMAT, "step": step, "score": score, "mesh": str(mesh), "world": mesh.world,
         "dtype": job.settings.dtype, "lead": job.lead, "run": run_facts(job), "frozen": dict(frozen),
         **evaluations._asdict(),
     }  # fmt: skip

@@ -24,7 +24,7 @@ from funrl.trainer.settings import settings_flags
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
-    "docs/reward_models.md", "docs/engines.md",
+    "docs/reward_models.md", "docs/engines.md", "docs/replay.md",
 ]  # fmt: skip
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed

@@ -11,6 +11,7 @@ import pytest
 
 from funrl.track import charts
 from funrl.track.report import ReportError, read_run, render, write_report
+from funrl.track.report_evaluation import newest_table
 from funrl.track.run_directory import open_run
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl
@@ -160,9 +161,13 @@ def test_the_newest_evaluation_is_a_table(tmp_path):
     page = write_report(tmp_path).read_text()
     text = checked(page).text
     table = page[page.index("Held-out prompts") : page.index("Configuration")]
-    assert "60.0 #### 2" in table and "60.1 #### 2" not in table and ">0.0 ####" not in table  # one of each prompt
+    assert "60.0 #### 2" in table and "60.1 #### 2" in table and ">0.0 ####" not in table
     assert "&lt;b&gt;1+1=" in table and "<th>answer</th>" in table and "3, cut off" in text
     assert "..." + "x" * 400 in table and "x" * 401 not in table
+    many = [{"step": 70, "sample": sample, "prompt": str(n)} for n in range(40) for sample in (0, 1)]
+    run.eval_samples.write_text("".join(json.dumps(one) + "\n" for one in many))
+    shown = newest_table(run.eval_samples)  # one of each prompt where there are enough, spread over them
+    assert [one["prompt"] for one in shown] == [str(n) for n in range(0, 32, 2)] and not any(o["sample"] for o in shown)
 
 
 def test_report_stands_alone(tmp_path):

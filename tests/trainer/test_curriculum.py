@@ -178,8 +178,15 @@ def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(more, tmp_path)
 
 
 def test_a_resumed_run_with_other_prompts_is_told(tmp_path):
-    crash(tmp_path / "run", compose=GRPO)
-    _, _, notes, _ = run(tmp_path / "run", compose=GRPO, resume=True, run_dir="x", seed=1)
+    (tmp_path / "own.py").write_text(
+        "def score(prompt, completion, **fields):\n    return float(len(completion) % 2)\n"
+    )
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "1+1="}\n' * 12)
+    settings = {"compose": GRPO, "prompts": str(prompts), "reward": f"{tmp_path}/own.py:score"}
+    crash(tmp_path / "run", **settings)
+    prompts.write_text('{"prompt": "1+1="}\n' * 30)
+    _, _, notes, _ = run(tmp_path / "run", resume=True, run_dir="x", **settings)
     assert any("it goes on at the same place of another order" in note for note in notes)
 
 

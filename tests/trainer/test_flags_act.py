@@ -115,6 +115,9 @@ TESTED = {  # flag: the test that fails where it does nothing
     "run_dir": "experiments/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
     "keep_checkpoints": "trainer/test_checkpoint.py::test_the_newest_are_kept_and_the_best",
     "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
+    "save_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
+    "keep_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
+    "resize_vocab": "models/test_resize.py::test_a_run_adds_them_and_transformers_opens_what_it_saves",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
 }
 

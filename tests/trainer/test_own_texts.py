@@ -37,13 +37,7 @@ def decode(ids):
         ("\n\n", [SolutionStep("ab.", 2), SolutionStep("c \xe9\n \nd", 6)]),
         ("\n", [SolutionStep("ab.", 1), SolutionStep("c \xe9", 4), SolutionStep("d", 6)]),
         (" \n", [SolutionStep("ab.\n\nc \xe9\n", 5), SolutionStep("d", 6)]),
-        (
-            "",
-            [
-                SolutionStep(*pair)
-                for pair in zip(("ab", ".\n", "\n", "\xe9\n", " \n", "d"), (0, 1, 2, 4, 5, 6), strict=True)
-            ],
-        ),
+        ("", list(map(SolutionStep, ("ab", ".\n", "\n", "\xe9\n", " \n", "d"), (0, 1, 2, 4, 5, 6)))),
     ],
 )
 def test_steps_end_with_the_token_that_completes_their_separator(separator, steps):

@@ -116,3 +116,5 @@ def test_labels_of_csv_and_of_the_embedded_task():
     assert np.mean([label for *_, label in arithmetic.ratings(3, 40)]) == 0.5
     with pytest.raises(SettingsError, match="--step_separator=x: ratings have no steps"):
         small_job(kto, reward=None, step_separator="x")
+    with pytest.raises(SettingsError, match="--batch_prompts=1: KTO compares with completions of other prompts"):
+        small_job(kto, reward=None, batch_prompts=1)
