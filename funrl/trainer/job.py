@@ -20,6 +20,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
+from funrl.models.lora import targets_of, with_lora
+from funrl.models.model import Lora
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
@@ -51,7 +53,7 @@ class Job(NamedTuple):
 
     Attributes:
       model: the one that the run begins with.
-      models: of every role, by name.
+      models: of every role, by name; those that learn with adapters, where `lora` is given.
       directories: of the roles that do not begin as `model`.
       rates: peak learning rates of the roles that learn.
       task: prompts to complete, or texts to learn from.
@@ -73,6 +75,7 @@ class Job(NamedTuple):
     eval_sampling: Sampling
     pad: int
     warmstart_steps: int
+    lora: Lora | None = None
 
     @property
     def master(self) -> torch.dtype:
@@ -141,6 +144,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
+        lora_of(settings, model),
     )  # fmt: skip
 
 
@@ -175,7 +179,7 @@ def models_of(
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
       read: (directory, --model_code) -> model.
     """
-    models, directories = {}, {}
+    models, directories, lora = {}, {}, lora_of(settings, model)
     names = role_names(algorithm)
     if settings.reward_model is not None and "reward_model" not in names:
         names = (*names, "reward_model")
@@ -194,6 +198,8 @@ def models_of(
             if name not in VALUES and model.unembed is None:
                 raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
             models[name] = with_value_head(model) if name in VALUES and model.value is None else model
+            if lora is not None and name in algorithm.losses:
+                models[name] = with_lora(models[name], lora)
     if algorithm.divergence is not None and "teacher" in models:
         sizes = [models[name].config.vocab for name in ("teacher", "policy")]
         if sizes[0] != sizes[1]:
@@ -202,6 +208,27 @@ def models_of(
                 "divergence over the whole vocabulary needs as many"
             )
     return models, directories
+
+
+def lora_of(settings: Settings, model: Model) -> Lora | None:
+    """The adapters that the flags describe; None: all weights learn.
+
+    Args:
+      model: the one that the run begins with.
+
+    Raises:
+      SettingsError: the model has no such projections, or takes no adapters.
+    """
+    rank = settings.lora_rank
+    if rank is None:
+        return None
+    if model.config.module:
+        raise SettingsError(
+            f"--lora_rank={rank}: the model is {architecture(model.config)}, transformers' own code, which takes no "
+            "adapters here; leave it out"
+        )
+    with blaming(f"lora_targets={settings.lora_targets}"):
+        return Lora(rank, settings.lora_alpha or float(rank), targets_of(settings.lora_targets, model))
 
 
 def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:

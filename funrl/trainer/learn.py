@@ -42,7 +42,7 @@ def learn(
       minibatches: optimizer steps a pass.
       token_budget: tokens in one forward pass of one device.
       clock: told the phases, "update_policy" and so on.
-      frozen: weights of the companions, where roles have some.
+      frozen: weights of the base and of the companions, where roles have some.
       cost: how the work of a row grows with its length; None: as in the model that learns last.
 
     Returns: the states after it, and the metrics' means over the updates.
@@ -62,11 +62,10 @@ def learn(
         for part, packing, total in zip(plan.parts, plan.packings, totals, strict=True):
             for name, role in learning.items():
                 pieces = (piece.batch for piece in packed(rows, packing, part, most, role.mask))
-                beside = (frozen or {})[role.companion.name] if role.companion is not None else None
                 with clock.phase(f"update_{name}"):
                     dens, tokens = total[name]
                     states[name], metrics = train_step(
-                        role, states[name], pieces, dens, tokens, f"step {step}, {name}", beside
+                        role, states[name], pieces, dens, tokens, f"step {step}, {name}", frozen
                     )
                 for key, value in metrics.items():
                     told.setdefault(key, []).append(value)

@@ -23,13 +23,14 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
-from funrl.trainer.build import Parts, build, first_state, first_weights, sync
+from funrl.trainer.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
+from funrl.trainer.roles import weights_of
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
@@ -92,7 +93,8 @@ def train_loop(
         state, evaluations = saver.resumed(state)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer)
     if outcome.stopped is None:
-        observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, outcome.error)
+        role = trainer.parts.roles[job.lead]
+        observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
     return outcome
 
 
@@ -105,7 +107,8 @@ def run_steps(
       evaluations: so far, of a run that goes on; None: it begins.
     """
     settings, parts = trainer.job.settings, trainer.parts
-    state = sync(parts, state if evaluations is None else state._replace(version=state.version - 1))
+    before = state if evaluations is None else state._replace(version=state.version - 1)
+    state = sync(parts, before, frozen=trainer.frozen)
     place = offload.mover(settings.offload, parts, observer.note)
     done, whole = evaluations or Evaluations({}, {}), state._replace(roles={})
     error = stopped = None
@@ -122,7 +125,7 @@ def run_steps(
             trainer, state = place(trainer, state, "update")
             whole = None
             state, learned = learn_batch(trainer, state, rows)
-            state = sync(parts, state, trainer.clock)
+            state = sync(parts, state, trainer.clock, trainer.frozen)
             metrics |= scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
                 metrics = checked | metrics | done.first
@@ -158,7 +161,7 @@ def begin_run(
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
     clock, parts = clock or Clock(), build(job, mesh, observer.note)._replace(pool=pool)
     weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
-    frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
     return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
 
@@ -192,7 +195,7 @@ def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | N
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
-    weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
+    weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
         here = on_cpu(rows)
@@ -226,6 +229,7 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     probes = every > 0 and (first or state.step % every == 0)
     if generator is None or not (settings.verify_sync or probes):
         return {}
-    placed, params = trainer.parts.roles["policy"].placed, state.roles["policy"].params
+    role = trainer.parts.roles["policy"]
+    params = role.whole(state.roles["policy"].params, trainer.frozen)
     with trainer.clock.phase("verify"):
-        return certify(placed, params, generator.engine, state.version, settings.verify_sync, probes)
+        return certify(role.placed, params, generator.engine, state.version, settings.verify_sync, probes)

@@ -20,7 +20,7 @@ from funrl.trainer.clock import Clock
 from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
-from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.roles import Role, RoleState, weights_of
 from funrl.trainer.score import score
 from funrl.trainer.step import NotFiniteError, loss_value
 from funrl.trainer.step_rows import Rows, join_rows, on_cpu, take
@@ -167,8 +167,8 @@ def text_source(
       batch_examples: of a batch.
     """
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
-    scoring = {n: r for n, r in roles.items() if n in frozen}
-    held = score(scoring, frozen, to_rows(heldout), token_budget)
+    scoring = {n: r for n, r in roles.items() if r.loss is None}
+    held = score(scoring, weights_of(scoring, {}, frozen), to_rows(heldout), token_budget)
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
@@ -180,9 +180,8 @@ def text_source(
         assert role.loss is not None
         with clock.phase("eval"):
             pieces = (piece.batch for piece in own_micro_batches(held, token_budget, row_cost(role.placed)))
-            beside = None if role.companion is None else frozen[role.companion.name]
             ((dens, _),) = (total[name] for total in denominators({name: role}, held, [np.arange(len(held.owner))]))
-            metrics, value = loss_value(role, states[name].params, pieces, dens, beside)
+            metrics, value = loss_value(role, states[name].params, pieces, dens, frozen)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
