@@ -25,9 +25,9 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Rules
-from funrl.models.deployed import deployed
 from funrl.models import decoder_model, place
 from funrl.models.config import Config
+from funrl.models.deployed import deployed
 from funrl.rollout.certificate import compare_weights, probe_gap
 from funrl.rollout.native import native_engine
 

@@ -221,7 +221,8 @@ class GatherSchedule:
 
     Attributes:
       groups: the shards.
-      handles: of every group the trained shards to gather, as autograd sees them: their gradients have landed at the end.
+      handles: of every group the trained shards to gather, as autograd sees them: their gradients have landed at the
+        end.
       arriving: gathers that have begun, by group.
       looks: how often each group's weights were made.
       leaving: gradients on their way: the summed shards, and what is sent, which must stay until then.

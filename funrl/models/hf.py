@@ -169,25 +169,39 @@ def load(
     Raises:
       ModelError: as `check_directory`.
     """
-    folder = Path(path)
-    model = check_directory(folder) if model is None else model
+    model = check_directory(path) if model is None else model
     wanted = dtype or getattr(torch, model.config.dtype)
     device = torch.device("cpu") if mesh is None else mesh.device
-    where = {name: file for file, table in weight_tables(folder).items() for name in table}
-    opened: dict[Path, Any] = {}
-    stored = _stored(model, where)
+    read = weight_reader(path, model)
 
-    def read(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
+    def part(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
+        box = layout.box(mesh.rank) if layout is not None and mesh is not None else None
+        return read(name, box).to(device=device, dtype=wanted)
+
+    rest = () if layouts is None else (layouts,)
+    return model, trees.map_named(part, model.shapes, *rest)
+
+
+def weight_reader(path: str | Path, model: Model) -> Callable[..., Tensor]:
+    """A function (name of a weight, box=None) -> the weight, or the part of it in the box, as it is in the files.
+
+    Args:
+      path: a Hugging Face directory.
+      model: by `check_directory`.
+    """
+    where = {name: file for file, table in weight_tables(Path(path)).items() for name in table}
+    opened: dict[Path, Any] = {}
+    stored, shapes = _stored(model, where), {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
+
+    def read(name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
         one = stored[name]
         file = where[one.name]
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
-        box = layout.box(mesh.rank) if layout is not None and mesh is not None else tuple((0, n) for n in x.shape)
-        part = _slice(opened[file].get_slice(one.name), one, tuple(x.shape), box)
-        return part.to(device=device, dtype=wanted)
+        whole = tuple((0, n) for n in shapes[name])
+        return _slice(opened[file].get_slice(one.name), one, shapes[name], whole if box is None else box)
 
-    rest = () if layouts is None else (layouts,)
-    return model, trees.map_named(read, model.shapes, *rest)
+    return read
 
 
 def save(

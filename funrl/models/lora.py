@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -292,4 +292,4 @@ def _joined(one: Any, other: Any) -> Any:
         return tuple(_joined(*pair) for pair in zip(one, other, strict=True)) if other else one
     if not isinstance(one, dict):
         return one
-    return {key: _joined(one.get(key, {}), other.get(key, {})) if key in one else other[key] for key in {**one, **other}}
+    return {**other, **{key: _joined(x, other.get(key, {})) for key, x in one.items()}}

@@ -7,6 +7,8 @@
 | samples.jsonl | one object a sample | now and then |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
+| adapter/ | with --lora_rank, the adapters that are merged in it, as PEFT has them | at the end |
+| base/ | with --lora_rank and without --model, the model that the adapters stand on | before the first step |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | report.html | all of this as one page | at the end |
 
@@ -61,6 +63,14 @@ class RunDirectory:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def base(self) -> Path:
+        return self.path / "base"
 
     @property
     def report(self) -> Path:
@@ -237,7 +247,9 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    written = (run.metrics, run.samples, run.tensorboard, run.model, run.report, run.checkpoints)
+    written = (
+        run.metrics, run.samples, run.tensorboard, run.model, run.adapter, run.base, run.report, run.checkpoints,
+    )  # fmt: skip
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -23,6 +23,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
+from funrl.trainer.base_model import keep_base, kept_already, own_base
 from funrl.trainer.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
 from funrl.trainer.job import Job
@@ -30,7 +31,7 @@ from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
-from funrl.trainer.roles import weights_of
+from funrl.trainer.roles import BASE, weights_of
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
@@ -89,7 +90,8 @@ def train_loop(
     """
     trainer, state = begin_run(job, mesh, observer, source, pool=pool)
     folder = shared_folder(observer, mesh)
-    with Saver(job, trainer.parts, trainer.source, state, folder, observer) as saver, stops_when_asked():
+    base = trainer.frozen.get(BASE)
+    with Saver(job, trainer.parts, trainer.source, state, folder, observer, base) as saver, stops_when_asked():
         state, evaluations = saver.resumed(state)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer)
     if outcome.stopped is None:
@@ -160,10 +162,23 @@ def begin_run(
 ) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
     clock, parts = clock or Clock(), build(job, mesh, observer.note)._replace(pool=pool)
-    weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
+    weights = first_weights(job, parts, first_base(job, parts, observer))
     frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
     return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+
+
+def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
+    """The weights that a run begins with; those that adapters stand on are kept beside the run where it made them."""
+    if job.lora is None:
+        return warmstart.initial_weights(job, parts.begin, observer)
+    kept = own_base(job, shared_folder(observer, parts.mesh))
+    if job.settings.resume and kept_already(kept, parts.mesh):
+        return warmstart.initial_weights(job, parts.begin, observer, kept)
+    begin = warmstart.initial_weights(job, parts.begin, observer)
+    if kept is not None:
+        keep_base(kept, job, parts, begin)
+    return begin
 
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:

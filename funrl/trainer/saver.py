@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funrl import trees
 from funrl.mesh.collectives import gather_objects, pmax
 from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.processes import stop_asked
 from funrl.mesh.rules import Layout
+from funrl.trainer.base_model import adapter_facts, check_adapters
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import (
     Recorded,
@@ -63,7 +65,14 @@ class Saver:
     """
 
     def __init__(
-        self, job: Job, parts: Parts, source: Source, state: State, folder: str | None, observer: Observer
+        self,
+        job: Job,
+        parts: Parts,
+        source: Source,
+        state: State,
+        folder: str | None,
+        observer: Observer,
+        base: trees.Tree = None,
     ) -> None:
         """Collective.
 
@@ -71,18 +80,21 @@ class Saver:
           source: of the run.
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
+          base: this rank's weights that adapters stand on; None: all weights learn.
 
         Raises:
           CheckpointError: the state has a leaf that cannot be saved.
         """
         self.job, self.settings, self.mesh = job, job.settings, parts.mesh
-        self.model = parts.roles[job.lead].placed.model
+        model = parts.roles[job.lead].placed.model
+        self.model = model if model.adapters is None else model.adapters.plain
         self.source, self.folder, self.observer = source, folder, observer
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.save_every)
         self.server, self.memory, self.reserved = ShardServer(), None, 0
         self.saved, self.attempt, self.began = -1, 0, time.monotonic()
         self.scores: dict[int, float | None] = {}
+        self.adapters = {} if folder is None or job.lora is None else adapter_facts(job, parts, base)
         numbers_of(state)
         if folder is not None and self.mesh.rank == 0:
             sweep(folder)
@@ -106,6 +118,7 @@ class Saver:
             found = self._newest(problems)
             if found is None:
                 break
+            check_adapters(found.path, found.facts, self.adapters)
             try:
                 state = load(found, state, self.layouts, self.mesh, self.server)
             except DamagedError as error:
@@ -210,7 +223,7 @@ class Saver:
         removed = [str(there[old]) for old in there if old != step and old not in kept]
         facts = {
             "format": 1, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
-            "dtype": self.settings.dtype, "lead": self.job.lead, **evaluations._asdict(),
+            "dtype": self.settings.dtype, "lead": self.job.lead, **evaluations._asdict(), **self.adapters,
         }  # fmt: skip
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")

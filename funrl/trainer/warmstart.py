@@ -46,9 +46,7 @@ LR = 3e-3
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 
 
-def initial_weights(
-    job: Job, placed: Placed, stage: WarmstartObserver, kept: str | Path | None = None
-) -> trees.Tree:
+def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: str | Path | None = None) -> trees.Tree:
     """This rank's shards of the weights that a run begins with, in the dtype of the master weights.
 
     Those that adapters stand on, and that do not learn, are in the dtype to compute in where they are read.
