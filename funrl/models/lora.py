@@ -157,6 +157,11 @@ def first_trained(
     return trees.map_named(first, trained_part(model, model.shapes), layouts)
 
 
+def merged_weights(model: Model) -> frozenset[str]:
+    """Names of the weights, in the model without adapters, that adapters are merged in; none where there are none."""
+    return frozenset(name.removesuffix(FIRST) for name, _ in trees.named(model.shapes) if name.endswith(FIRST))
+
+
 def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
     """The adapted weights of a model with adapters, by their names in the model without.
 
@@ -166,7 +171,7 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
     """
     assert model.adapters is not None
     found, scale = dict(trees.named(params)), model.adapters.lora.alpha / model.adapters.lora.rank
-    names = [name.removesuffix(FIRST) for name in found if name.endswith(FIRST)]
+    names = merged_weights(model)
     return {name: LowRank(found[name], found[name + FIRST], found[name + SECOND], scale) for name in names}
 
 

@@ -177,7 +177,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
 def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
     """`first_weights` of a run with adapters."""
     base = trees.cast(decoder_of(begin), job.dtype)
-    if all(role.placed.model.unembed is None for role in parts.roles.values() if role.on_base):
+    if not needs_unembedding(parts):
         base = {name: x for name, x in base.items() if name != "unembed"}
     weights, head = {BASE: base}, begin.get("value")
     for name, role in parts.roles.items():
@@ -188,6 +188,11 @@ def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, tre
             generator.manual_seed(derived_seed(job.settings.seed, list(WRITES).index(name)))
             weights[name] = first_trained(placed.model, role.stored, parts.mesh, generator, job.master, head)
     return weights
+
+
+def needs_unembedding(parts: Parts) -> bool:
+    """True if a role on the base gives probabilities."""
+    return any(role.placed.model.unembed is not None for role in parts.roles.values() if role.on_base)
 
 
 def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
