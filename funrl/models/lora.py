@@ -67,11 +67,8 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
 
     A tensor that some family's files hold several weights in has a name too, such as "qkv_proj".
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for name, (there, _) in model.names.items():
-        last = name.rsplit("/", 1)[-1]
-        if last in PROJECTIONS:
-            found[there.split(".")[-2]] = (last,)
+    there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, (weight, _) in model.names.items() if "/" in name}
+    found: dict[str, tuple[str, ...]] = {there[name]: (name,) for name in PROJECTIONS if name in there}
     family = FAMILIES.get(model.config.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         found[whole.split(".")[-2]] = tuple(found[part.split(".")[-2]][0] for part in parts)
