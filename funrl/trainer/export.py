@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import AXES, single
 from funrl.mesh.rules import Layout
 from funrl.models import Model, hf
+from funrl.models.generation_config import GENERATION
 from funrl.models.lora import FIRST, SECOND, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
 from funrl.models.peft_files import write_peft
@@ -83,7 +83,9 @@ def export_checkpoint(
     adapted = with_lora(model, lora)
     own = dict(_arrays(found, trained_part(adapted, adapted.shapes)))
     if adapter:
-        write_peft(target, adapted, own, Path(base).absolute(), load_tokenizer(outline))
+        not_its_own = shutil.ignore_patterns("config.json", GENERATION)
+        shutil.copytree(outline, target, ignore=not_its_own, dirs_exist_ok=True)
+        write_peft(target, adapted, own, Path(base).absolute())
         return target
     shutil.copytree(outline, target, dirs_exist_ok=True)
     hf.write(target, model, _under_their_names(model, _merged(found, adapted, own, base)))

@@ -116,9 +116,7 @@ def test_tensor_parallel_gradients_are_those_of_one_device(case):
         ranks = [gather(found, rank) for rank in range(mesh.world)]
     for rank, ((got, got_outputs), got_grads) in enumerate(ranks):
         assert (got - expected).abs() < 1e-9 and (got_outputs - outputs).abs().max() < 1e-9
-        wanted = trees.map(
-            lambda x, layout, r=rank: x[tuple(slice(*edge) for edge in layout.box(r))], grads, layouts
-        )
+        wanted = trees.map(lambda x, layout, r=rank: x[tuple(slice(*edge) for edge in layout.box(r))], grads, layouts)
         for (name, g), e in zip(trees.named(got_grads), trees.leaves(wanted), strict=True):
             assert g.shape == e.shape and (g - e).abs().max() < 1e-9, (name, rank)
 

@@ -73,7 +73,9 @@ def test_what_is_in_the_files(tmp_path):
     model, _, own = adapted(tmp_path, "k_proj,o_proj", rank=3)
     raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (raw["r"], raw["lora_alpha"], raw["target_modules"]) == (3, 5.0, ["o_proj", "qkv_proj"])
-    assert raw["rank_pattern"] == raw["alpha_pattern"] == {} and raw["base_model_name_or_path"] == str(tmp_path / "base")
+    assert raw["rank_pattern"] == raw["alpha_pattern"] == {} and raw["base_model_name_or_path"] == str(
+        tmp_path / "base"
+    )
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     begin = "base_model.model.model.layers.0.self_attn."
     assert len(found) == 4 * model.config.layers
