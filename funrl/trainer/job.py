@@ -43,7 +43,6 @@ from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
-LORA_LR = 10  # learning rates of adapters over those of whole weights, where no flag says
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -416,9 +415,8 @@ def inherited(job: Job) -> dict[str, float]:
 
 def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]:
     """Peak learning rates of the roles that learn."""
-    lr = settings.lr if settings.lr is not None else (1e-3 if settings.model is None else 1e-5)
-    if settings.lr is None and settings.lora_rank is not None:
-        lr *= LORA_LR
+    scratch, given = (1e-3, 1e-5) if settings.lora_rank is None else (3e-3, 1e-4)
+    lr = settings.lr if settings.lr is not None else (scratch if settings.model is None else given)
     critic = 2 * lr if settings.critic_lr is None else settings.critic_lr
     implicit = lr if settings.implicit_reward_lr is None else settings.implicit_reward_lr
     own = {"critic": critic, "implicit_reward": implicit}

@@ -261,7 +261,7 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch, 1e-5 with --model; with --lora_rank 10 times as much",
+        chosen="1e-3 from scratch, 1e-5 with --model; with --lora_rank 3e-3 and 1e-4",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL

@@ -138,6 +138,6 @@ def test_flags_that_cannot_work_are_named(settings, said):
         small_job(GRPO, **settings)
 
 
-def test_adapters_learn_ten_times_as_fast_where_no_flag_says():
+def test_adapters_learn_faster_where_no_flag_says():
     rates = [small_job(GRPO, lr=None, **more).rates["policy"] for more in ({}, LORA)]
-    assert rates == [1e-3, 1e-2]
+    assert rates == [1e-3, 3e-3]
