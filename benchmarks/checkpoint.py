@@ -8,10 +8,12 @@
 |---|---|
 | copy | this rank's chunks to the shared memory: all that a step waits for |
 | write, plain write | until the checkpoint is there; each rank's bytes in one file of its own. Both reach the disk |
-| read, plain read | into tensors in the layout of the mesh; those files into memory. Both from the page cache |
+| read, plain read | into new tensors in the layout of the mesh; those files into new tensors. From the page cache |
 | step, step that saves | a loop of matrix products, alone and while a checkpoint is copied and written |
 
-Bandwidths are of all ranks together. Methods take turns; printed are medians over the rounds but the first.
+Bandwidths are of all ranks together. Methods take turns; printed are medians over the rounds but the first. CPU-seconds
+are those of all ranks and of the processes that write for them; the kernel's own, which bring pages to the disk, are
+not among them.
 """
 
 from __future__ import annotations
@@ -108,16 +110,33 @@ class Bench:
             os.fsync(file.fileno())
 
     def plain_read(self) -> None:
+        found = {name: torch.empty_like(x) for name, x in self.tensors.items()}
         with open(self.folder / f"plain-{self.mesh.rank}", "rb") as file:
-            for x in self.tensors.values():
-                file.readinto(torch.empty_like(x).numpy().data)
+            for x in found.values():
+                file.readinto(x.numpy().data)
 
-    def timed(self, run: Callable[[], None]) -> float:
+    def timed(self, run: Callable[[], None]) -> tuple[float, float]:
+        """Seconds until all ranks are done, and CPU-seconds of all until what they have begun is done too."""
         gather_objects(None, self.mesh)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.cpu_s()
         run()
         gather_objects(None, self.mesh)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.finish()
+        return seconds, sum(gather_objects(self.cpu_s() - before, self.mesh))
+
+    def cpu_s(self) -> float:
+        """CPU-seconds of this rank and its servers so far."""
+        return sum(map(process_s, (os.getpid(), *(s.process.pid for s in (self.server, self.reader) if s.process))))
+
+
+def process_s(pid: int) -> float:
+    """CPU-seconds of a process so far; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def products(seconds: float) -> Callable[[], None]:
@@ -136,8 +155,8 @@ def products(seconds: float) -> Callable[[], None]:
     return step
 
 
-def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> dict[str, list[float]]:
-    """Seconds of every method in every round."""
+def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and CPU-seconds of every method in every round."""
     bench, step = Bench(mesh, folder, gb), products(step_s)
 
     def saves() -> None:
@@ -149,14 +168,13 @@ def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> d
         "copy": bench.copy, "write": bench.write, "plain write": bench.plain_write, "read": bench.read,
         "plain read": bench.plain_read, "step": step, "step that saves": saves,
     }  # fmt: skip
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for _ in range(rounds):
         for name, run in methods.items():
-            seconds[name].append(bench.timed(run))
-            bench.finish()
+            measured[name].append(bench.timed(run))
     bench.server.close()
     bench.reader.close()
-    return seconds
+    return measured
 
 
 def main(_: list[str]) -> None:
@@ -165,15 +183,16 @@ def main(_: list[str]) -> None:
     os.makedirs(folder, exist_ok=True)
     run = functools.partial(program, folder, GB.value, ROUNDS.value, STEP.value)
     try:
-        seconds = launch(run, parse(MESH.value), "cpu")
+        measured = launch(run, parse(MESH.value), "cpu")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    median = {name: statistics.median(s for s, _ in values[1:]) for name, values in measured.items()}
+    cpu = {name: statistics.median(s for _, s in values[1:]) for name, values in measured.items()}
     print(f"{GB.value:g} GB, {MESH.value}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name in ("copy", "write", "plain write", "read", "plain read"):
-        print(f"{name:16} {median[name]:8.2f} s {GB.value / median[name]:8.2f} GB/s")
+        print(f"{name:16} {median[name]:8.2f} s {GB.value / median[name]:8.2f} GB/s {cpu[name]:8.2f} CPU-s")
     for name in ("step", "step that saves"):
-        print(f"{name:16} {median[name]:8.2f} s")
+        print(f"{name:16} {median[name]:8.2f} s {'':13} {cpu[name]:8.2f} CPU-s")
     for name in ("write", "read"):
         print(f"{name} / plain {name}: {median[f'plain {name}'] / median[name]:.2f}")
     print(f"a step that saves takes {100 * (median['step that saves'] / median['step'] - 1):.1f}% longer")

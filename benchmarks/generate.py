@@ -1,4 +1,4 @@
-"""Tokens of generation per CPU-second: the native engine, transformers and vLLM, in turns.
+"""Tokens of generation per CPU-second: the native engine, transformers (in batches, and continuous) and vLLM, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py
     OMP_NUM_THREADS=1 python benchmarks/generate.py --vllm_python=.venv-vllm/bin/python
@@ -15,6 +15,7 @@ measured here, or its products at the rate of a large matrix product, whichever 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -28,6 +29,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from absl import app, flags
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from funrl import trees
 from funrl.models import Config, Model, decoder_model, hf
@@ -114,6 +117,7 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
     if TORCH.value:
         turns["torch"] = engine_turn(native_engine(model, dtype=getattr(torch, dtype), packed=False), params)
     turns["transformers"] = engine_turn(hf_engine(model, dtype=getattr(torch, dtype)), params)
+    turns["continuous"] = continuous_turn(model, params)
     if VLLM.value:
         for mode in VLLM_MODES.value:
             turns[f"vllm {mode}"] = stack.enter_context(Peer(model, params, dtype, mode)).turn
@@ -121,8 +125,8 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
     for batch in BATCHES.value:
         prompts, new = work(batch, config.vocab)
         which = [
-            name for name in turns if not (batch == "tail" and name == "transformers")
-        ]  # it pads all to the longest
+            name for name in turns if not (batch == "tail" and name in ("transformers", "continuous"))
+        ]  # one pads all to the longest, the other has one length for all
         rounds = [{name: turns[name](prompts, new, turn) for name in which} for turn in range(REPEATS.value + 1)][1:]
         seconds = {name: statistics.median(r[name] for r in rounds) for name in which}
         speeds = {name: sum(new) / s for name, s in seconds.items()}
@@ -162,6 +166,32 @@ def engine_turn(engine: Engine, params: trees.Tree) -> Turn:
         done = complete(engine, requests)
         seconds = time.process_time() - begin
         assert [len(one.tokens) for one in done] == list(new)
+        return seconds
+
+    return turn
+
+
+def continuous_turn(model: Model, params: trees.Tree) -> Turn:
+    """Turns of transformers' continuous batching, over pages."""
+    engine = hf_engine(model, dtype=params["embed"].dtype)
+    engine.load(engine.weights.named(params))
+    module = engine.model
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
+    how = ContinuousBatchingConfig(num_blocks=512, max_batch_tokens=1024, use_cuda_graph=False)
+
+    def turn(prompts: Sequence[Sequence[int]], new: Sequence[int], seed: int) -> float:
+        torch.manual_seed(seed)
+        config = GenerationConfig(max_new_tokens=new[0], do_sample=True, eos_token_id=-1, pad_token_id=0)
+        begin = time.process_time()
+        done = module.generate_batch(
+            [list(p) for p in prompts],
+            config,
+            continuous_batching_config=how,
+            progress_bar=False,
+            warmup=False,
+        )
+        seconds = time.process_time() - begin
+        assert [len(one.generated_tokens) for one in done.values()] == list(new)
         return seconds
 
     return turn

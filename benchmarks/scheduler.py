@@ -1,7 +1,7 @@
 """A simulated 7B generates on 8 and on 512 GPUs: the engine's scheduler and the ticket queue beside static chunks.
 
     OMP_NUM_THREADS=1 python benchmarks/scheduler.py
-    OMP_NUM_THREADS=1 python benchmarks/scheduler.py --ranks=512 --stride=128 --queues=tickets
+    OMP_NUM_THREADS=1 python benchmarks/scheduler.py --ranks=512 --rows=4096 --stride=128 --queues=tickets
 
 Everything but the model is real: `complete_shared`, `NativeEngine`, its scheduler and its pages. The model computes
 nothing; a clock says how long its passes would take by the data sheet that --dry_run uses, and the ranks run in the

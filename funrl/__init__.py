@@ -2,6 +2,7 @@
 
 run = funrl.train("grpo", mesh="dp2", steps=10)
 run.model.generate(["12+30="])
+funrl.evaluate(run.run_dir).metrics["eval/accuracy"]
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from funrl import algos, optim
     from funrl.batch import Batch
+    from funrl.experiments.evaluate import Evaluation, evaluate
     from funrl.experiments.python import Run, generate, load, train
     from funrl.models import Model
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Model", "Run", "algos", "generate", "load", "optim", "train"]
+__all__ = ["Batch", "Evaluation", "Model", "Run", "algos", "evaluate", "generate", "load", "optim", "train"]
 _PLACES = {
     "Batch": "funrl.batch",
+    "Evaluation": "funrl.experiments.evaluate",
     "Model": "funrl.models",
     "Run": "funrl.experiments.python",
+    "evaluate": "funrl.experiments.evaluate",
     "generate": "funrl.experiments.python",
     "load": "funrl.experiments.python",
     "train": "funrl.experiments.python",

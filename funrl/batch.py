@@ -133,6 +133,9 @@ class Batch:
     group: Annotated[Tensor, Field("row", "source", "rows of one prompt share a number", "int")]
     score: Annotated[Tensor, Field("row", "source", "outcome reward of the row")]
     scores: Annotated[Tensor, Field("row", "source", "[B, K] its parts by reward function; NaN: does not apply")]
+    failed: Annotated[
+        Tensor, Field("row", "source", "a reward function failed on it; there with --on_reward_error", "bool")
+    ]
     token_reward: Annotated[Tensor, Field("token", "source", "rewards of single tokens, added to the outcome")]
     truncated: Annotated[Tensor, Field("row", "source", "the completion hit the length limit", "bool")]
     rollout_logp: Annotated[Tensor, Field("token", "source", "nats, by the engine that sampled")]
@@ -143,6 +146,9 @@ class Batch:
     label: Annotated[
         Tensor,
         Field("token", "source", "outcome, 0 to 1, on all tokens of what has one; label_outcomes makes it of scores"),
+    ]
+    mismatched: Annotated[
+        Tensor, Field("row", "source", "the completion is behind another prompt than its own, for KTO", "bool")
     ]
     margin: Annotated[Tensor, Field("token", "source", "by how much the chosen sequence of a pair should win")]
     old_logp: Annotated[Tensor, Field("token", "policy", "nats, of the sampled tokens")]
@@ -172,7 +178,9 @@ class Batch:
     entropy_coefficient: Annotated[
         Tensor, Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()")
     ]
-    kl_baseline: Annotated[Tensor, Field("token", "source", "nats, KTO's reference point, as of reference_point()")]
+    kl_baseline: Annotated[
+        Tensor, Field("token", "advantage", "nats, KTO's reference point, made by reference_point()")
+    ]
     offsets: Annotated[Tensor, Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", "int")]
     trained: Annotated[
         Tensor,
@@ -372,7 +380,8 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(), "version": mask.long(),
+        "label": mask.double(), "version": mask.long(), "failed": torch.zeros(B, dtype=torch.bool),
+        "mismatched": torch.tensor([False, True, False, True]),
     }  # fmt: skip
 
     def value(name: str) -> Tensor:

@@ -37,10 +37,10 @@ SHARED_NAMES = ("experiments", "algos/recipes")
 SHARED_DEFINITIONS = {
     **dict.fromkeys(("chain", "scale", "stateless"), ("algos.core", "optim")),
     "load": ("experiments.python", "models.hf", "trainer.checkpoint"),
-    "main": ("cost", "experiments", "mesh.processes", "track.report", "trainer.shard_server"),  # of programs
+    "main": ("cost", "experiments", "mesh.processes", "rewards.confine", "track.report", "trainer.shard_server"),
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
-    "LARGEST": ("rewards.load", "trainer.checks"),  # one number, once of torch and once where torch is not imported
+    "LARGEST": ("rewards.call", "trainer.checks"),  # one number, once of torch and once where torch is not imported
 }
 
 

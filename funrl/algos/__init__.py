@@ -30,10 +30,11 @@ _PIECES = {
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
     "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
     " select_covariance_between select_highest_covariance share_of top_tokens",
+    "advantages.unpaired": "reference_point",
     "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
     "corrections.rejection": "mask_truncated reject_divergence reject_ratio",
     "filters.by_group": "complete_groups mean_between unequal_scores",
-    "filters.by_row": "every not_truncated",
+    "filters.by_row": "every not_truncated rewarded",
     "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
@@ -43,7 +44,7 @@ _PIECES = {
     "losses.pairs": "best_and_worst chosen online_pairs pair_metrics pair_sums pairs_present side_by_side"
     " to_pair_tokens",
     "losses.preference": "alpha_reward aot beyond_shorter chosen_likelihood kto_loss log_likelihood odds_ratio"
-    " of_completions on_policy_weight preference reference_log_ratio reference_point",
+    " of_completions on_policy_weight preference reference_log_ratio",
     "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence or_token_ratio sequence_ratio sum_of_sequence"
     " times_ratio token_ratio",
     "losses.reductions": "constant_mean sequence_mean sequence_sum_mean token_mean token_sum",

@@ -52,7 +52,8 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
         rows = _advantage_on(algorithm.advantage, before)
         _check_across("the advantage chain", functools.partial(_signal_on, algorithm.advantage), before)
     step = {name: x for name, x in as_dict(example(names)).items() if FIELDS[name].writer == "step"}
-    moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in step.items()}
+    some = {name: x[: len(rows.mask)] for name, x in step.items()}  # the chain may have chosen fewer rows
+    moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in some.items()}
     for role, loss in algorithm.losses.items():
         _check_loss(role, loss, rows, rows._replace(**moving))
     reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())

@@ -142,11 +142,12 @@ class Algorithm:
     Attributes:
       advantage: from outcomes to advantages; None: the losses need none, as in supervised training.
       losses: role -> loss, in the order in which the roles learn. `x` of a loss is the role's log-probabilities
-        ("policy", "implicit_reward") or its numbers ("critic", "reward_model").
+        ("policy", "implicit_reward") or its numbers ("critic", "reward_model", "process_reward_model").
       filter: batch -> [B] bool, rows worth training on; the source samples more prompts for those that are not.
       divergence: what the step is to compute where a loss reads `divergence`; None: none does.
       example: what belongs together and is chosen, balanced and packed as one: a "row", or a "pair" of a chosen and a
-        rejected text.
+        rejected text, which is given, or sampled where there is a filter. A row may also be a text that is given with a
+        label ("labelled"), or with labels of its steps ("steps").
     """
 
     advantage: Advantage | None

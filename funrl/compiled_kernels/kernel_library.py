@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -60,7 +61,12 @@ def library() -> ctypes.CDLL:
     if problem is not None:
         raise KernelError(problem)
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
+        file = _compiled()
+        try:
+            loaded = ctypes.CDLL(str(file))
+        except OSError:  # it is damaged: once more
+            file.unlink()
+            loaded = ctypes.CDLL(str(_compiled()))
     except OSError as error:
         text = f"the C++ kernels cannot be kept or loaded: {error}; XDG_CACHE_HOME may name another folder"
         raise KernelError(text) from error
@@ -70,8 +76,23 @@ def library() -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """The folder for compiled kernels: $XDG_CACHE_HOME/funrl, by default ~/.cache/funrl."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funrl"
+    """The folder for what can be made again: $XDG_CACHE_HOME/funrl, by default ~/.cache/funrl; without a home
+    directory, one of this user's own among the temporary ones.
+
+    Raises:
+      OSError: there is no folder that is this user's own.
+    """
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "funrl"
+    try:
+        return Path.home() / ".cache" / "funrl"
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir()) / f"funrl-cache-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{folder} is not this user's own; XDG_CACHE_HOME may name another folder") from None
+        return folder
 
 
 def _compiled() -> Path:

@@ -113,11 +113,11 @@ def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str
 
 def table_columns(job: Job) -> int:
     """Numbers of each row that its rank tells all others: of a text its length, of a completion its end and rewards
-    too."""
+    too, and whether these failed."""
     if not job.generates:
         return 1
     functions = job.settings.reward.split(",") if job.settings.reward else []
-    return 2 + (len(functions) or job.settings.prompts is None)
+    return 2 + (len(functions) or job.settings.prompts is None) + (job.settings.on_reward_error != "stop")
 
 
 def _count(stops: Sequence[Holders]) -> int:

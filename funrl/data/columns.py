@@ -60,17 +60,19 @@ def text_columns(record: Any, kind: str) -> Any:
     the prompt of a pair may be the common beginning of its texts. Columns without a value are left out.
 
     Args:
-      kind: "demonstrations" or "preferences".
+      kind: as in `supervised`.
     """
     if not isinstance(record, Mapping):
         return record
     found = {name: value for name, value in record.items() if value is not None}
     if "prompt" not in found and "question" in found:
         found["prompt"] = found.pop("question")
-        if kind == "demonstrations" and "completion" not in found and "answer" in found:
+        if kind in ("demonstrations", "ratings") and "completion" not in found and "answer" in found:
             found["completion"] = found.pop("answer")
     if isinstance(found.get("margin"), str):  # as it is in CSV
         found["margin"] = _number(found["margin"])
+    if isinstance(found.get("label"), str):
+        found["label"] = {"true": True, "false": False}.get(found["label"].lower(), _number(found["label"]))
     return _with_prompt(found) if kind == "preferences" else found
 
 

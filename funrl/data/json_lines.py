@@ -17,7 +17,7 @@ class DataError(ValueError):
 
 
 class JsonLines(Sequence[Any]):
-    """The records of a file of JSON lines, parsed when they are asked for. Slices are views.
+    """The records of a file of JSON lines, parsed when they are asked for. Slices and arrays of places give views.
 
     It holds no open file, so it may be forked and pickled.
 
@@ -36,10 +36,10 @@ class JsonLines(Sequence[Any]):
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> JsonLines: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: slice | np.ndarray) -> JsonLines: ...
+    def __getitem__(self, index: int | slice | np.ndarray) -> Any:
         """Raises: DataError, the file has been changed since it was opened."""
-        if isinstance(index, slice):
+        if isinstance(index, (slice, np.ndarray)):
             return JsonLines(self.path, self.offsets[index], self.numbers[index], self._stamp)
         try:
             with open(self.path, "rb") as file:

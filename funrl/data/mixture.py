@@ -1,4 +1,4 @@
-"""Several files of prompts, drawn by weights."""
+"""Several files as one sequence of items, which may be drawn by weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MixedItem = TypeVar("MixedItem")
 
 
 class WeightedFile(NamedTuple):
-    """A file and the weight by which its prompts are drawn; None: as often as those of the other files."""
+    """A file and the weight by which its items are drawn; None: as often as those of the other files."""
 
     path: str
     weight: float | None
@@ -69,15 +69,16 @@ class Mixture(Sequence[MixedItem]):
 
     Attributes:
       parts: each of one item at least.
-      shares: of each part among 1,000 draws.
+      shares: of each part among 1,000 draws; None: every item is drawn as often as any other.
+      starts: [parts + 1] place of the first item of each part, and the number of all items.
     """
 
-    def __init__(self, parts: Sequence[Sequence[MixedItem]], shares: Sequence[int]):
+    def __init__(self, parts: Sequence[Sequence[MixedItem]], shares: Sequence[int] | None):
         self.parts, self.shares = parts, shares
-        self._starts = np.cumsum([0, *map(len, parts)])
+        self.starts = np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     @overload
     def __getitem__(self, index: int) -> MixedItem: ...
@@ -87,21 +88,22 @@ class Mixture(Sequence[MixedItem]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
-        part = int(np.searchsorted(self._starts, place, side="right")) - 1
-        return self.parts[part][place - int(self._starts[part])]
+        part = int(np.searchsorted(self.starts, place, side="right")) - 1
+        return self.parts[part][place - int(self.starts[part])]
 
-    def drawn_parts(self, count: int, seed: int, consumed: int) -> tuple[list[int], list[int]]:
+    def drawn_parts(self, count: int, seed: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
         """The part of each of the next `count` draws, and how many of each part were drawn before.
 
-        In every 1,000 draws each part has its share, in an order that the seed fixes. As `drawn_places` it has no
-        state.
+        In every 1,000 draws each part has its share, in an order that the seed fixes.
         """
+        assert self.shares is not None
         first, begin = divmod(consumed, DRAWS)
         blocks = range(first, first - (-(begin + count) // DRAWS))
         pieces = [np.random.default_rng((seed, block)).permutation(self._block()) for block in blocks]
         order = np.concatenate(pieces) if pieces else np.zeros(0, int)
         earlier = np.bincount(order[:begin], minlength=len(self.parts)) + first * np.array(self.shares)
-        return order[begin : begin + count].tolist(), earlier.tolist()
+        return order[begin : begin + count], earlier
 
     def _block(self) -> np.ndarray:
+        assert self.shares is not None
         return np.repeat(np.arange(len(self.parts)), self.shares)

@@ -1,19 +1,16 @@
-"""Prompts from a file of records, and the endless order in which training takes them."""
+"""Prompts from files of records or of records in memory."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
-
-import numpy as np
+from typing import Any, NamedTuple, TypeVar
 
 from funrl.data.columns import Fields, prompt_columns, renamed
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture
+from funrl.data.order import places_in_order
 from funrl.data.records import FORMATS, read_records, source_problem
-from funrl.seeds import derived_seed
 
 RESERVED = ("completion",)  # names that a reward function is given anyway
 T = TypeVar("T")
@@ -71,62 +68,9 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
     return [_check_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(records, 1)]
 
 
-class Drawn(Sequence[T]):
-    """Some items of a sequence, read when they are asked for and not before.
-
-    Args:
-      items: the sequence.
-      places: of the items in it.
-    """
-
-    def __init__(self, items: Sequence[T], places: Sequence[int]):
-        self.items, self.places = items, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Drawn[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Drawn[T]:
-        if isinstance(index, slice):
-            return Drawn(self.items, self.places[index])
-        return self.items[self.places[index]]
-
-
-def drawn_places(total: int, count: int, seed: int, consumed: int) -> list[int]:
-    """The next `count` of an endless sequence of places: all in a shuffled order, then all in another, and so on.
-
-    It has no state: a run that goes on after `consumed` items takes those that it would have taken without a stop,
-    whatever the batch sizes before.
-
-    Args:
-      total: N items, at least 1.
-      count: how many; may exceed N.
-      seed: of the shuffles.
-      consumed: how many were taken before.
-    """
-    orders: dict[int, np.ndarray] = {}
-    places = []
-    for at in range(consumed, consumed + count):
-        epoch, place = divmod(at, total)
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(total)
-        places.append(int(orders[epoch][place]))
-    return places
-
-
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
-    """The prompts at the next `drawn_places`; of a mixture, those of each part in an order of its own."""
-    if not isinstance(prompts, Mixture):
-        return [prompts[place] for place in drawn_places(len(prompts), count, seed, consumed)]
-    order, earlier = prompts.drawn_parts(count, seed, consumed)
-    places = [
-        iter(drawn_places(len(part), order.count(number), derived_seed(seed, number), earlier[number]))
-        for number, part in enumerate(prompts.parts)
-    ]
-    return [prompts.parts[number][next(places[number])] for number in order]
+    """The prompts at the next positions of the order; see `places_in_order`."""
+    return [prompts[place] for place in places_in_order(prompts, count, seed, consumed).tolist()]
 
 
 def _check_record(where: str, record: Any, fields: Fields) -> Prompt:

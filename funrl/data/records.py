@@ -1,7 +1,8 @@
-"""Records of a data file in any format: JSON lines, a JSON list, CSV, parquet, or a directory that `datasets` saved.
+"""Records of data in any format: JSON lines, a JSON list, CSV, parquet, a directory that `datasets` saved, or a
+dataset of the local Hugging Face cache.
 
-Of JSON lines an index is held in memory, of parquet two row groups, and a saved directory is mapped; a JSON list and a
-CSV file are held whole.
+Of JSON lines an index is held in memory, of parquet two row groups, and what `datasets` has written is mapped; a JSON
+list and a CSV file are held whole.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
+from funrl.data.cached_datasets import DatasetName, cached_name, load_cached, looks_like_name
 from funrl.data.json_lines import DataError, JsonLines, open_json_lines, parsed_line
 
-FORMATS = "a .jsonl, .json, .csv or .parquet file, or a directory that `datasets` saved"
+FORMATS = (
+    "a .jsonl, .json, .csv or .parquet file, a directory that `datasets` saved, or the name of a dataset in the local "
+    "Hugging Face cache"
+)
 SAVED = ("dataset_dict.json", "state.json")  # one of these is in a directory that `datasets` saved
 CHUNK = 1000  # rows of parquet that are Python objects at a time
 
@@ -35,7 +40,7 @@ class Table(Protocol):
 
 
 class Records(Sequence[Any]):
-    """Records of a table, read when they are asked for. Slices are views.
+    """Records of a table, read when they are asked for. Slices and arrays of places give views.
 
     Attributes:
       table: the rows.
@@ -52,10 +57,10 @@ class Records(Sequence[Any]):
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> Records: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: slice | np.ndarray) -> Records: ...
+    def __getitem__(self, index: int | slice | np.ndarray) -> Any:
         """Raises: DataError, the file has been changed since it was opened."""
-        if isinstance(index, slice):
+        if isinstance(index, (slice, np.ndarray)):
             return Records(self.table, self.places[index], self.nbytes[index])
         return self.table.read(int(self.places[index]))
 
@@ -111,10 +116,10 @@ class _Parquet:
                 yield from chunk.to_pylist()
 
 
-class _Saved(NamedTuple):
-    """Rows of a directory that `datasets` saved, which are mapped into memory."""
+class _Mapped(NamedTuple):
+    """Rows that `datasets` has written, which are mapped into memory."""
 
-    path: Path
+    name: str
     found: Any
 
     def __len__(self) -> int:
@@ -124,19 +129,21 @@ class _Saved(NamedTuple):
         return self.found[place]
 
     def where(self, place: int) -> str:
-        return f"{self.path}, row {place + 1}"
+        return f"{self.name}, row {place + 1}"
 
     def rows(self) -> Iterator[Any]:
         return iter(self.found)
 
 
 def source_problem(path: str | Path) -> str:
-    """Reason why a path cannot be a data file; "" where it may be one."""
+    """Reason why a path cannot be a data file or the name of a dataset; "" where it may be one."""
     path = Path(path)
     if path.is_dir():
         saved = any((path / name).is_file() for name in SAVED)
         return "" if saved else "this is a directory, and not one that `datasets` saved"
-    return "" if path.is_file() else "no such file"
+    if path.is_file() or cached_name(str(path)):
+        return ""
+    return "no such file" + (", and no such dataset in the local cache" if looks_like_name(str(path)) else "")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -189,6 +196,8 @@ def _table(path: Path) -> Table | None:
     """The rows of a file; None: it has JSON lines."""
     if path.is_dir():
         return _saved(path)
+    if (name := cached_name(str(path))) is not None:
+        return _cached(name, path)
     try:
         with open(path, "rb") as file:
             begin = file.read(256)
@@ -229,7 +238,12 @@ def _csv_rows(path: Path) -> _Held:
     return _Held(records, sources)
 
 
-def _saved(path: Path) -> _Saved:
+def _cached(name: DatasetName, path: Path) -> _Mapped:
+    _library("datasets", path, "a dataset of the local cache")
+    return _Mapped(str(path), load_cached(name).with_format(None))
+
+
+def _saved(path: Path) -> _Mapped:
     if problem := source_problem(path):
         raise DataError(f"{path}: {problem}")
     try:
@@ -245,7 +259,7 @@ def _saved(path: Path) -> _Saved:
         raise
     except Exception as error:  # datasets raises many kinds for a broken directory
         raise DataError(f"{path}: datasets cannot load it: {error}") from error
-    return _Saved(path, found.with_format(None))
+    return _Mapped(str(path), found.with_format(None))
 
 
 def _library(name: str, path: Path, what: str) -> Any:

@@ -4,11 +4,14 @@
 |---|---|
 | demonstrations | `{"prompt": text or messages, "completion": text}` or `{"messages": [...]}` or `{"text": text}` |
 | preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and "margin" where it is known |
+| ratings | `{"prompt": text or messages, "completion": text, "label": true or false}` |
+| steps | `{"prompt": text or messages, "completions": [text, ...], "labels": [true or false, ...]}` |
 
 Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; of a conversation every turn
 of the assistant is trained, and nothing else. A completion may also be a list of one message. It ends with the
 end-of-text token, so that ending is trained too. Of a `text` all is trained but its first token, which nothing
-predicts. `text_columns` takes further names of columns.
+predicts. A separator follows every step, and what is trained of a step is its last token. `text_columns` takes further
+names of columns.
 
 What is checked when: `load_examples` reads every record and checks its fields, without tokenizing. Before a run,
 `check_lengths` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
@@ -29,11 +32,17 @@ import torch
 from funrl.batch import Batch
 from funrl.data.columns import Fields, renamed, text_columns
 from funrl.data.json_lines import DataError, JsonLines
+from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted, tools_of
 from funrl.data.records import FORMATS, Records, open_records
-from funrl.data.tokenizer import TokenizerError, encode_prompt
+from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
 
-TEXT_FIELDS = {"demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
+TEXT_FIELDS = {
+    "demonstrations": ("completion",), "preferences": ("chosen", "rejected"), "ratings": ("completion",),
+    "steps": ("completions",),
+}  # fmt: skip
+LABELS = {"ratings": "label", "steps": "labels"}
 SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
 FIRST_LINES = 1000  # that are tokenized before the run of any file
 
@@ -50,30 +59,39 @@ class TextExample(NamedTuple):
 
     Attributes:
       margin: by how much the first text should win.
+      labels: 0 to 1, of the trained tokens of a text, in their order; or a single one, of all of it.
       source: the file and the line it is from.
     """
 
     texts: tuple[Text, ...]
     margin: float | None = None
+    labels: tuple[float, ...] = ()
     source: str = ""
 
 
 class TextFile(Sequence[TextExample]):
-    """The examples of a file, read and tokenized when they are asked for. Slices are views.
+    """The examples of a file, read and tokenized when they are asked for. Slices and arrays of places give views.
 
     Attributes:
       records: of the file.
-      kind: "demonstrations" or "preferences".
+      kind: one of `TEXT_FIELDS`.
       tokenizer: of Hugging Face.
-      has_margin: whether every record of the file has a margin.
+      has_margin: whether every record has a margin: of the file, and of those that are trained on beside it.
       fields: names of fields -> columns, as in `renamed`.
+      form: of the prompts.
     """
 
     def __init__(
-        self, records: JsonLines | Records, kind: str, tokenizer: Any, has_margin: bool, fields: Fields | None = None
+        self,
+        records: JsonLines | Records,
+        kind: str,
+        tokenizer: Any,
+        has_margin: bool,
+        fields: Fields | None = None,
+        form: PromptFormat = PLAIN_PROMPTS,
     ):
         self.records, self.kind, self.tokenizer = records, kind, tokenizer
-        self.has_margin, self.fields = has_margin, fields or {}
+        self.has_margin, self.fields, self.form = has_margin, fields or {}, form
 
     def __len__(self) -> int:
         return len(self.records)
@@ -81,14 +99,14 @@ class TextFile(Sequence[TextExample]):
     @overload
     def __getitem__(self, index: int) -> TextExample: ...
     @overload
-    def __getitem__(self, index: slice) -> TextFile: ...
-    def __getitem__(self, index: int | slice) -> TextExample | TextFile:
+    def __getitem__(self, index: slice | np.ndarray) -> TextFile: ...
+    def __getitem__(self, index: int | slice | np.ndarray) -> TextExample | TextFile:
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
-        if isinstance(index, slice):
-            return TextFile(self.records[index], self.kind, self.tokenizer, self.has_margin, self.fields)
+        if isinstance(index, (slice, np.ndarray)):
+            return TextFile(self.records[index], self.kind, self.tokenizer, self.has_margin, self.fields, self.form)
         record, where = self.records[index], self.records.where(index)
         try:
-            found = text_example(renamed(record, self.fields), self.kind, self.tokenizer)
+            found = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
@@ -105,12 +123,15 @@ class TextFile(Sequence[TextExample]):
         return np.flatnonzero((nbytes > positions) | (np.arange(len(nbytes)) < FIRST_LINES)).tolist()
 
 
-def load_examples(path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None) -> TextFile:
+def load_examples(
+    path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
+) -> TextFile:
     """Open a file of examples; blank lines are skipped. How much of it is held in memory, `records` says.
 
     Args:
-      kind: "demonstrations" or "preferences".
+      kind: one of `TEXT_FIELDS`.
       fields: names of fields -> columns, as in `renamed`.
+      form: of the prompts.
 
     Raises:
       DataError: the file is missing or empty, or a record is not as the table above says.
@@ -126,7 +147,18 @@ def load_examples(path: str | Path, kind: str, tokenizer: Any, fields: Fields | 
     records = open_records(path, check)
     if not len(records):
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
-    return TextFile(records, kind, tokenizer, not without_margin, fields)
+    return TextFile(records, kind, tokenizer, not without_margin, fields, form)
+
+
+def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
+    """The examples of several files as one sequence, with margins where all of them have these.
+
+    Args:
+      shares: as in `Mixture`.
+    """
+    margin = all(file.has_margin for file in files)
+    alike = [TextFile(one.records, one.kind, one.tokenizer, margin, one.fields, one.form) for one in files]
+    return alike[0] if len(alike) == 1 else Mixture(alike, shares)
 
 
 def check_record(record: Any, kind: str) -> None:
@@ -142,7 +174,8 @@ def check_record(record: Any, kind: str) -> None:
         if not isinstance(record["text"], str):
             raise DataError("'text' must be text")
         return
-    missing = [name for name in ("prompt", *TEXT_FIELDS[kind]) if name not in record]
+    needed = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
+    missing = [name for name in needed if name not in record]
     if missing:
         raise DataError(
             f"there is no field {missing[0]!r}; the fields are {sorted(record)}: --fields={missing[0]}:COLUMN "
@@ -150,6 +183,11 @@ def check_record(record: Any, kind: str) -> None:
         )
     if not (isinstance(record["prompt"], str) or _are_messages(record["prompt"])):
         raise DataError("'prompt' must be text, or a list of messages")
+    if kind == "steps":
+        _check_steps(record["completions"], record["labels"])
+        return
+    if kind == "ratings" and not _is_label(record["label"]):
+        raise DataError(f"'label' is {record['label']!r}; true, false or a number from 0 to 1 is needed")
     for name in TEXT_FIELDS[kind]:
         if not isinstance(_content(record[name]), str):
             raise DataError(f"{name!r} must be text, or a list of one message")
@@ -158,8 +196,12 @@ def check_record(record: Any, kind: str) -> None:
         raise DataError(f"'margin' is {margin!r}; a number is needed")
 
 
-def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
+def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> TextExample:
     """One record as tokens.
+
+    Args:
+      kind: one of `TEXT_FIELDS`.
+      form: of the prompt, or of the conversation; a `text` has none.
 
     Raises:
       DataError, TokenizerError: a field is missing or of the wrong kind.
@@ -167,26 +209,55 @@ def text_example(record: Any, kind: str, tokenizer: Any) -> TextExample:
     record = text_columns(record, kind)
     check_record(record, kind)
     if kind == "demonstrations" and "messages" in record:
-        return TextExample((conversation(record["messages"], tokenizer),))
+        return TextExample((conversation(record["messages"], tokenizer, form, record.get("tools")),))
     if kind == "demonstrations" and "prompt" not in record:
         return TextExample((_whole(record["text"], tokenizer),))
-    prompt, _ = encode_prompt(tokenizer, record["prompt"])
+    prompt, _ = encoded(tokenizer, record["prompt"], form, record.get("tools"))
+    if kind == "steps":
+        labels = tuple(float(label) for label in record["labels"])
+        text = steps_text(prompt, record["completions"], form.step_separator, tokenizer)
+        return TextExample((text,), labels=labels)
     texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
-    return TextExample(texts, record.get("margin"))
+    return TextExample(texts, record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
 
 
-def conversation(messages: Any, tokenizer: Any) -> Text:
+def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenizer: Any) -> Text:
+    """A prompt's tokens and the steps of its solution, of each of which the last token is trained.
+
+    Args:
+      separator: behind every step, the last one included.
+
+    Raises:
+      DataError: a step has no tokens.
+    """
+    tokens, trained = list(prompt), [False] * len(prompt)
+    between = tokenizer.encode(separator, add_special_tokens=False)
+    for number, step in enumerate(steps, 1):
+        ids = [*tokenizer.encode(step, add_special_tokens=False), *between]
+        if not ids:
+            raise DataError(f"step {number} has no tokens")
+        tokens += ids
+        trained += [*[False] * (len(ids) - 1), True]
+    return Text(tokens, trained)
+
+
+def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, tools: Any = None) -> Text:
     """A conversation of which the assistant's turns are trained.
+
+    Args:
+      form: its system message is put before a conversation that begins with none.
+      tools: of the record; None: those of the form.
 
     Raises:
       DataError, TokenizerError: the template writes a turn differently once another follows.
     """
     text, tokens, trained = "", [], []
+    messages, tools = formatted(messages, form), tools_of(tools, form)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        _, before = encode_prompt(tokenizer, messages[:i])
-        after = tokenizer.apply_chat_template(list(messages[: i + 1]), tokenize=False)
+        _, before = encode_prompt(tokenizer, messages[:i], tools, form.arguments)
+        after = chat_text(tokenizer, messages[: i + 1], tools, form.arguments)
         if not (before.startswith(text) and after.startswith(before)):
             raise DataError("the chat template changes earlier turns when one is added; give prompts and completions")
         for part, is_trained in ((before[len(text) :], False), (after[len(before) :], True)):
@@ -197,7 +268,19 @@ def conversation(messages: Any, tokenizer: Any) -> Text:
     return Text(tokens, trained)
 
 
-def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu") -> Batch:
+def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: int) -> TextExample:
+    """The prompt of one demonstration and the completion of another, as far as a model has positions for it."""
+    (first,), (second,) = prompt_of.texts, completion_of.texts
+    prompt = first.tokens[: first.trained.index(True)]
+    completion = [token for token, trained in zip(second.tokens, second.trained, strict=True) if trained]
+    completion = completion[: max(1, positions - len(prompt))]
+    text = Text([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+    return completion_of._replace(texts=(text,))
+
+
+def text_batch(
+    examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu", steps: bool = False
+) -> Batch:
     """Rows to train on, one an example; the two texts of a preference are laid side by side as segments 1 and 2.
 
     Args:
@@ -206,10 +289,12 @@ def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, 
         number at that place has seen the whole text. Padding tokens at the end of a text are not read, as in
         transformers: a tokenizer that pads with its end-of-text token thus has that token not read either.
       device: where the batch goes.
+      steps: of a reader, let the mask be true behind each token that is trained instead: a number for every step.
     """
     rows, masks, places, segments = [], [], [], []
+    read = _read_steps if steps else _read
     for one in examples:
-        texts = [_read(text, pad) for text in one.texts] if reader else one.texts
+        texts = [read(text, pad) for text in one.texts] if reader else one.texts
         rows.append([i for t in texts for i in t.tokens])
         masks.append([i for t in texts for i in t.trained])
         places.append([i for t in texts for i in range(len(t.tokens))])
@@ -217,6 +302,8 @@ def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, 
     put = lambda x, fill=0: torch.as_tensor(pad_rows(x, fill, 8), device=device)  # noqa: E731
     length = torch.tensor([len(r) for r in rows], dtype=torch.int64, device=device)
     batch = Batch(tokens=put(rows, pad), mask=put(masks).bool(), length=length)
+    if examples and all(one.labels for one in examples):
+        batch = batch._replace(label=_labels(examples, batch.mask))
     if all(len(one.texts) == 1 for one in examples):
         return batch
     batch = batch._replace(positions=put(places), segments=put(segments))
@@ -226,15 +313,22 @@ def text_batch(examples: Sequence[TextExample], pad: int, reader: bool = False, 
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
 
 
+def suspects_of(examples: Sequence[TextExample], positions: int) -> Iterable[int]:
+    """Places of the examples to look at for one that is too long: of a file `TextFile.suspects`, else all."""
+    if isinstance(examples, Mixture):
+        parts = zip(examples.starts.tolist(), examples.parts, strict=False)
+        return [start + place for start, part in parts for place in suspects_of(part, positions)]
+    return examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
+
+
 def check_lengths(examples: Sequence[TextExample], positions: int, tokenizer: Any) -> None:
     """Compare texts with the longest sequence that a model was made for; of a large file only `suspects`.
 
     Raises:
       DataError: naming the first example that is longer, and how many there are.
     """
-    which = examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
     first, count = None, 0
-    for number in which:
+    for number in suspects_of(examples, positions):
         one = examples[number]
         if max(len(t.tokens) for t in one.texts) > positions:
             first, count = first or (number + 1, one), count + 1
@@ -255,6 +349,36 @@ def _read(text: Text, pad: int) -> Text:
     """The text without padding at its end, and behind it one token that is trained."""
     length = max((i for i, token in enumerate(text.tokens, 1) if token != pad), default=1)
     return Text([*text.tokens[:length], pad], [False] * length + [True])
+
+
+def _read_steps(text: Text, pad: int) -> Text:
+    """The text with one token more; what is trained is behind each token that was."""
+    return Text([*text.tokens, pad], [False, *text.trained])
+
+
+def _labels(examples: Sequence[TextExample], mask_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T] float32, the label of each token in the mask; a single one is that of the whole row."""
+    label_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+    for label_T, mask_T, one in zip(label_BT, mask_BT, examples, strict=True):
+        labels = torch.tensor(one.labels, device=mask_BT.device)
+        if len(labels) > 1:
+            label_T[mask_T] = labels
+        else:
+            label_T.copy_(labels.expand_as(label_T))
+    return label_BT
+
+
+def _check_steps(steps: Any, labels: Any) -> None:
+    if not (isinstance(steps, Sequence) and not isinstance(steps, str) and steps) or not all(
+        isinstance(step, str) for step in steps
+    ):
+        raise DataError("'completions' must be a list of texts, the steps of a solution")
+    if not isinstance(labels, Sequence) or len(labels) != len(steps) or not all(map(_is_label, labels)):
+        raise DataError(f"'labels' must be a list of true or false, one for each of the {len(steps)} completions")
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and 0 <= value <= 1
 
 
 def _content(completion: Any) -> Any:

@@ -5,7 +5,7 @@ transformers takes seconds to import, so it is imported where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,17 @@ def character_tokenizer(alphabet: str) -> Any:
     twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
     if twice or not alphabet:
         raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} are there twice" if twice else "it is empty"))
-    vocab = {token: i for i, token in enumerate((PAD, END, *alphabet))}
-    tokenizer = Tokenizer(WordLevel(vocab))
+    tokenizer = Tokenizer(WordLevel(character_vocabulary(alphabet)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
+
+
+def character_vocabulary(alphabet: str) -> dict[str, int]:
+    """The ids of the tokens of a `character_tokenizer`."""
+    return {token: i for i, token in enumerate((PAD, END, *alphabet))}
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -65,12 +69,16 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise TokenizerError(f"{folder}: transformers cannot load its tokenizer: {said}") from error
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> tuple[list[int], str]:
+def encode_prompt(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None
+) -> tuple[list[int], str]:
     """Token ids of a prompt that a completion can follow, and their text.
 
     Args:
       prompt: text, which gets the tokenizer's special tokens; or chat messages with "role" and "content", which go
         through its chat template with the opening of the assistant's turn.
+      tools: JSON schemas of tools, for the chat template.
+      arguments: further arguments of the chat template, by name.
 
     Returns: the ids without a closing end-of-sequence token, and the text (of chat messages: the templated text).
 
@@ -85,10 +93,19 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[dict[str, str]]) -> tup
             "give prompts as text, or add chat_template to its tokenizer_config.json"
         )
     try:
-        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        text = chat_text(tokenizer, prompt, tools, arguments, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False), text
+
+
+def chat_text(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **how: Any
+) -> str:
+    """The text that a tokenizer's chat template makes of messages; it raises what it likes."""
+    return tokenizer.apply_chat_template(
+        list(messages), tools=list(tools) or None, tokenize=False, **{**(arguments or {}), **how}
+    )
 
 
 def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:

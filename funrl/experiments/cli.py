@@ -2,7 +2,12 @@
 
 funrl ppo --mesh=dp4,tp2
 funrl ppo --help
+funrl --config=runs/ppo-20260101-120000/config.json
+funrl evaluate RUN_DIR --data=test.jsonl
+funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
+funrl replay RUN_DIR --step=50
+funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
@@ -19,8 +24,10 @@ from pathlib import Path
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
+from funrl.experiments.config_file import read_config
+from funrl.experiments.inference_flags import USAGES, inference_help, read_inference
 from funrl.experiments.run import main as run
-from funrl.experiments.run import print_whole
+from funrl.mesh.output import lasting_output
 from funrl.trainer.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
@@ -32,19 +39,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the program's name and its arguments; the default is the process's.
     """
-    argv = list(sys.argv if argv is None else argv)
+    with lasting_output():
+        return _main(list(sys.argv if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
     if len(argv) < 2:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
+    if flags.flag_name(argv[1]) == "config" and argv[1].startswith("-"):
+        try:
+            argv.insert(1, _name_in_config(argv))
+        except SettingsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
     if name in flags.HELP:
-        print_whole(listing())
+        print(listing())
         return 0
     if name == "flags":
-        print_whole(flags.page())
+        print(flags.page())
         return 0
     if name == "export":
         return export(argv[1:])
+    if name == "import":
+        from funrl.experiments.import_config import import_config
+
+        return import_config(argv[1:])
+    if name in ("report", "compare"):
+        return pages(name, argv[1:])
+    if name in USAGES:
+        return inference(name, argv[1:])
+    if name == "replay":
+        from funrl.experiments.replay import replay_command
+
+        return replay_command(argv[1:])
+    if name == "bisect":
+        from funrl.experiments.bisect import bisect_command
+
+        return bisect_command(argv[1:])
     if name == "doctor":
         from funrl.experiments.doctor import doctor
 
@@ -61,6 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
+def _name_in_config(argv: Sequence[str]) -> str:
+    """The experiment that the file of --config names, or `rl` where it names an algorithm alone."""
+    config = read_config(str(flags.read([flags.CONFIG], argv).values["config"]))
+    if config.experiment in (*experiment_names(), *recipe_names()):
+        return str(config.experiment)
+    if "algorithm" in config.values:
+        return "rl"
+    raise SettingsError(f"--config={config.path}: it has no `experiment`; write `funrl NAME --config={config.path}`")
+
+
 def export(argv: Sequence[str]) -> int:
     """Run `funrl export RUN [--step=N] [--to=DIR] [--adapter]`; return the exit status."""
     step = Flag("step", None, int, True, "of the checkpoint", bounds=(at_least(0),))
@@ -74,10 +117,66 @@ def export(argv: Sequence[str]) -> int:
         from funrl.trainer.export import export_checkpoint
 
         what = "adapter" if given.values["adapter"] else "model"
-        print_whole(f"the {what} is in {export_checkpoint(places[0], **given.values)}")
+        print(f"the {what} is in {export_checkpoint(places[0], **given.values)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def pages(name: str, argv: Sequence[str]) -> int:
+    """Run `funrl report RUN` or `funrl compare RUN RUN ... [--to=FILE.html]`; return the exit status."""
+    from funrl.track.compare import write_comparison
+    from funrl.track.report import write_report
+
+    to = Flag("to", "compare.html", str, False, "the file to write")
+    try:
+        given = flags.read([to] if name == "compare" else [], argv)
+        if not given.unknown or any(text.startswith("-") for text in given.unknown):
+            usage = "funrl report RUN" if name == "report" else "funrl compare RUN RUN ... [--to=FILE.html]"
+            raise SettingsError(f"usage: {usage}")
+        if name == "report":
+            for run in given.unknown:
+                print(f"open {write_report(run)}")
+        else:
+            print(f"open {write_comparison(given.unknown, given.values['to'])}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def inference(name: str, argv: Sequence[str]) -> int:
+    """Run `funrl evaluate` or `funrl generate`; return the exit status."""
+    if any(text in flags.HELP for text in argv[1:]):
+        print(inference_help(name))
+        return 0
+    try:
+        (model, *texts), values = read_inference(name, argv)
+        from funrl.experiments import evaluate
+        from funrl.mesh.processes import WorkerError
+
+        try:
+            if name == "evaluate":
+                if texts:
+                    raise SettingsError(f"{texts[0]!r} is not a flag; usage: {USAGES[name]}")
+                found = evaluate.evaluate(model, **values)
+                if found.directory:
+                    print(f"{found}\nresults in {found.directory}")
+            else:
+                prompts = values.pop("prompts", None)
+                if (prompts is None) == (not texts):
+                    raise SettingsError(f"give prompts, or --prompts=FILE; usage: {USAGES[name]}")
+                evaluate.complete_prompts(model, prompts or [{"prompt": text} for text in texts], **values)
+        except WorkerError as error:
+            print(f"error: {str(error).rstrip()}", file=sys.stderr)
+            return 1
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -99,7 +198,15 @@ def listing() -> str:
     column = max(len(name) for name, _ in experiments + recipes) + 2
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
-    parts += ["", "A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter]"]
+    parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
+    parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
+    parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter]"]
+    parts += [
+        "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
+    ]
+    parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
+    parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
+    parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
     return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
 
 

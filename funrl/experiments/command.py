@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.experiments import flags
+from funrl.experiments.aliases import has_others, our_names
 from funrl.experiments.arguments import (
     Arguments,
     arguments_of,
@@ -19,6 +20,7 @@ from funrl.experiments.arguments import (
     full_source,
     names_of_arguments,
 )
+from funrl.experiments.line import Line, read_line
 from funrl.loading import locate
 from funrl.track.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.checks import check_files, check_settings
@@ -43,7 +45,7 @@ class Experiment(NamedTuple):
     def common(self) -> list[Flag]:
         """The flags that do not depend on the recipe."""
         own = [flag._replace(default=self.defaults.get(name, flag.default)) for name, flag in settings_flags().items()]
-        return [*own, flags.ALGORITHM._replace(default=self.algorithm)]
+        return [*own, flags.ALGORITHM._replace(default=self.algorithm), flags.CONFIG]
 
     def arguments(self, source: str) -> tuple[Arguments, list[Flag]]:
         """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
@@ -67,6 +69,7 @@ class Command(NamedTuple):
       source: "module:function" or "FILE.py:function" of the recipe.
       arguments: (name, value) of the recipe's arguments that are flags.
       kind: of the run, one of `declaration.RUN_KINDS`.
+      notes: what to say before the run, a line each.
     """
 
     experiment: str
@@ -74,6 +77,7 @@ class Command(NamedTuple):
     source: str
     arguments: tuple[tuple[str, Any], ...]
     kind: str
+    notes: tuple[str, ...] = ()
 
     def compose(self) -> Any:
         """The algorithm."""
@@ -91,6 +95,26 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     Raises:
       ValueError, OSError: the first thing that cannot work, named, with its value and the way out.
     """
+    line = read_line(experiment.name, argv)
+    with line.blamed():
+        return _read(experiment, _in_our_names(experiment, line), writes)
+
+
+def _in_our_names(experiment: Experiment, line: Line) -> Line:
+    """The command line with this library's names instead of TRL's."""
+    common = flags.read(experiment.common, line.argv)
+    if not has_others(common.unknown) or common.values["algorithm"] is None:
+        return line
+    source = full_source(common.values["algorithm"])
+    locate("algorithm", source)
+    names = names_of_arguments(source)
+    names = experiment.arguments(source)[0].flags if names is None else names
+    argv, notes = our_names(line.argv, common.values, frozenset(names), source.rpartition(":")[2])
+    return line._replace(argv=argv, notes=(*line.notes, *notes))
+
+
+def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
+    argv = line.argv
     source, settings = _read_common(experiment, argv)
     if writes and settings.run_dir and not settings.dry_run and not settings.resume:
         check_unused(RunDirectory(expanded(settings.run_dir)))
@@ -102,14 +126,16 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )
     flags.refuse_unknown(every.unknown, every.values)
-    known = {**every.values, "max_new_tokens": resolved(settings).max_new_tokens}
-    command = Command(experiment.name, settings, source, tuple((name, known[name]) for name in arguments.flags), "")
+    implied = resolved(settings)
+    known = {**every.values, "max_new_tokens": implied.max_new_tokens, "reward_weights": implied.reward_weights}
+    chosen = tuple((name, known[name]) for name in arguments.flags)
+    command = Command(experiment.name, settings, source, chosen, "", line.notes)
     from funrl.algos.core import Algorithm
     from funrl.trainer.roles import reads_scores
 
     algorithm = command.compose()
     kind = run_kind(algorithm, settings.data)
-    flags.refuse_idle(every.given - set(arguments.flags), kind, source)
+    flags.refuse_idle(every.given - set(arguments.flags) - line.recorded, kind, source)
     settings = for_kind(settings, kind)
     check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
     return command._replace(settings=settings, kind=kind)

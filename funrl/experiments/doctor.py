@@ -32,7 +32,8 @@ REQUIRED = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "tens
 OPTIONAL = {
     "vllm": "--engine=vllm",
     "flash-attn": "faster attention on CUDA",
-    "math-verify": "rewards that compare formulas",
+    "math-verify": "--reward=math, --reward=boxed",
+    "jsonschema": "--reward=json",
     "orbax-checkpoint": "reading checkpoints with orbax",
     "trl": "benchmarks",
 }

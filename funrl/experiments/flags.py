@@ -18,6 +18,10 @@ ALGORITHM = Flag(
     "algorithm", None, str, False, "recipe: its name, module:function or FILE.py:function",
     group="job",
 )  # fmt: skip
+CONFIG = Flag(
+    "config", None, str, True, "file of flags: .yaml, .json, .py, or config.json of a run",
+    group="job",
+)  # fmt: skip
 _INTRODUCTION = """\
 Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with words in
 parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""

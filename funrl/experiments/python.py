@@ -8,7 +8,7 @@ import datetime
 import functools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,29 @@ from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.experiments.arguments import arguments_of, find_recipe
 from funrl.mesh.launch import device_type, launch
-from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Config, Model, hf
 from funrl.models.generation_config import sampling_defaults
-from funrl.rewards.load import Reward
+from funrl.rewards.call import Reward, described_function
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
-from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import ReportError, write_report
+from funrl.track.run_directory import expanded
 from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
-from funrl.trainer.generation import completion_texts
+from funrl.trainer.generation import Example, first_texts, rollout
+from funrl.trainer.inference import StoredModel, find_stored_model, read_stored_model, stored_weights
 from funrl.trainer.job import Job, prepare
 from funrl.trainer.job_data import Given
 from funrl.trainer.job_source import make_source, open_rewards
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
+from funrl.trainer.resumable import check_resume
 from funrl.trainer.settings import Settings, resolved, settings_flags
+
+RECORDS = "records"  # in a run's config.json: prompts or texts that were given in Python
 
 
 class TrainedModel:
@@ -67,37 +70,53 @@ class TrainedModel:
         shutil.copytree(self.directory, directory, dirs_exist_ok=True)
 
 
-def generate(model: str | Path | TrainedModel, texts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
-    """Complete texts with a model, on this device.
+def generate(
+    model: str | Path | TrainedModel,
+    texts: Sequence[str | Sequence[Mapping[str, Any]]],
+    *,
+    seed: int = 0,
+    mesh: str = "dp1",
+    **sampling: Any,
+) -> list[str]:
+    """Complete texts or chat messages with a model.
 
     Args:
-      model: a Hugging Face directory, the name of a model in the local cache, or the model of a run.
-      texts: prompts.
+      model: a Hugging Face directory, the name of a model in the local cache, the directory of a run, or its model.
+      texts: prompts; messages go through the chat template of the model's tokenizer.
       seed: fixes the samples.
+      mesh: devices by axis, such as "dp2"; on one it runs in this process.
       sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Those that are not given are as the
         model's generation_config.json says; greedy where neither gives a temperature, or the file does not sample.
 
-    Returns: one completion a text.
+    Returns: the completions, those of one prompt beside each other.
 
     Raises:
       ModelError, ValueError: the model cannot be read, or a text is empty or too long.
     """
-    folder = model.directory if isinstance(model, TrainedModel) else find_model(model)
-    tokenizer, device = load_tokenizer(folder), torch.device(device_type())
-    made = hf.check_directory(folder, "auto")
-    _, params = hf.load(folder, torch.float32, single(device), model=made)
+    stored = find_stored_model(model.directory if isinstance(model, TrainedModel) else model)
+    tokenizer = load_tokenizer(stored.directory)
+    examples = [Example(*encode_prompt(tokenizer, text), {}) for text in texts]
+    made = read_stored_model(stored, "auto")
     if made.unembed is None:
-        raise SettingsError(f"model={str(folder)!r}: it has a value head and cannot generate")
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    own = bool(made.config.module)
-    engine = hf_engine(made, single(device)) if own else native_engine(made, single(device), decode=decode)
-    engine.load(engine.weights.named(params), 0)
+        raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
     stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
     fields: dict[str, Any] = {"stop": stop} | sampling_of_model(made.config, "temperature" in sampling) | sampling
-    how = Sampling(**fields)
-    prompts = [encode_prompt(tokenizer, text)[0] for text in texts]
-    done = complete(engine, requests_of(prompts, how, seed))
-    return completion_texts(done, decode, [prompt[-1] for prompt in prompts for _ in range(how.samples)])
+    if not examples:
+        return []
+    program = functools.partial(_completed, stored, made, examples, Sampling(**fields), seed, tokenizer)
+    return launch(program, parse(mesh), device_type())
+
+
+def _completed(
+    stored: StoredModel, made: Model, examples: Sequence[Example], how: Sampling, seed: int, tokenizer: Any, mesh: Mesh
+) -> list[str]:
+    """Completions of all prompts, on every rank."""
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    engine = hf_engine(made, mesh) if made.config.module else native_engine(made, mesh, decode=decode)
+    engine.load(engine.weights.named(stored_weights(stored, made, torch.float32, engine.weights.layouts, mesh)), 0)
+    done = rollout(engine, examples, how, seed, Pool(()), decode, mesh, weights=())
+    before = [example.tokens[-1] for example in examples for _ in range(how.samples)]
+    return first_texts(done, range(len(before)), decode, before)
 
 
 def sampling_of_model(config: Config, sampled: bool) -> dict[str, Any]:
@@ -137,7 +156,9 @@ def train(
     model: str | Path | Model | None = None,
     tokenizer: Any = None,
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    reward: str | Reward | Sequence[Reward] | None = None,
+    reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    curriculum: str | Callable[..., Any] | None = None,
     source: MakeSource | None = None,
     mesh: str = "dp1",
     on_step: OnStep | None = None,
@@ -153,7 +174,10 @@ def train(
         begin at random. None: the embedded task's.
       tokenizer: of a `Model` that is given.
       prompts: a file, as --prompts takes it, or dicts such as its records; for supervised recipes, texts.
-      reward: "FILE.py:function", or functions(prompt, completion, **fields) -> float.
+      reward: what --reward takes, such as "FILE.py:function" or "math", or one function or several; a mapping of names
+        to functions says what they are called in metrics.
+      eval_data: what is held out, in the same forms as `prompts`; None: a tenth of these.
+      curriculum: "FILE.py:function", or a function; see `funrl.trainer.curriculum.weighing`.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
       mesh: devices by axis, such as "dp4,tp2".
       on_step: called with the number and the metrics of every step, in the process of rank 0.
@@ -175,9 +199,13 @@ def train(
         model if isinstance(model, Model) else None,
         tokenizer,
         None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
-        None if reward is None or isinstance(reward, str) else (reward,) if callable(reward) else tuple(reward),
+        None if reward is None or isinstance(reward, str) else functions_of(reward),
+        None if eval_data is None or isinstance(eval_data, (str, Path)) else eval_data,
+        curriculum if callable(curriculum) else None,
     )
     named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
+    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
+    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
     if isinstance(model, (str, Path)):
         named["model"] = str(find_model(model))
     algorithm = (
@@ -189,13 +217,20 @@ def train(
         named["data" if run_kind(algorithm, settings.get("data")) == "supervised" else "prompts"] = str(prompts)
     chosen = Settings(**named, **settings)
     job = prepare(chosen, lambda: algorithm, given)
+    if chosen.resume:
+        check_resume(job, expanded(str(chosen.run_dir)))
     name = recipe if isinstance(recipe, str) else "run"
-    config = dataclasses.asdict(chosen) | own | {"algorithm": str(recipe)}
+    config = dataclasses.asdict(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
+    if given.records is not None:
+        config["prompts" if job.generates else "data"] = RECORDS
+    objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
+    if objects := [what for what, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
+        config["given_in_python"] = ", ".join(objects)
     with owned_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume) as owned:
         run_dir = str(owned.path)
         program = functools.partial(_rank, job, run_dir, on_step, source)
         timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
-        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards)
+        outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards, heartbeat_s=chosen.heartbeat)
     with contextlib.suppress(ReportError):  # it stopped before its first step
         write_report(run_dir)
     lines = Path(run_dir) / "metrics.jsonl"
@@ -208,6 +243,13 @@ def _rank(
 ) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
         return train_loop(job, mesh, observer, source or make_source, pool)
+
+
+def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tuple[Reward, ...]:
+    """The functions that a caller gives, with the names of a mapping."""
+    if isinstance(reward, Mapping):
+        return tuple(described_function(function, name) for name, function in reward.items())
+    return (reward,) if callable(reward) else tuple(reward)
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,13 @@ from funrl.experiments import flags
 from funrl.experiments.arguments import recipe_names
 from funrl.experiments.command import Command, Experiment, help_of, read_command
 from funrl.mesh.environment import read_environment
+from funrl.mesh.output import lasting_output
 from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
-from funrl.track.progress import discard_output
 from funrl.track.report import ReportError, write_report
-from funrl.track.run_directory import RunDirectory, RunDirectoryError
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, expanded
 from funrl.track.run_lock import owned_run
+from funrl.track.services import TrackerError
 from funrl.trainer.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
@@ -35,11 +37,13 @@ if TYPE_CHECKING:  # both import torch, which comes after the checks that need n
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
-PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError)  # their messages say all that a user needs
+ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio")  # of an evaluation; the last line leaves them out
+# Their messages say all that a user needs.
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
-    """Run an experiment from the command line; return the exit status.
+    """Run an experiment from the command line; return the exit status. What it prints does not end it.
 
     Args:
       name: of the experiment, such as "ppo".
@@ -48,6 +52,11 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
         the command line must name.
       defaults: values of flags, of `Settings` or of this recipe, that suit the experiment better than theirs.
     """
+    with lasting_output():
+        return _main(name, argv, algorithm, defaults)
+
+
+def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults: dict[str, Any]) -> int:
     algorithm = algorithm or (name if name in recipe_names() else None)
     experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
     run_dir = None
@@ -58,17 +67,21 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
     with contextlib.ExitStack() as owned:
         try:
             if any(text in flags.HELP for text in argv[1:]):
-                print_whole(help_of(experiment, argv))
+                print(help_of(experiment, argv))
                 return 0
             command = read_command(experiment, argv, writes=first)
+            if first:
+                print("\n".join(command.notes), end="\n" * bool(command.notes), file=sys.stderr)
             if command.settings.dry_run:
                 from funrl.cost.dry_report import dry_run
 
                 text = dry_run(command.settings, command.compose)
                 if first:
-                    print_whole(text)
+                    print(text)
                 return 0
             _job(command)
+            if command.settings.resume:
+                _check_resume(command)
             if first:
                 run_dir = str(owned.enter_context(_owned(command, name)).path)
         except (ValueError, OSError, ImportError) as error:
@@ -85,14 +98,6 @@ def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[Run
     return owned_run(settings.run_dir, name, config, settings.resume)
 
 
-def print_whole(text: str) -> None:
-    """Print a text for whoever reads it: a reader that has gone, such as `head`, is no error."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        discard_output()
-
-
 def _run(command: Command, run_dir: str | None, first: bool) -> int:
     """Train on every rank and print the result; return the exit status."""
     from funrl.mesh.launch import WorkerError, launch
@@ -102,21 +107,22 @@ def _run(command: Command, run_dir: str | None, first: bool) -> int:
     try:
         with _signals():
             program, rewards = functools.partial(_rank, command, run_dir), functools.partial(_rewards, command)
-            timeout = datetime.timedelta(minutes=command.settings.timeout)
-            outcome = launch(program, job.sizes, job.device, PLAIN, timeout, before=rewards)
+            timeout, beat_s = datetime.timedelta(minutes=command.settings.timeout), command.settings.heartbeat
+            outcome = launch(program, job.sizes, job.device, PLAIN, timeout, before=rewards, heartbeat_s=beat_s)
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if first else ""
         elif outcome.stopped is not None:
             status, problem = 143, _stopped(outcome.stopped, run_dir) if first else ""
-    except (WorkerError, *PLAIN) as error:
-        status, problem = 1, f"error: {str(error).rstrip()}{_newest(run_dir)}"
-        if stop_asked():
-            status, problem = 143, "terminated before the first step was done"
     except KeyboardInterrupt:
         status, problem = (143, "terminated") if stop_asked() else (130, "interrupted")
         problem = problem if first else ""
+    except BaseException as error:  # a rank's SystemExit is a failure too
+        text = _explained(error)
+        status, problem = 1, f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
+        if stop_asked() and isinstance(error, (WorkerError, *PLAIN)):
+            status, problem = 143, "terminated before the first step was done"
     if run_dir is not None:
-        print_whole(_conclusion(outcome, run_dir, _report(run_dir)))
+        print(_conclusion(outcome, run_dir, _report(run_dir)))
     return _ended(status, problem, first)
 
 
@@ -126,6 +132,13 @@ def _job(command: Command) -> Any:
     from funrl.trainer.job import prepare
 
     return prepare(command.settings, command.compose)
+
+
+def _check_resume(command: Command) -> None:
+    """Check the checkpoint that a run is to go on from, before any work."""
+    from funrl.trainer.resumable import check_resume
+
+    check_resume(_job(command), expanded(str(command.settings.run_dir)))
 
 
 def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
@@ -169,6 +182,15 @@ def _stopped(step: int, run_dir: str | None) -> str:
     return f"terminated after step {step}, which is saved; --resume --run_dir={run_dir} continues"
 
 
+def _explained(error: BaseException) -> str:
+    """The message of an error that needs no more, else all that Python knows of it; with what was said besides."""
+    from funrl.mesh.launch import WorkerError
+
+    if isinstance(error, (WorkerError, *PLAIN)):
+        return "\n".join([str(error).rstrip(), *getattr(error, "__notes__", ())])
+    return f"rank {os.environ.get('RANK', 0)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
 def _newest(run_dir: str | None) -> str:
     """The way on for a run that has failed, where it has left a checkpoint."""
     from funrl.trainer.checkpoint import complete_checkpoints
@@ -199,6 +221,6 @@ def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
     changes = [
         f"{name} {outcome.first[name]:.3f} -> {outcome.last[name]:.3f}"
         for name in (outcome.first if outcome else {})
-        if outcome and name in outcome.last
+        if outcome and name in outcome.last and not name.endswith(ASIDE) and name.count("/") == 1
     ]
     return "\n".join(([f"held out: {', '.join(changes)}"] if changes else []) + [f"results in {run_dir}; {report}"])

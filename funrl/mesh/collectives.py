@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from funrl.mesh.heartbeat import entered, left
 from funrl.mesh.mesh import AXES, Axes, Mesh
 
 _c10d = torch.ops._c10d_functional
@@ -93,7 +94,10 @@ def start_psum_scatter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
 
 def wait(x: Tensor) -> Tensor:
     """The result of a started collective."""
-    return _c10d.wait_tensor(x)
+    entered("a collective begun before")
+    result = _c10d.wait_tensor(x)
+    left()
+    return result
 
 
 def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
@@ -101,22 +105,42 @@ def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
     if mesh.world == 1:
         return [value]
     values: list[Any] = [None] * mesh.world
+    entered("all_gather_object", mesh.group_name(AXES))
     dist.all_gather_object(values, value, group=mesh.group(AXES))
+    left()
     return values
 
 
+def from_first_rank(value: Any, mesh: Mesh) -> Any:
+    """Any picklable value of the first rank of the mesh, on every rank."""
+    if mesh.world == 1:
+        return value
+    values = [value if mesh.rank == 0 else None]
+    dist.broadcast_object_list(values, group=mesh.group(AXES), group_src=0)
+    return values[0]
+
+
 def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group))
+    entered("all_reduce", group)
+    result = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group))
+    left()
+    return result
 
 
 def _gather(x: Tensor, size: int, group: str, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(front, size, group)).movedim(0, dim)
+    entered("all_gather", group)
+    result = _c10d.wait_tensor(_c10d.all_gather_into_tensor(front, size, group)).movedim(0, dim)
+    left()
+    return result
 
 
 def _scatter(x: Tensor, size: int, group: str, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(front, "sum", size, group)).movedim(0, dim)
+    entered("reduce_scatter", group)
+    result = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(front, "sum", size, group)).movedim(0, dim)
+    left()
+    return result
 
 
 def _own(x: Tensor, size: int, dim: int, index) -> Tensor:
@@ -128,7 +152,9 @@ def _own(x: Tensor, size: int, dim: int, index) -> Tensor:
 def _exchange(x: Tensor, size: int, group: str, split: int, concat: int) -> Tensor:
     front = torch.stack(x.chunk(size, split))
     parts = [front.shape[1:].numel()] * size
+    entered("all_to_all", group)
     flat = _c10d.wait_tensor(_c10d.all_to_all_single(front.reshape(-1), parts, parts, group))
+    left()
     return torch.cat(list(flat.view(front.shape).unbind(0)), concat)
 
 

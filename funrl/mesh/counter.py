@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from funrl.mesh.heartbeat import entered, left
 from funrl.mesh.mesh import Mesh
 
 _MADE = itertools.count()
@@ -30,4 +31,11 @@ def shared_counter(mesh: Mesh) -> Callable[[int], int]:
 
         return take
     store = dist.distributed_c10d._get_default_store()
-    return lambda count: store.add(key, count) - count
+
+    def take_shared(count: int) -> int:
+        entered("the counter of the run")
+        begin = store.add(key, count) - count
+        left()
+        return begin
+
+    return take_shared

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from funrl.mesh.heartbeat import entered, left
 from funrl.mesh.mesh import Axes, Mesh
 
 _c10d = torch.ops._c10d_functional
@@ -26,5 +27,8 @@ def exchange(flat: Tensor, send_counts: Sequence[int], receive_counts: Sequence[
     if mesh.size(axes) == 1:
         return flat.detach()
     sent = flat.detach().contiguous()
-    out = _c10d.all_to_all_single(sent, list(receive_counts), list(send_counts), mesh.group_name(axes))
-    return _c10d.wait_tensor(out)
+    group = mesh.group_name(axes)
+    entered("exchange", group)
+    out = _c10d.wait_tensor(_c10d.all_to_all_single(sent, list(receive_counts), list(send_counts), group))
+    left()
+    return out

@@ -19,17 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from funrl.mesh import heartbeat
 from funrl.mesh import mesh as meshes
+from funrl.mesh.board import Board
 from funrl.mesh.environment import read_environment
+from funrl.mesh.heartbeat import RECORD_BYTES, Link
 from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.mesh.processes import RankProgram, WorkerError, can_fork, run_processes
+from funrl.mesh.processes import RankProgram, WorkerError, can_fork, report_failure, run_processes
+from funrl.mesh.store_signs import Alone, StoreLink
 
 __all__ = [
     "WorkerError", "check_devices", "communication_backends", "cores", "device_type", "groups", "launch", "local_ranks",
     "ranks_per_node", "submesh", "view",
 ]  # fmt: skip
 
+HEARTBEAT_S = 60.0
 Before = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 # The groups of every mesh that has been made, as long as the group of all processes is the same.
@@ -79,6 +84,7 @@ def launch(
     plain: tuple[type[Exception], ...] = (),
     timeout: timedelta = timedelta(minutes=10),
     before: Before | None = None,
+    heartbeat_s: float | None = HEARTBEAT_S,
 ) -> Any:
     """Run `program(mesh)` on every rank and return what rank 0 returned.
 
@@ -93,6 +99,8 @@ def launch(
       timeout: how long a rank waits for another in a collective, of any group, before that is an error.
       before: (rank) -> a context that every rank enters while it has neither process groups nor a device, and leaves
         at the end; what it gives is the program's second argument. It is where a rank forks processes of its own.
+      heartbeat_s: seconds without progress after which a line on the standard error says for which rank, in which
+        phase, the run waits; None: it is not said.
 
     Raises:
       MeshError: the mesh does not fit the devices.
@@ -106,11 +114,13 @@ def launch(
     if "WORLD_SIZE" in os.environ:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
         group = functools.partial(_process_group, sizes, rank, local, local_ranks(world), device, "env://", timeout)
-        return _on_rank(program, before, rank, group)
+        link = StoreLink(rank, world, heartbeat_s, timeout.total_seconds())
+        return _on_rank(program, before, rank, group, link)
     if world == 1:
-        return _on_rank(program, before, 0, functools.partial(_single, device))
-    run = functools.partial(_run, program, before, sizes, device, timeout)
-    return run_processes(RankProgram(run, plain), world, fork=device == "cpu" and can_fork())
+        return _on_rank(program, before, 0, functools.partial(_single, device), Alone(heartbeat_s))
+    run = functools.partial(_run, program, before, sizes, device, timeout, plain)
+    fork = device == "cpu" and can_fork()
+    return run_processes(RankProgram(run, plain), world, fork, heartbeat_s, timeout.total_seconds())
 
 
 def _run(
@@ -119,13 +129,15 @@ def _run(
     sizes: dict[str, int],
     device: str,
     timeout: timedelta,
+    plain: tuple[type[Exception], ...],
     rank: int,
     folder: str,
 ) -> Any:
     """The program on one of the ranks that are started here."""
-    where = f"file://{folder}/rendezvous"
-    group = functools.partial(_process_group, sizes, rank, rank, Mesh(sizes).world, device, where, timeout)
-    return _on_rank(program, before, rank, group)
+    where, world = f"file://{folder}/rendezvous", Mesh(sizes).world
+    group = functools.partial(_process_group, sizes, rank, rank, world, device, where, timeout)
+    board = Board(folder, world, report=functools.partial(report_failure, folder, rank, plain=plain))
+    return _on_rank(program, before, rank, group, board, board.record(rank))
 
 
 def _on_rank(
@@ -133,13 +145,19 @@ def _on_rank(
     before: Before | None,
     rank: int,
     mesh_of: Callable[[], contextlib.AbstractContextManager[Mesh]],
+    link: Link,
+    record: Any = None,
 ) -> Any:
-    """The program on this rank: what comes before, then its mesh."""
-    if before is None:
-        with mesh_of() as mesh:
-            return program(mesh)
-    with before(rank) as opened, mesh_of() as mesh:
-        return program(mesh, opened)
+    """The program on this rank: what comes before, while it has no thread; then its signs of life and its mesh."""
+    record = memoryview(bytearray(RECORD_BYTES)) if record is None else record
+    with contextlib.nullcontext() if before is None else before(rank) as opened:
+        try:
+            with heartbeat.alive(heartbeat.Heart(record, link)), mesh_of() as mesh:
+                return program(mesh) if before is None else program(mesh, opened)
+        except Exception as error:
+            if isinstance(link, StoreLink) and (text := link.timed_out()):
+                raise WorkerError(text) from error
+            raise
 
 
 @contextlib.contextmanager
@@ -164,17 +182,23 @@ def _process_group(
     if device == "cuda":
         torch.cuda.set_device(where)
     options: dict[str, Any] = {"device_id": where} if device == "cuda" else {}
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=Mesh(sizes).world,
-        timeout=timeout,
-        **options,
-    )
-    yield Mesh(sizes, rank, where, groups(sizes, timeout=timeout), timeout=timeout)
+    with heartbeat.phase("rendezvous"):
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=Mesh(sizes).world,
+            timeout=timeout,
+            **options,
+        )
+        heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
+        made = groups(sizes, timeout=timeout)
+    yield Mesh(sizes, rank, where, made, timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
+    heartbeat.closing()
+    heartbeat.entered("barrier", dist.group.WORLD.group_name)  # type: ignore[union-attr]
     dist.barrier()
+    heartbeat.left()
     dist.destroy_process_group()
 
 
@@ -247,4 +271,5 @@ def groups(
                     group = dist.new_group(over, timeout=timeout)
                 if dist.get_rank() in over:
                     mine[axes] = group.group_name
+                    heartbeat.name_group(group.group_name, "+".join(axes), len(over) == dist.get_world_size())
     return made[key]

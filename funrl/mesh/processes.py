@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
+from funrl.mesh.board import Board, Supervision
+from funrl.mesh.heartbeat import SAVE_S
+from funrl.mesh.output import lasting_output
+
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
+SETTLE_S = 0.3  # how long the failure of one is waited on by those that it causes
+REPORT_S = 4.0  # how long one that has failed may take to end, before it is ended without its report
 
 _ranks: set[int] = set()  # ids of the running ranks that this process has started
 _asked = False  # whether this process was asked to stop
@@ -44,11 +50,14 @@ class RankProgram(NamedTuple):
     plain: tuple[type[Exception], ...]
 
 
-def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
+def run_processes(
+    task: RankProgram, count: int, fork: bool, heartbeat_s: float | None = None, timeout_s: float | None = None
+) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:
       fork: whether the processes are forks of this one; see `can_fork`.
+      heartbeat_s, timeout_s: see `board.Supervision`.
 
     Raises:
       WorkerError: a process failed.
@@ -56,6 +65,7 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
         pids: dict[int, int] = {}
+        supervision = Supervision(Board(folder, count, create=True), heartbeat_s, timeout_s)
         if not fork:
             _leave(task, folder)
         _flush()
@@ -63,7 +73,7 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
             for rank in range(count):
                 pids[_fork(task, rank, folder) if fork else _start(rank, folder)] = rank
             _ranks.update(pids)
-            failed = _wait(pids)
+            failed = _wait(pids, supervision)
             first_is_done = 0 not in pids.values() and 0 not in failed
         except KeyboardInterrupt:
             # The terminal has sent the interrupt to every rank too: give them time to leave their files readable.
@@ -75,8 +85,8 @@ def run_processes(task: RankProgram, count: int, fork: bool) -> Any:
         result = os.path.join(folder, "result")
         if first_is_done and not os.path.exists(result):
             raise WorkerError("rank 0 ended before the program did, as os._exit does")
-        if failed:
-            raise WorkerError(_explain(folder, failed))
+        if failed or supervision.ordered:  # one may have left word that it fails, and not end
+            raise WorkerError((supervision.timed_out(failed) or _explain(folder, failed)) + supervision.said())
         with open(result, "rb") as file:
             return pickle.load(file)
 
@@ -184,7 +194,8 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
     status, plain = 1, ()
     try:
         run, plain = task()
-        result = run(rank, folder)
+        with lasting_output():
+            result = run(rank, folder)
         if rank == 0:
             with open(os.path.join(folder, "result"), "wb") as file:
                 dump(result, file)
@@ -192,28 +203,40 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
     except KeyboardInterrupt:
         status = 130
     except BaseException as error:  # asyncio's CancelledError and SystemExit are failures too
-        _report(folder, rank, error, plain)
+        report_failure(folder, rank, error, plain)
     finally:
         with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
             _flush()
         os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
 
 
-def _wait(pids: dict[int, int]) -> dict[int, int]:
+def _wait(pids: dict[int, int], supervision: Supervision) -> dict[int, int]:
     """Wait until all ranks end well, or one does not: then the wait statuses of those that failed, by rank.
 
     A rank that loses its peer fails within moments of it, so the others are looked at once more before the verdict.
+    Then those that are left may save the state, if they hold it.
     """
     failed: dict[int, int] = {}
-    deadline = float("inf")
+    dead: set[int] = set()
+    verdict, deadline = float("inf"), float("inf")
     while pids and time.monotonic() < deadline:
         for pid in list(pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 rank = pids.pop(pid)
+                dead.add(rank)
+                supervision.ended(rank)
                 if status:
                     failed[rank] = status
-                    deadline = min(deadline, time.monotonic() + 0.3)
+        now = time.monotonic()
+        if supervision.look() or failed:
+            verdict = min(verdict, now + SETTLE_S)
+        if now >= verdict and not supervision.ordered:
+            supervision.order(dead)
+            deadline = now + SAVE_S
+        if supervision.ordered and not supervision.saving(dead):
+            # One that has left word that it fails writes its report now.
+            deadline = min(deadline, now if failed else now + REPORT_S)
         time.sleep(0.02)
     return failed
 
@@ -259,10 +282,10 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
                 reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
     if reports:
         return min(reports)[2]
-    return f"rank {next(iter(killed))} aborted and left no traceback"
+    return f"rank {next(iter(killed), 0)} aborted and left no traceback"
 
 
-def _report(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
+def report_failure(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
     """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
     try:
         trace = "".join(traceback.format_exception(error))

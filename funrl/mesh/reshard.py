@@ -22,6 +22,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import plan as plans
 from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, program, starts_together
+from funrl.mesh.heartbeat import entered, left
 from funrl.mesh.mesh import AXES, Mesh, MeshError
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
@@ -355,12 +356,16 @@ def _land(work: Work, flight: Flight, mesh: Mesh) -> None:
         unpack_gather(work, flight.step, flight.arriving[0])
         return
     for message, handle, arrived in zip(flight.step.receives, flight.received, flight.arriving, strict=True):
+        entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()
+        left()
         unpack(work, message, arrived)
     for message, handle in zip(flight.step.sends, flight.sent, strict=True):
+        entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()
+        left()
 
 
 @contextlib.contextmanager

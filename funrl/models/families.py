@@ -47,6 +47,7 @@ class HFFamily(NamedTuple):
     Attributes:
       architecture: the class of its causal language models.
       classifier: the class of its sequence classifiers; None: it has none.
+      token_classifier: the same of its token classifiers.
       defaults: values that transformers takes for fields that config.json lacks.
       supported: further values that a field may have; any other is refused.
       read: fields of config.json -> fields of `Config` that only some families have.
@@ -58,6 +59,7 @@ class HFFamily(NamedTuple):
 
     architecture: str
     classifier: str | None
+    token_classifier: str | None
     defaults: Mapping[str, Any]
     supported: Mapping[str, Sequence[Any]] = {}
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
@@ -204,7 +206,10 @@ def _gemma3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
 
 def _family(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
     """A family whose classes begin with `name`."""
-    return HFFamily(f"{name}ForCausalLM", f"{name}ForSequenceClassification", {**_COMMON, **defaults}, **more)
+    causal, sequence, token = (
+        f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
+    )
+    return HFFamily(causal, sequence, token, {**_COMMON, **defaults}, **more)
 
 
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
@@ -254,7 +259,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         "Olmo2", {
             "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "eos_token_id": 50279, "pad_token_id": 1,
         }, supported=_NO_WINDOW, read=_read_olmo2, write=_write_bias,
-    ),
+    )._replace(token_classifier=None),
     "smollm3": _family(
         "SmolLM3", {
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
@@ -265,7 +270,7 @@ FAMILIES: Mapping[str, HFFamily] = {
     "granite": _family(
         "Granite", _LLAMA | dict.fromkeys(_MULTIPLIERS.values(), 1.0), supported=_NO_WINDOW, read=_read_granite,
         write=_write_granite,
-    )._replace(classifier=None),
+    )._replace(classifier=None, token_classifier=None),
     "gemma2": _family(
         "Gemma2", _GEMMA | {
             "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -277,5 +282,5 @@ FAMILIES: Mapping[str, HFFamily] = {
             "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
         }, supported=_GEMMA_SUPPORTED | {"attn_logit_softcapping": (None,)},  # which transformers does not apply
         read=_read_gemma3, write=_write_gemma3, kinds=_gemma3_kinds,
-    )._replace(classifier="Gemma3TextForSequenceClassification"),
+    )._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
 }  # fmt: skip

@@ -28,11 +28,12 @@ from funrl.models.families import FAMILIES
 from funrl.models.generation_config import GENERATION, with_generation_config
 from funrl.models.model import Model
 from funrl.models.names import UNEMBED, Stored, fused, stored_in
-from funrl.models.value_head import with_value_head
+from funrl.models.resize import extended, is_of_vocabulary
+from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
 from funrl.models.weight_files import INDEX, WHOLE, read_json, weight_tables
 
 FLOATS = ("F64", "F32", "BF16", "F16")
-CLASSIFIER = "ForSequenceClassification"
+SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"  # classes of models with a value head
 TIED_ROWS = 4096  # compared at a time
 
 
@@ -41,7 +42,8 @@ def load_model(path: str | Path, code: str = "native") -> Model:
 
     Where there is a generation_config.json beside it, that is read too.
 
-    A `...ForSequenceClassification` with one label is a decoder with a value head.
+    A `...ForSequenceClassification` with one label, or a `...ForTokenClassification` with one or two, is a decoder with
+    a value head.
 
     Args:
       path: a directory, or a config.json; weights need not be there.
@@ -56,10 +58,8 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     try:
         check_config_fields(raw)
         config, make = _config_of(raw, code)
-        if _is_classifier(raw):
-            if config.module:
-                raise ModelError("a sequence classifier of transformers' own code is not read")
-            return with_value_head(decoder_model(config))
+        if (head := _head_of(raw)) is not None:
+            return with_value_head(make(config), *head)
         beside = file.with_name(GENERATION)
         if file.name == "config.json" and beside.exists():
             file, generation = beside, read_json(beside)
@@ -164,7 +164,7 @@ def load(
       dtype: of the weights; None: as in config.json.
       mesh: the devices; None: the CPU.
       layouts: one `Layout` per weight; this rank then reads only its own part. None: whole tensors.
-      model: the model, if `check_directory` has made it already.
+      model: the model, if `check_directory` has made it already; `with_vocabulary` may have given it more token ids.
 
     Raises:
       ModelError: as `check_directory`.
@@ -172,22 +172,22 @@ def load(
     model = check_directory(path) if model is None else model
     wanted = dtype or getattr(torch, model.config.dtype)
     device = torch.device("cpu") if mesh is None else mesh.device
-    read = weight_reader(path, model)
+    read = weight_reader(path, model, wanted)
 
     def part(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
         box = layout.box(mesh.rank) if layout is not None and mesh is not None else None
-        return read(name, box).to(device=device, dtype=wanted)
+        return read(name, box).to(device)
 
     rest = () if layouts is None else (layouts,)
     return model, trees.map_named(part, model.shapes, *rest)
 
 
-def weight_reader(path: str | Path, model: Model) -> Callable[..., Tensor]:
-    """A function (name of a weight, box=None) -> the weight, or the part of it in the box, as it is in the files.
+def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A function (name of a weight, box=None) -> the weight, or the part of it in the box, in a dtype.
 
     Args:
       path: a Hugging Face directory.
-      model: by `check_directory`.
+      model: by `check_directory`; `with_vocabulary` may have given it more token ids.
     """
     where = {name: file for file, table in weight_tables(Path(path)).items() for name in table}
     opened: dict[Path, Any] = {}
@@ -199,7 +199,10 @@ def weight_reader(path: str | Path, model: Model) -> Callable[..., Tensor]:
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
         whole = tuple((0, n) for n in shapes[name])
-        return _slice(opened[file].get_slice(one.name), one, shapes[name], whole if box is None else box)
+        box, held = whole if box is None else box, opened[file].get_slice(one.name)
+        if is_of_vocabulary(name) and held.get_shape()[0] < shapes[name][0]:
+            return extended(held, box, dtype)
+        return _slice(held, one, shapes[name], box).to(dtype)
 
     return read
 
@@ -214,7 +217,7 @@ def save(
     """Write a directory that transformers loads.
 
     It is one for `AutoModelForCausalLM`, with the generation_config.json that the model was read with; of a model with
-    a value head, one for `AutoModelForSequenceClassification` with one label.
+    a value head, one for `AutoModelForSequenceClassification` with one label, or for `AutoModelForTokenClassification`.
 
     Args:
       path: made where it is absent; older weights in it are replaced.
@@ -232,6 +235,15 @@ def check_savable(model: Model) -> None:
     """Raise ModelError where `save` would, as far as the model alone tells."""
     config_to_hf(model.config)
     _architecture(model)
+    if model.config.module and model.value is not None:
+        from funrl.models.hf_skeleton import check_classifier
+
+        check_classifier(model.config, _class_of_heads(model), dict(model.names.values()))
+
+
+def has_token_classifier(config: Config) -> bool:
+    """True if transformers has a token classifier of this family, which can hold two labels."""
+    return config.family in FAMILIES and FAMILIES[config.family].token_classifier is not None
 
 
 def write(
@@ -272,7 +284,10 @@ def write(
     if padding is not None and (config.pad is None or model.value is not None):
         raw["pad_token_id"] = padding
     if model.value is not None:
-        raw |= {"architectures": [_architecture(model)], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+        labels = ("wrong", "right") if len(model.shapes[HEAD]) == 2 else ("reward",)
+        raw |= {"architectures": [_architecture(model)], "id2label": {str(i): name for i, name in enumerate(labels)}}
+        raw["label2id"] = {name: i for i, name in enumerate(labels)}
+        raw.pop("num_labels", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (folder / GENERATION).unlink(missing_ok=True)  # another model's
     if config.generation and model.value is None:
@@ -290,28 +305,39 @@ def _directory(path: str | Path) -> Path:
     return folder
 
 
-def _is_classifier(raw: Mapping[str, Any]) -> bool:
-    """True if a config.json describes a sequence classifier with one label."""
-    kinds = raw.get("architectures") or []
-    if not any(str(kind).endswith(CLASSIFIER) for kind in kinds):
-        return False
-    labels = raw.get("num_labels") or len(raw.get("id2label") or (0, 1))  # transformers' default is two
-    if labels != 1:
-        raise ModelError(f"{kinds[0]} has {labels} labels, supported is one (a reward)")
-    return True
+def _head_of(raw: Mapping[str, Any]) -> tuple[int, bool] | None:
+    """The labels of the classifier that a config.json describes, and whether its head has a bias; None: it is none."""
+    kind = next((str(kind) for kind in raw.get("architectures") or [] if str(kind).endswith((SEQUENCES, TOKENS))), None)
+    if kind is None:
+        return None
+    labels, tokens = raw.get("num_labels") or len(raw.get("id2label") or (0, 1)), kind.endswith(TOKENS)
+    if labels != 1 and not (tokens and labels == 2):  # transformers' default is two
+        supported = "one (a reward) or two (a step is wrong, or right)" if tokens else "one (a reward)"
+        raise ModelError(f"{kind} has {labels} labels, supported is {supported}")
+    return labels, tokens and bool(raw.get("token_classification_bias", True))
 
 
 def _architecture(model: Model) -> str:
     """The name in transformers of the class of this model."""
     config = model.config
+    if model.value is not None:
+        return _class_of_heads(model)
+    return architecture(config) if config.module else FAMILIES[config.family].architecture
+
+
+def _class_of_heads(model: Model) -> str:
+    """The name in transformers of the class of a model with a value head."""
+    config, tokens = model.config, is_token_classifier(model)
     if config.module:
-        if model.value is not None:
-            raise ModelError("a reward model of transformers' own code cannot be saved")
-        return architecture(config)
-    family = FAMILIES[config.family]
-    name = family.architecture if model.value is None else family.classifier
+        from funrl.models.hf_skeleton import classifier_name
+
+        name = classifier_name(config, tokens)
+    else:
+        family = FAMILIES[config.family]
+        name = family.token_classifier if tokens else family.classifier
     if name is None:
-        raise ModelError(f"transformers has no sequence classifier for {config.family}: it cannot hold a reward")
+        kind = "token" if tokens else "sequence"
+        raise ModelError(f"transformers has no {kind} classifier for {config.family}: it cannot hold a reward")
     return name
 
 

@@ -259,3 +259,38 @@ def names_in_files(one: Skeleton, wanted: Collection[str], found: Collection[str
 def named_weights(one: Skeleton) -> Mapping[str, Tensor]:
     """The parameters of the model outside of its layers, by their names in it."""
     return dict(one.model.named_parameters())
+
+
+def classifier_name(config: Config, tokens: bool) -> str | None:
+    """The class of transformers that classifies sequences, or tokens, with this model; None: there is none."""
+    from transformers.models.auto import modeling_auto as auto
+
+    names = (
+        auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+        if tokens
+        else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    )
+    found = names.get(config.family)
+    return found if found is None or isinstance(found, str) else found[0]
+
+
+def check_classifier(config: Config, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a class of transformers has exactly these weights.
+
+    Args:
+      name: of the class.
+      shapes: of the weights, by their names there.
+
+    Raises:
+      ModelError: it has others.
+    """
+    import transformers
+
+    theirs = their_config(config)
+    theirs.num_labels = next(shape[0] for there, shape in shapes.items() if there == "score.weight")
+    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model = getattr(transformers, name)(theirs)
+    found = {there: tuple(x.shape) for there, x in model.named_parameters()}
+    if found != dict(shapes):
+        wrong = sorted(set(found.items()) ^ set(shapes.items()))[0][0]
+        raise ModelError(f"{name} is not a head of one matrix on the language model: they differ in {wrong}")

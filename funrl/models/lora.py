@@ -26,9 +26,9 @@ from funrl.models.families import FAMILIES
 from funrl.models.low_rank import LowRank
 from funrl.models.model import Adapters, Inputs, Layer, Lora, Model, Output
 from funrl.models.names import Names
-from funrl.models.value_head import HEAD
+from funrl.models.value_head import BIAS, HEAD
 
-ALL = "all-linear"  # as in PEFT: every projection of the layers
+ALL_LINEAR = "all-linear"  # as in PEFT: every projection of the layers
 FIRST, SECOND = "_lora_a", "_lora_b"  # behind the name of a weight, those of its factors
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 SUMMED = ("o", "down")  # split over tensor ranks by their in dims; they have one out dim, the others one in dim
@@ -83,11 +83,11 @@ def targets_of(text: str, model: Model) -> tuple[str, ...]:
     """
     there = projections(model)
     wanted = [part.strip() for part in text.split(",")]
-    if wanted == [ALL]:
+    if wanted == [ALL_LINEAR]:
         return PROJECTIONS
     for name in wanted:
         if name not in there:
-            raise ModelError(f"{name!r} is not one of its projections: {ALL}, or some of {', '.join(there)}")
+            raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {', '.join(there)}")
     found = [weight for name in wanted for weight in there[name]]
     if len(set(found)) < len(found):
         raise ModelError("a projection is named twice")
@@ -96,7 +96,12 @@ def targets_of(text: str, model: Model) -> tuple[str, ...]:
 
 def is_trained(name: str) -> bool:
     """True of the name of a weight that learns, in the tree of a model with adapters."""
-    return name == HEAD or name.endswith((FIRST, SECOND))
+    return name in (HEAD, BIAS) or name.endswith((FIRST, SECOND))
+
+
+def plain_name(name: str) -> str:
+    """Name of a decoder's weight, without what a value head puts before it."""
+    return name.removeprefix("decoder/")
 
 
 def trained_part(model: Model, tree: trees.Tree) -> trees.Tree:
@@ -132,7 +137,7 @@ def first_trained(
     mesh: Mesh,
     generator: torch.Generator,
     dtype: torch.dtype,
-    head: Tensor | None = None,
+    head: Mapping[str, Tensor] | None = None,
 ) -> trees.Tree:
     """This rank's part of what learns before the first step: the same numbers on every mesh.
 
@@ -140,12 +145,12 @@ def first_trained(
       model: with adapters.
       layouts: of what learns.
       generator: on the CPU; the numbers are drawn in float32.
-      head: of the model that the run begins with; None: a value head begins at 0.
+      head: weights of the value head that the run begins with; one that is not there begins at 0.
     """
 
     def first(name: str, x: Tensor, layout: Any) -> Tensor:
-        if name == HEAD and head is not None:
-            return head.detach().to(mesh.device, dtype, copy=True)
+        if head is not None and name in head:
+            return head[name].detach().to(mesh.device, dtype, copy=True)
         box = layout.box(mesh.rank)
         whole = _first(name, x, generator)
         part = whole[tuple(slice(low, high) for low, high in box)]
@@ -256,8 +261,9 @@ def _first(name: str, x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _init(model: Model, lora: Lora, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree:
     def factors(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = (torch.empty(s.shape, device="meta") for s in _factor_shapes(lora.rank, name, x))
-        return tuple(_first(name + end, y, generator).to(x.device, dtype) for end, y in ((FIRST, a), (SECOND, b)))
+        a, b = _factor_shapes(lora.rank, name, x)
+        first, second = _first(name + FIRST, a, generator), _first(name + SECOND, b, generator)
+        return first.to(x.device, dtype), second.to(x.device, dtype)
 
     return _with_factors(model.init(generator, dtype), lora.targets, factors)
 

@@ -16,7 +16,7 @@ from funrl import trees
 from funrl.models.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, trained_part
 from funrl.models.model import Model
-from funrl.models.value_head import HEAD, HEAD_THERE
+from funrl.models.value_head import HEADS, is_token_classifier
 
 BEGIN = "base_model.model."  # of every name in the file
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,8 +43,7 @@ def write_peft(
     factors, tensors = _factors(model, own), {}
     for name, (a, b) in factors.items():
         tensors |= {f"{BEGIN}{name}.lora_A.weight": a, f"{BEGIN}{name}.lora_B.weight": b}
-    if HEAD in own:
-        tensors[BEGIN + HEAD_THERE] = own[HEAD]
+    tensors |= {BEGIN + there: own[name] for name, there in HEADS.items() if name in own}
     tensors = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
     partial = folder / f".{WEIGHTS}.partial"
     partial.write_bytes(b"")
@@ -56,14 +55,14 @@ def write_peft(
     others = {name: rank for name, rank in sorted(ranks.items()) if rank != lora.rank}
     raw = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if model.value is None else "SEQ_CLS",
+        "task_type": "CAUSAL_LM" if model.value is None else "TOKEN_CLS" if is_token_classifier(model) else "SEQ_CLS",
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted(ranks),
         "rank_pattern": others,
         "alpha_pattern": {name: rank * lora.alpha / lora.rank for name, rank in others.items()},
-        "modules_to_save": None if model.value is None else [HEAD_THERE.partition(".")[0]],
+        "modules_to_save": None if model.value is None else ["score"],
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -21,7 +21,7 @@ from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.model import Inputs, Layer, Model
-from funrl.models.value_head import HEAD
+from funrl.models.value_head import HEADS
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class Placed:
         """
         weights, src, dst = (_by_part(tree) for tree in (params, source.stored, self.stored))
         for name, layout in dst.items():
-            if name not in src and name != HEAD:
+            if name not in src and name not in HEADS:
                 raise ModelError(f"the model to begin as has no {name}")
             if name in src and src[name].shape != layout.shape:
                 found, wanted = list(src[name].shape), list(layout.shape)
@@ -144,8 +144,8 @@ class Placed:
         shared = [name for name in dst if name in src]
         weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
         made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtype)
-        if HEAD in dst and HEAD not in made:
-            made[HEAD] = next(iter(made.values())).new_zeros(dst[HEAD].local_shape(self.mesh.rank))
+        for name in HEADS.keys() & (dst.keys() - made.keys()):
+            made[name] = next(iter(made.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])
 
     def _before_tokens(self, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:

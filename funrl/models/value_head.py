@@ -1,8 +1,9 @@
-"""A value head: one row that reads a number from a decoder's hidden states, instead of its unembedding."""
+"""A value head: a number for each of a decoder's hidden states, instead of its unembedding."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,49 +15,71 @@ from funrl.models.config import Config, ModelError
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import Names
 
-HEAD, HEAD_THERE = "value", "score.weight"  # its name among the weights, and in transformers' ForSequenceClassification
+HEAD, BIAS = "value", "value_bias"  # names of its weights
+HEADS = {HEAD: "score.weight", BIAS: "score.bias"}  # and in transformers' ForSequence- and ForTokenClassification
 
 
-def with_value_head(model: Model) -> Model:
+def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
     """A critic or a discriminative reward model: `model` with a value head instead of its unembedding.
 
-    Its weights are `{"decoder": ..., "value": [1, D]}`; the head begins at 0.
+    Its weights are `{"decoder": ..., "value": [labels, D]}`, and `"value_bias": [labels]` where there is a bias; the
+    head begins at 0.
+
+    Args:
+      labels: rows of the head. Of one the value is its number; of two it is the second less the first, the log odds of
+        the second label, as token classifiers are trained to tell steps that are right from those that are not.
+      bias: whether the head has one, as token classifiers of transformers do.
 
     Raises:
-      ModelError: the model has a value head already.
+      ModelError: the model has a value head already, or there would be more than two labels.
     """
     if model.value is not None:
         raise ModelError("the model has a value head already")
-    shapes = add_head(model.shapes, torch.empty(1, model.config.embed, device="meta"))
+    if labels not in (1, 2):
+        raise ModelError(f"a value head has one label or two, not {labels}")
+    shapes = {HEAD: (labels, model.config.embed)} | ({BIAS: (labels,)} if bias else {})
+    meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    axes = {HEAD: ("value", "norm"), BIAS: ("value",)}  # whole on every rank, as norms are
     return Model(
         config=model.config,
-        shapes=shapes,
-        axes=add_head(model.axes, ("value", "norm")),  # one row: whole on every rank, as norms are
-        names=_names(model),
-        init=functools.partial(_init, model),
+        shapes=_with_head(model.shapes, meta),
+        axes=_with_head(model.axes, {name: axes[name] for name in shapes}),
+        names=_names(model, shapes),
+        init=functools.partial(_init, model, shapes),
         apply=functools.partial(_apply, model),
         unembed=None,
         value=_value,
         layer=model.layer,
         init_cache=model.init_cache,
-        rebuild=functools.partial(_rebuild, model),
+        rebuild=functools.partial(_rebuild, model, labels, bias),
     )
 
 
-def add_head(tree: trees.Tree, head) -> trees.Tree:
-    """A tree of a decoder's weights (or of their axes or layouts) as that of one with a value head."""
-    return {"decoder": {name: part for name, part in tree.items() if name != "unembed"}, "value": head}
+def is_token_classifier(model: Model) -> bool:
+    """True of a model whose value head is one of transformers' token classifiers, with a bias or two labels."""
+    return model.value is not None and (BIAS in model.shapes or len(model.shapes[HEAD]) > 1)
 
 
-def _names(model: Model) -> Names:
+def _with_head(tree: trees.Tree, head: dict[str, Any]) -> trees.Tree:
+    """A tree of a decoder's weights (or of their axes) as that of one with a value head."""
+    return {"decoder": {name: part for name, part in tree.items() if name != "unembed"}, **head}
+
+
+def _names(model: Model, shapes: dict[str, tuple[int, ...]]) -> Names:
     """Names of the decoder's weights and of the head in transformers."""
     named = {f"decoder/{name}": there for name, there in model.names.items() if name != "unembed"}
-    return named | {HEAD: (HEAD_THERE, (1, model.config.embed))}
+    return named | {name: (HEADS[name], shape) for name, shape in shapes.items()}
 
 
-def _init(model: Model, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree:
+def _init(
+    model: Model,
+    shapes: dict[str, tuple[int, ...]],
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> trees.Tree:
     params = model.init(generator, dtype)
-    return add_head(params, trees.leaves(params)[0].new_zeros(1, model.config.embed))
+    like = trees.leaves(params)[0]
+    return _with_head(params, {name: like.new_zeros(shape) for name, shape in shapes.items()})
 
 
 def _apply(
@@ -72,9 +95,10 @@ def _apply(
 
 def _value(params: trees.Tree, hidden_BTD: Tensor) -> Tensor:
     """[B, T] in float32 or wider."""
-    wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
-    return F.linear(hidden_BTD.to(wide), params["value"].to(wide)).squeeze(-1)
+    wide, bias = torch.promote_types(hidden_BTD.dtype, torch.float32), params.get(BIAS)
+    logits = F.linear(hidden_BTD.to(wide), params[HEAD].to(wide), None if bias is None else bias.to(wide))
+    return logits[..., -1] - logits[..., 0] if logits.shape[-1] == 2 else logits.squeeze(-1)
 
 
-def _rebuild(model: Model, config: Config) -> Model:
-    return with_value_head(model.rebuild(config))
+def _rebuild(model: Model, labels: int, bias: bool, config: Config) -> Model:
+    return with_value_head(model.rebuild(config), labels, bias)

@@ -41,6 +41,23 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
     return reward
 
 
+repetition = repetition_penalty()
+
+
+def within_length(
+    prompt: str, completion: str, *, min_words: int | None = None, max_words: int | None = None, **fields: Any
+) -> float:
+    """1 if the completion has at least and at most as many words as the record's fields say.
+
+    Args:
+      min_words, max_words: None: no bound.
+
+    Example: within_length("In three words?", "I love it.", max_words=3) is 1.0.
+    """
+    count = words(completion)
+    return float((min_words is None or count >= min_words) and (max_words is None or count <= max_words))
+
+
 def cosine_length(
     right: Callable[..., float],
     longest: int,

@@ -1,43 +1,85 @@
 """Rewards that can be computed: the answer is right or it is not.
 
-Each is, or makes, a function `(prompt, completion, **fields) -> float` that gives 1.0 or 0.0.
+Each is, or makes, a function `(prompt, completion, **fields) -> float` that gives 1.0 or 0.0. The right answer is the
+first of the fields "answer", "solution" and "ground_truth" that a prompt's record has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
+
+from funrl.rewards.named import GOLD
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
 
-def exact_match(prompt: str, completion: str, *, answer: Any, **fields: Any) -> float:
-    """1 if the completion is the field "answer", blanks around either aside.
+def right_answer(fields: Mapping[str, Any]) -> Any:
+    """The field that holds the right answer. Raises: ValueError, there is none."""
+    name = next((name for name in GOLD if fields.get(name) is not None), None)
+    if name is None:
+        raise ValueError(f"one of the fields {', '.join(GOLD)} is needed; there are {', '.join(fields) or 'none'}")
+    return fields[name]
+
+
+def exact_match(prompt: str, completion: str, **fields: Any) -> float:
+    """1 if the completion is the right answer, blanks around either aside.
 
     Example: exact_match("2+2=", " 4", answer=4) is 1.0.
     """
-    return float(completion.strip() == str(answer).strip())
+    return float(completion.strip() == str(right_answer(fields)).strip())
 
 
-def gsm8k(prompt: str, completion: str, *, answer: Any, **fields: Any) -> float:
-    """1 if the number after the last "####" of the completion is that of the field "answer".
+def gsm8k(prompt: str, completion: str, **fields: Any) -> float:
+    """1 if the number after the last "####" of the completion is that of the right answer.
 
-    Args:
-      answer: a number, or a solution that ends in "#### number", as in the data set.
+    The right answer is a number, or a solution that ends in "#### number", as in the data set.
 
     Raises:
-      ValueError: there is no number in `answer`.
+      ValueError: there is no number in it.
 
     Example: gsm8k("...", "3 * 400 = 1200 #### 1,200.00", answer="... #### 1200") is 1.0.
     References: Cobbe et al., 2021, https://arxiv.org/abs/2110.14168
     Warning: strict: without "####" the reward is 0. verl's flexible mode takes the last number of the completion.
     """
-    wanted = number_after("####", str(answer)) if "####" in str(answer) else _decimal(str(answer))
+    answer = str(right_answer(fields))
+    wanted = number_after("####", answer) if "####" in answer else _decimal(answer)
     if wanted is None:
-        raise ValueError(f"there is no number in the field answer={answer!r}")
+        raise ValueError(f"there is no number in the right answer {answer!r}")
     return float(number_after("####", completion) == wanted)
+
+
+def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] = (), **fields: Any) -> float:
+    r"""1 if the completion chooses the right letter.
+
+    Its choice is the last \boxed{B}, else the last "answer is B" or "answer: (B)", else a letter that the completion
+    consists of or begins with, as in "B" and "(B) Paris"; a letter in brackets counts in lower case too.
+
+    Args:
+      choices: the texts to choose from, where the record has them. The right answer may then be one of these texts, or
+        its number, from 0, instead of a letter.
+
+    Raises:
+      ValueError: the right answer is neither.
+
+    Example: multiple_choice("Which?", "Not A. The answer is (B).", answer="B") is 1.0.
+    """
+    wanted = _letter_of(right_answer(fields), choices)
+    boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{)?\s*\(?([A-Za-z])\)?[\s.}]", completion)
+    said = re.findall(r"\b(?i:answer)\b(?i: is|:)*[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
+    first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|\s*$))", completion)
+    found = boxed[-1:] or ["".join(pair) for pair in said[-1:]] or (["".join(first.groups(""))] if first else [])
+    return float([letter.upper() for letter in found] == [wanted])
+
+
+def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any) -> float:
+    """1 if the regular expression of the field "pattern" is found; anchor it to match the whole.
+
+    Example: matches_pattern("How many?", "I count 12.", pattern=r"\\b12\\b") is 1.0.
+    """
+    return float(re.search(pattern, completion) is not None)
 
 
 def contains_any(*words: str) -> Callable[..., float]:
@@ -73,3 +115,15 @@ def number_after(mark: str, text: str) -> Decimal | None:
 def _decimal(text: str) -> Decimal | None:
     plain = re.fullmatch(_NUMBER, text.strip())
     return None if plain is None else Decimal(re.sub(r"[$,]", "", plain[0]))
+
+
+def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
+    """The letter of a right answer: itself, its place among the choices, or the place of its text."""
+    text = str(answer).strip()
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < (len(choices) or 26):
+        return chr(ord("A") + answer)
+    if plain := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text):
+        return plain[1].upper()
+    if text in (texts := [str(choice).strip() for choice in choices]):
+        return chr(ord("A") + texts.index(text))
+    raise ValueError(f"the right answer {answer!r} is no letter, nor one of the choices {list(choices)!r}")

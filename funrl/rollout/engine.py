@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh.heartbeat import beat
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.requests import Completion, Request
 
@@ -180,6 +181,7 @@ def awake_step(engine: Engine) -> list[Completion]:
     """
     if engine.paused:
         raise RuntimeError("the engine is paused: call resume first")
+    beat()
     return engine.step()
 
 

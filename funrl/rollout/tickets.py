@@ -41,27 +41,29 @@ def complete_shared(
     """
     replicas, first, at = mesh.size(mesh.row_axes), mesh.index("tensor") == 0, 0
     found: list[Completion] = []
+    begun = [own]
     engine.submit(own)
     try:
         while at < len(groups) or engine.in_flight():
             if at < len(groups) and engine.room():
                 most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
-                at = _begin(engine, groups, most, take, mesh, first)
+                at, count = _take(engine, groups, most, take, mesh, first)
+                begun += groups[at : at + count]
+                engine.submit([request for group in groups[at : at + count] for request in group])
+                at += count
             for done in awake_step(engine):
                 found.append(done)
                 if finished is not None:
                     finished(done)
     finally:
-        engine.cancel(request.number for group in (own, *groups) for request in group)
+        engine.cancel(request.number for group in begun for request in group)
     return sorted(found, key=lambda done: done.number)
 
 
-def _begin(
+def _take(
     engine: Engine, groups: Sequence[Sequence[Request]], most: int, take: Callable[[int], int], mesh: Mesh, first: bool
-) -> int:
-    """Take the next groups and submit them; a number above which all groups are still there."""
+) -> tuple[int, int]:
+    """The next groups of this replica: the first one's number, above which all groups are still there, and how many."""
     count = max(1, min(most, -(-engine.room() // max(1, len(groups[0])))))
     begin = take(count) if first else 0  # one rank of the replica asks, and tells the others
-    begin = int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor"))
-    engine.submit([request for group in groups[begin : begin + count] for request in group])
-    return begin + count
+    return int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor")), count

@@ -7,13 +7,15 @@ now and then; that is where reinforcement learning begins.
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from funrl.data.prompts import Prompt
-from funrl.data.tokenizer import character_tokenizer
+from funrl.data.tokenizer import character_tokenizer, character_vocabulary
 from funrl.models.config import Config
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
@@ -100,6 +102,30 @@ def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "tra
     ]
 
 
+def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, bool]]:
+    """The two answers of `preferences` one by one, as (prompt, completion, whether it is the sum).
+
+    Args: as in `problems`.
+    """
+    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    return [one for prompt, right, wrong in pairs for one in ((prompt, right, True), (prompt, wrong, False))][:count]
+
+
+def steps(
+    seed: int, count: int, digits: int = DIGITS, split: Split = "train"
+) -> list[tuple[str, list[str], list[bool]]]:
+    """Each answer of `ratings` as (prompt, its digits, whether all of them so far are those of the sum).
+
+    Args: as in `problems`.
+    """
+    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    both = [(prompt, answer, right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
+    return [
+        (prompt, list(answer), [answer[:n] == right[:n] for n in range(1, len(answer) + 1)])
+        for prompt, answer, right in both
+    ]
+
+
 def reward(prompt: str, completion: str, **fields: Any) -> float:
     """1.0 if the completion is exactly the sum that the prompt asks for, ones first, else 0.0."""
     match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
@@ -115,6 +141,11 @@ def prompt_text(pair: np.ndarray) -> str:
 def answer_text(number: int) -> str:
     """The digits of a number, ones first."""
     return str(number)[::-1]
+
+
+def in_usual_order(text: str) -> str:
+    """A completion with its digits as one reads them, ones last, for people: "301" -> "103"."""
+    return text[::-1]
 
 
 def training_prompts(seed: int, count: int = TRAINING_PROMPTS, digits: int = DIGITS) -> list[Prompt]:
@@ -134,14 +165,23 @@ def tokenizer() -> Any:
     return character_tokenizer(ALPHABET)
 
 
+def is_its_tokenizer(folder: str | Path) -> bool:
+    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
+    try:
+        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return vocab == character_vocabulary(ALPHABET)
+
+
 def model_config(head: int = HEAD) -> Config:
     """The small decoder that learns the task.
 
     Args:
-      head: size of a head; there are fewer of a larger size, and as many parameters.
+      head: size of a head; keys and values have fewer of a larger size, and as many parameters.
     """
     return Config(
-        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=128 // head, kv_heads=64 // head, head=head, mlp=128,
+        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
     )  # fmt: skip
 

@@ -135,6 +135,16 @@ def zero_gradient(rows: Sequence[Row]) -> str | None:
     )
 
 
+def skipped_updates(rows: Sequence[Row]) -> str | None:
+    value = rows[-1].get("update/skipped") if rows else None
+    if not value:
+        return None
+    return (
+        f"{value:.0f} updates of this step were left out, as their loss or gradient was not finite: a line names "
+        "the cause, skipped/ in the run's directory has the rows, and --max_skipped in a row end the run"
+    )
+
+
 def clipped_tokens(rows: Sequence[Row]) -> str | None:
     values = _series(rows, "actor/pg_clipfrac", of=WINDOW)
     if not values or _mean(values[-WINDOW:]) < 0.4:
@@ -243,6 +253,7 @@ GUARDS: tuple[Guard, ...] = (
     equal_rewards,
     groups_without_difference,
     zero_gradient,
+    skipped_updates,
     clipped_tokens,
     falling_reward,
     running_kl,
@@ -259,6 +270,7 @@ READ = frozenset(
         "reward/mean",
         "reward/equal_groups",
         "actor/grad_norm",
+        "update/skipped",
         "actor/pg_clipfrac",
         "actor/kl_loss",
         "actor/reward_kl_penalty",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,13 @@ from funrl.models.lora import trained_part
 from funrl.models.peft_files import write_peft
 from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, read_lines
+from funrl.track.report import ORDER
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, open_lines, read_lines
 from funrl.track.samples import Sample, open_samples
+from funrl.track.services import open_service
 from funrl.track.trackers import join_trackers, jsonl, tensorboard
+from funrl.trainer.declaration import parts
+from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 from funrl.trainer.job import Job
 
@@ -52,10 +56,16 @@ class RunObserver:
             return self
         title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
         with _writing(self.run):
-            self.track = join_trackers(jsonl(self.run.metrics), tensorboard(self.run.tensorboard))
+            self.track = join_trackers(
+                jsonl(self.run.metrics),
+                tensorboard(self.run.tensorboard),
+                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.report_to)),
+            )
             self.stack.callback(self.track.close)
             self.write_sample = open_samples(self.run.samples)
             self.stack.callback(self.write_sample.close)
+            self.table = open_lines(self.run.eval_samples)
+            self.stack.callback(self.table.close)
         self.progress = self.stack.enter_context(open_progress(self.job.settings.steps, title))
         return self
 
@@ -80,11 +90,24 @@ class RunObserver:
             self.warmstart.__exit__(None, None, None)
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None:
         if self.run is None:
             return
-        given = [Sample(step, e.text, text, score) for e, text, score in zip(examples, texts, scores, strict=True)]
+        readable = self.job.task.readable
+        if readable is not None:
+            texts = [readable(text) for text in texts]
+            if not self.times_shown:
+                self.progress.note(f"samples: {ORDER}")
+        given = [
+            Sample(step, e.text, text, score, tuple(part.items()))
+            for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
+        ]
         with _writing(self.run):
             for sample in given:
                 self.write_sample.write(sample)
@@ -92,6 +115,13 @@ class RunObserver:
         turn = self.times_shown % len(given)
         self.times_shown += 1
         self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Write rows of an evaluation's table."""
+        if self.run is not None:
+            with _writing(self.run):
+                for row in rows:
+                    self.table.write(row._asdict())
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One line of metrics, with the time of each phase."""
@@ -108,15 +138,20 @@ class RunObserver:
         if self.on_step is not None:
             self.on_step(step, metrics)
 
-    def resumed(self, step: int) -> None:
-        """Forget the lines of steps after `step`, which are written again."""
+    def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Forget the lines of steps after `step`, which are written again; write that of `step` if it is missing."""
         if self.run is None:
             return
+        last = 0
         with _writing(self.run):
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)
+            keep_steps(self.run.eval_samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
                 self.watch.look(row["step"], row)  # what was said is not said again
+                last = row["step"]
+            if metrics is not None and last < step:
+                self.track(step, metrics)
 
     def checkpoint_folder(self) -> str | None:
         """Folder in which rank 0 writes checkpoints."""

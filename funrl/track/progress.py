@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -69,20 +67,6 @@ DROPPED_FIRST = (
     "rollout/logprob_gap_max",
     "actor/entropy",
 )
-
-
-class LastingConsole(Console):
-    """A console whose reader may leave, as `head` does; the run goes on without it, and its files tell the rest."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        discard_output()
-
-
-def discard_output() -> None:
-    """From here on what is printed goes nowhere."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @dataclass
@@ -232,7 +216,7 @@ def open_progress(
       sample_seconds: the shortest time between two samples that are shown.
     """
     if console is None:
-        console = LastingConsole()
+        console = Console()
     if live is None:
         live = console.is_terminal and not console.is_dumb_terminal
     return Progress(total, title, live, console, sample_seconds)

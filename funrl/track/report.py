@@ -11,14 +11,18 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import weighted_files
 from funrl.track.charts import Band, Series, line_chart, number, smoothing, stacked_chart
 from funrl.track.guards import findings
 from funrl.track.report_charts import CHARTS, LIKELIHOOD, LOSS, PAIR_CHARTS, REWARD_CHARTS, Chart
+from funrl.track.report_evaluation import evaluation_table, newest_table
 from funrl.track.report_style import STYLE
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, read_lines, write_text
 from funrl.track.samples import Sample, first_and_last, read_samples
@@ -27,6 +31,7 @@ PHASES = {  # in the order of a step, with the page's colour of each
     "generate": 0, "reward": 5, "score_policy": 2, "score_reference": 6, "score_critic": 4, "advantage": 7,
     "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
 }  # fmt: skip
+ORDER = "Answers are shown with their digits in the usual order; the model writes the ones first."
 LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
 SAMPLES = 5  # from the start, and from the end
 
@@ -36,11 +41,13 @@ class ReportError(ValueError):
 
 
 class RunFiles(NamedTuple):
-    """Content of a run directory: its config.json, its metrics in the order of steps, its samples."""
+    """Content of a run directory: its config.json, its metrics in the order of steps, its samples, and rows of the
+    newest evaluation."""
 
     config: dict[str, Any]
     rows: list[dict[str, Any]]
     samples: list[Sample]
+    evaluation: list[dict[str, Any]]
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -68,7 +75,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
     try:
         config = json.loads(directory.config.read_bytes())
         rows = {row["step"]: row for row in read_lines(directory.metrics) if isinstance(row.get("step"), int)}
-        samples = read_samples(directory.samples)
+        samples, evaluation = read_samples(directory.samples), newest_table(directory.eval_samples)
     except RunDirectoryError as error:
         raise ReportError(str(error)) from None
     except ValueError as error:
@@ -77,7 +84,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
     if not rows:
         raise ReportError(f"{directory.metrics}: no step has been written yet")
-    return RunFiles(config, [rows[step] for step in sorted(rows)], samples)
+    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation)
 
 
 def render(run: RunFiles) -> str:
@@ -87,22 +94,28 @@ def render(run: RunFiles) -> str:
         (
             _header(run, title),
             _noticed(run),
-            _section("", '<div class="grid two">', [_chart(run, chart) for chart in first]),
-            _section(
+            section("", '<div class="grid two">', [*(_chart(run, chart) for chart in first), *_reward_parts(run)]),
+            section(
                 "Training",
                 _legend(run) + '<div class="grid three">',
                 [_chart(run, chart) for chart in CHARTS if chart not in first],
             ),
             _time(run),
             _samples(run),
+            section("Held-out prompts", "<div>", [evaluation_table(run.evaluation)] if run.evaluation else []),
             _configuration(run),
         )
     )
+    return whole_page(title, body)
+
+
+def whole_page(title: str, body: str) -> str:
+    """A page that stands alone."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{_text(title)} - funrl</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+        f"<title>{escaped(title)} - funrl</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
     )
 
 
@@ -120,7 +133,7 @@ def _headline_charts(run: RunFiles) -> tuple[Chart, ...]:
     return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
 
 
-def _values(run: RunFiles, key: str) -> list[tuple[int, float]]:
+def finite_values(run: RunFiles, key: str) -> list[tuple[int, float]]:
     """The finite values of a metric with their steps."""
     points = ((row["step"], row.get(key)) for row in run.rows)
     return [(step, float(v)) for step, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
@@ -128,7 +141,7 @@ def _values(run: RunFiles, key: str) -> list[tuple[int, float]]:
 
 def _chart(run: RunFiles, chart: Chart) -> str:
     series = [
-        Series(name, _values(run, key), colour, chart.dots or key.startswith("eval/"))
+        Series(name, finite_values(run, key), colour, chart.dots or key.startswith("eval/"))
         for colour, (key, name) in enumerate(chart.keys)
     ]
     notes = []
@@ -141,6 +154,14 @@ def _chart(run: RunFiles, chart: Chart) -> str:
     return line_chart(chart.title, chart.unit, series, steps, chart.log, chart.bounds, "; ".join(notes))
 
 
+def _reward_parts(run: RunFiles) -> list[str]:
+    """A figure of each reward's mean, where there are several."""
+    found = {match[1] for row in run.rows for key in row if (match := re.fullmatch(r"reward/(.+)/mean", key))}
+    keys = tuple((f"reward/{name}/mean", name) for name in sorted(found))
+    chart = Chart("Rewards", "mean of each, of the completions to which it applies", keys)
+    return [_chart(run, chart)] if keys else []
+
+
 def _legend(run: RunFiles) -> str:
     reach = smoothing(len(run.rows))
     return f"<p class=lead>Faint: every step. Bold: the mean of {2 * reach + 1} steps.</p>" if reach else ""
@@ -148,11 +169,12 @@ def _legend(run: RunFiles) -> str:
 
 def _noticed(run: RunFiles) -> str:
     """Messages of the guards about the run."""
-    items = [f"<li>step {found.step}: {_text(found.text)}</li>" for found in findings(run.rows)]
-    return _section("Noticed", '<div><ul class="noticed">', [*items, "</ul>"] if items else [])
+    items = [f"<li>step {found.step}: {escaped(found.text)}</li>" for found in findings(run.rows)]
+    return section("Noticed", '<div><ul class="noticed">', [*items, "</ul>"] if items else [])
 
 
-def _section(heading: str, opening: str, parts: Sequence[str]) -> str:
+def section(heading: str, opening: str, parts: Sequence[str]) -> str:
+    """A part of the page; "" where nothing is in it."""
     inside = "".join(parts)
     head = f"<h2>{heading}</h2>" if heading else ""
     return f"<section>{head}{opening}{inside}</div></section>" if inside else ""
@@ -166,13 +188,13 @@ def _header(run: RunFiles, title: str) -> str:
         ("seed", config.get("seed")),
         ("started", str(config.get("started") or "")[:16].replace("T", " ")),
     ]
-    chips = "".join(f"<li>{_text(k)} <b>{_text(v)}</b></li>" for k, v in facts if v not in (None, ""))
+    chips = "".join(f"<li>{escaped(k)} <b>{escaped(v)}</b></li>" for k, v in facts if v not in (None, ""))
     tiles = "".join(
         f'<div class="tile"><dt>{label}</dt><dd>{value}</dd><dd class="sub">{below}</dd></div>'
-        for label, value, below in _tiles(run)
+        for label, value, below in tiles_of(run)
     )
     return (
-        f'<header><p class="over">funrl run</p><h1>{_text(title)}</h1><ul class="chips">{chips}</ul>'
+        f'<header><p class="over">funrl run</p><h1>{escaped(title)}</h1><ul class="chips">{chips}</ul>'
         f'<p class="headline">{_headline(run)}</p><dl class="tiles">{tiles}</dl></header>'
     )
 
@@ -180,9 +202,17 @@ def _header(run: RunFiles, title: str) -> str:
 def _title(config: dict[str, Any]) -> str:
     flags = config.get("flags") or {}
     name = str(config.get("experiment") or "run")
-    task = _base(flags.get("data")) or _base(flags.get("prompts")) or flags.get("task")
+    task = _files(flags.get("data")) or _files(flags.get("prompts")) or flags.get("task")
     shown = name.upper() if len(name) <= 5 else name.capitalize().replace("_", " ")
     return f"{shown}{f' on {task}' if task else ''}"
+
+
+def _files(text: Any) -> str:
+    """Names of the files that a flag gives, without folders and weights."""
+    try:
+        return " + ".join(Path(one.path).name for one in weighted_files(str(text))) if text else ""
+    except DataError:
+        return _base(text)
 
 
 def _headlines(run: RunFiles) -> list[tuple[str, str]]:
@@ -209,7 +239,7 @@ def _headline(run: RunFiles) -> str:
     when = f"in {last} steps" + (f" and {duration}" if duration else "")
     sentence = f"The run took {when.removeprefix('in ')}."
     for key, name in _headlines(run):
-        values = _values(run, key)
+        values = finite_values(run, key)
         if len(values) > 1:
             ends = _ends(values, smooth=not key.startswith("eval/"))
             before, after = (number(value) for value in ends)
@@ -222,29 +252,29 @@ def _headline(run: RunFiles) -> str:
     return sentence
 
 
-def _tiles(run: RunFiles) -> list[tuple[str, str, str]]:
+def tiles_of(run: RunFiles) -> list[tuple[str, str, str]]:
     """Label, value and what stands below it, for whatever the run has measured."""
     tiles = []
     margin = [("eval/margin", "held-out margin")] if _has_pairs(run) else []
     for key, name in (*_headlines(run), *margin):
-        values = _values(run, key)
+        values = finite_values(run, key)
         if values:
             before, after = _ends(values, smooth=not key.startswith("eval/"))
             best = (min if key.endswith("/loss") else max)(value for _, value in values)
             below = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
             tiles.append((name.capitalize(), number(after), below))
-    seconds, steps = _seconds(run), [value for _, value in _values(run, "time_s/step")]
+    seconds, steps = _seconds(run), [value for _, value in finite_values(run, "time_s/step")]
     if seconds:
         middle = sorted(steps)[len(steps) // 2]
         tiles.append(("Time", _duration(seconds), f"{number(middle)} s a step (median)"))
-    speed = [value for _, value in _values(run, "perf/tokens_per_s")]
+    speed = [value for _, value in finite_values(run, "perf/tokens_per_s")]
     if speed:
         tiles.append(("Throughput", number(sorted(speed)[len(speed) // 2]), "tokens a second (median)"))
-    gap = _values(run, "rollout/logprob_gap_max")
+    gap = finite_values(run, "rollout/logprob_gap_max")
     if gap:
         step, worst = max(gap, key=lambda point: point[1])
         tiles.append(("Log-prob gap", number(worst), f"nats, the largest, at step {step}"))
-    memory = [value for _, value in _values(run, "memory/peak_gb")]
+    memory = [value for _, value in finite_values(run, "memory/peak_gb")]
     if memory:
         tiles.append(("Memory", f"{number(max(memory))} GB", "at its peak"))
     return tiles
@@ -258,7 +288,7 @@ def _ends(values: list[tuple[int, float]], smooth: bool) -> tuple[float, float]:
 
 
 def _seconds(run: RunFiles) -> float:
-    return sum(value for _, value in _values(run, "time_s/step"))
+    return sum(value for _, value in finite_values(run, "time_s/step"))
 
 
 def _total(run: RunFiles) -> int | None:
@@ -282,7 +312,7 @@ def _time(run: RunFiles) -> str:
         layers.append(Band("other", [max(0.0, value) for value in rest], PHASES["other"]))
     shares = _shares(layers, len(rows))
     steps = [row["step"] for row in rows]
-    return _section("Time", '<div class="grid time">', [shares, stacked_chart("By step", "seconds", steps, layers)])
+    return section("Time", '<div class="grid time">', [shares, stacked_chart("By step", "seconds", steps, layers)])
 
 
 def _shares(layers: Sequence[Band], steps: int) -> str:
@@ -293,7 +323,7 @@ def _shares(layers: Sequence[Band], steps: int) -> str:
         f'<i class="c{x.colour}" style="flex:{s / whole:.4f}"></i>' for x, s in zip(layers, sums, strict=True)
     )
     rows = "".join(
-        f'<tr><td><i class="key c{layer.colour}"></i>{_text(layer.name)}</td><td>{number(total / steps)} s</td>'
+        f'<tr><td><i class="key c{layer.colour}"></i>{escaped(layer.name)}</td><td>{number(total / steps)} s</td>'
         f"<td>{_percent(total / whole)}</td></tr>"
         for layer, total in zip(layers, sums, strict=True)
     )
@@ -308,18 +338,28 @@ def _samples(run: RunFiles) -> str:
     columns = []
     for name, samples in (("At the start", early), ("At the end", late)):
         if samples:
-            cards = "".join(_sample(sample) for sample in samples)
+            cards = "".join(sample_card(sample) for sample in samples)
             columns.append(f"<div><h3>{name if late else 'Samples'}</h3>{cards}</div>")
-    return _section("What the policy says", '<div class="grid two samples">', columns)
+    lead = f"<p class=lead>{ORDER}</p>" if columns and is_embedded(run.config) else ""
+    return section("What the policy says", lead + '<div class="grid two samples">', columns)
 
 
-def _sample(sample: Sample) -> str:
+def is_embedded(config: dict[str, Any]) -> bool:
+    """True if a run's config.json says that it completed the embedded task."""
+    flags = config.get("flags") or {}
+    given = any(flags.get(name) for name in ("prompts", "data", "given_in_python"))
+    return flags.get("task") == "arithmetic" and not given
+
+
+def sample_card(sample: Sample) -> str:
+    """One sample."""
     reward = sample.reward
     if isinstance(reward, (int, float)):
         tone = "good" if reward > 0.5 else "some" if reward > 0 else "bad"
         pill = f' <span class="pill {tone}">reward {number(reward)}</span>'
     else:
         pill = ""
+    pill += "".join(f" <small>{escaped(name)} {number(value)}</small>" for name, value in sample.rewards)
     return (
         f'<article class="card"><p class="about">step {sample.step}{pill}</p>'
         f"<pre><span>{_cut(sample.prompt)}</span>{_cut(sample.completion) or '<em>(empty)</em>'}</pre></article>"
@@ -337,11 +377,14 @@ def _configuration(run: RunFiles) -> str:
 
 
 def _table(name: str, values: dict[str, Any]) -> str:
-    rows = "".join(f"<tr><th>{_text(key)}</th><td>{_text(_shown(value))}</td></tr>" for key, value in values.items())
-    return f"<table><caption>{_text(name)}</caption>{rows}</table>" if rows else ""
+    rows = "".join(
+        f"<tr><th>{escaped(key)}</th><td>{escaped(shown_value(value))}</td></tr>" for key, value in values.items()
+    )
+    return f"<table><caption>{escaped(name)}</caption>{rows}</table>" if rows else ""
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """A value of config.json as text."""
     if value is None:
         return "not set"
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -351,9 +394,9 @@ def _shown(value: Any) -> str:
 
 def _cut(text: str) -> str:
     if len(text) <= LONGEST_TEXT:
-        return _text(text)
+        return escaped(text)
     more = len(text) - LONGEST_TEXT
-    return f"{_text(text[:LONGEST_TEXT])}<em> ({more} more characters in samples.jsonl)</em>"
+    return f"{escaped(text[:LONGEST_TEXT])}<em> ({more} more characters in samples.jsonl)</em>"
 
 
 def _percent(share: float) -> str:
@@ -371,7 +414,8 @@ def _base(path: Any) -> str:
     return Path(str(path)).name if path else ""
 
 
-def _text(value: Any) -> str:
+def escaped(value: Any) -> str:
+    """Text as HTML."""
     return html.escape(str(value), quote=True)
 
 

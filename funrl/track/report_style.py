@@ -92,6 +92,9 @@ table{border-collapse:collapse;width:100%;font-size:13.5px}
 .phases td+td+td{color:var(--ink);width:3.6em}
 .samples .card{margin-bottom:10px;padding:10px 14px 12px}
 .about{display:flex;justify-content:space-between;align-items:center;font-size:12.5px;color:var(--soft)}
+.evaluation th{text-align:left;font-weight:600;color:var(--soft);padding:6px 10px}
+.evaluation td{vertical-align:top;padding:6px 10px;border-top:1px solid var(--line)}
+.evaluation pre{margin:0;font-size:13px;max-height:9em}
 .pill{border-radius:99px;padding:1px 9px;font-weight:600}
 .good{color:var(--good);background:var(--goodbg)}.some{color:var(--some);background:var(--somebg)}
 .bad{color:var(--bad);background:var(--badbg)}
@@ -107,6 +110,15 @@ details summary{cursor:pointer;font-size:14.5px;padding:2px 0}
 .config th{color:var(--soft);width:34%;padding-right:16px;overflow-wrap:anywhere}
 .config td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12.5px;
 overflow-wrap:anywhere}
+.wide{overflow-x:auto}
+.runs th,.runs td,.differ th,.differ td{text-align:left;vertical-align:top;padding:6px 18px 6px 0;
+border-top:1px solid var(--line);font-weight:400}
+.runs tr:first-child th,.differ tr:first-child th{border:0;color:var(--soft)}
+.runs th:first-child{white-space:nowrap;font-weight:600}
+.runs td small{display:block;color:var(--soft)}
+.differ th:first-child{color:var(--soft)}
+.differ td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12.5px;
+overflow-wrap:anywhere;min-width:9em}
 @media(max-width:980px){.three{grid-template-columns:repeat(2,minmax(0,1fr))}.time{grid-template-columns:minmax(0,1fr)}}
 @media(max-width:640px){main{padding:28px 14px 56px}.two,.three,.config{grid-template-columns:minmax(0,1fr)}
 .tiles{grid-template-columns:repeat(2,minmax(0,1fr))}section{margin-top:34px}.grid{gap:12px}

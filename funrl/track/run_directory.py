@@ -5,11 +5,15 @@
 | config.json | every flag, versions, platform, mesh, seed | before any work |
 | metrics.jsonl | one object a step | after every step |
 | samples.jsonl | one object a sample | now and then |
+| eval_samples.jsonl | one object a completion of an evaluation | at every evaluation |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
 | adapter/ | with --lora_rank, the adapters that are merged in it, as PEFT has them | at the end |
 | base/ | with --lora_rank and without --model, the model that the adapters stand on | before the first step |
+| trackers.json | what the trackers of --report_to call this run | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
+| rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
+| skipped/ | rows of updates that were not finite, a few of them | when one is left out |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut
@@ -19,7 +23,9 @@ short, which `read_lines` leaves out).
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -57,6 +63,10 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def eval_samples(self) -> Path:
+        return self.path / "eval_samples.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
@@ -77,8 +87,20 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def trackers(self) -> Path:
+        return self.path / "trackers.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def skipped(self) -> Path:
+        return self.path / "skipped"
 
 
 def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any], resume: bool = False) -> RunDirectory:
@@ -97,6 +119,7 @@ def open_run(run_dir: str | Path | None, experiment: str, config: dict[str, Any]
     try:
         if not resume:
             check_unused(run)
+        sweep_drafts(run)
         _check_writable(run.path)
         write_text(run.config, json.dumps(valid(run_record(experiment, config)), indent=2) + "\n")
     except (OSError, RunDirectoryError) as error:
@@ -117,16 +140,17 @@ def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
         "mesh": config.get("mesh"),
         "seed": config.get("seed"),
         "flags": config,
-        "versions": {
-            "funrl": funrl.__version__,
-            "python": platform.python_version(),
-            "torch": _version("torch"),
-            "transformers": _version("transformers"),
-        },
+        "versions": versions(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of what decides a run's numbers."""
+    found = {name: _version(name) for name in ("torch", "transformers")}
+    return {"funrl": funrl.__version__, "python": platform.python_version()} | found
 
 
 def valid(value: Any) -> Any:
@@ -152,12 +176,24 @@ class Lines(NamedTuple):
 
 
 def open_lines(path: Path) -> Lines:
-    """Open a file to add JSON lines to; each is handed to the system, whole, before `write` returns."""
+    """Open a file to add JSON lines to; each is handed to the system, whole, before `write` returns.
+
+    `write` raises OSError where the file has been deleted or moved, or the disk is full.
+    """
     file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by the caller)
+    own = os.fstat(file.fileno())
 
     def write(record: dict[str, Any]) -> None:
-        text = json.dumps(valid(record), ensure_ascii=False, allow_nan=False)
-        file.write(text.encode("utf-8", "replace") + b"\n")
+        line = json.dumps(valid(record), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        begin = os.stat(path)  # a file that was deleted could be written still, for nobody
+        if (begin.st_ino, begin.st_dev) != (own.st_ino, own.st_dev):
+            raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(path))
+        try:
+            while line:  # a full disk may take a part
+                line = line[file.write(line) or 0 :]
+        except OSError:
+            os.ftruncate(file.fileno(), begin.st_size)  # no half line is left
+            raise
 
     return Lines(write, file.close)
 
@@ -247,9 +283,9 @@ def _new_default(experiment: str) -> Path:
 
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
-    written = (
-        run.metrics, run.samples, run.tensorboard, run.model, run.adapter, run.base, run.report, run.checkpoints,
-    )  # fmt: skip
+    files = (run.metrics, run.samples, run.eval_samples, run.report)
+    models = (run.model, run.adapter, run.base)
+    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(
@@ -265,6 +301,14 @@ def check_unused(run: RunDirectory) -> None:
             raise RunDirectoryError(
                 f"--run_dir={run.path}: holds a config.json that no run has written (a model?); give another directory"
             )
+
+
+def sweep_drafts(run: RunDirectory) -> None:
+    """Remove files that a run that was killed has left half written."""
+    drafts = [run.path.glob(pattern) for pattern in (".config.json.*", ".report.html.*", ".probe.*")]
+    for draft in itertools.chain(*drafts, run.model.glob("*.partial"), run.skipped.glob("*.partial")):
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def _check_writable(path: Path) -> None:

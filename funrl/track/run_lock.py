@@ -58,8 +58,8 @@ def _locked(folder: Path, wait_s: float) -> Iterator[None]:
         os.pwrite(number, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
     except RunDirectoryError:
-        if mine and os.listdir(folder) == [LOCK]:  # refused before anything was written
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it may have been deleted
+            if mine and os.listdir(folder) == [LOCK]:  # refused before anything was written
                 path.unlink()
                 folder.rmdir()
         raise

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funrl.track.run_directory import open_lines, read_lines
 
 
 class Sample(NamedTuple):
-    """One completion: after how many steps, of which prompt, and the reward it got (None: nothing rewards it)."""
+    """One completion: after how many steps, of which prompt, and the reward it got (None: nothing rewards it).
+
+    Where several functions reward it, `rewards` has the names of those that apply, and what each gave.
+    """
 
     step: int
     prompt: str
     completion: str
     reward: float | None
+    rewards: tuple[tuple[str, float], ...] = ()
 
 
 class SampleWriter(NamedTuple):
@@ -28,19 +32,26 @@ class SampleWriter(NamedTuple):
 def open_samples(path: Path) -> SampleWriter:
     """Open samples.jsonl to add to it."""
     lines = open_lines(path)
-    return SampleWriter(lambda sample: lines.write(sample._asdict()), lines.close)
+
+    def write(sample: Sample) -> None:
+        rewards = {"rewards": dict(sample.rewards)} if sample.rewards else {}
+        lines.write({name: x for name, x in sample._asdict().items() if name != "rewards"} | rewards)
+
+    return SampleWriter(write, lines.close)
 
 
 def read_samples(path: Path) -> list[Sample]:
     """All samples of a run in the order in which they were written; none where there is no file."""
     if not path.exists():
         return []
-    return [
-        Sample(
-            int(line.get("step") or 0), str(line.get("prompt", "")), str(line.get("completion", "")), line.get("reward")
-        )
-        for line in read_lines(path)
-    ]
+    return [_sample(line) for line in read_lines(path)]
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    prompt, completion = (str(line.get(name, "")) for name in ("prompt", "completion"))
+    return Sample(
+        int(line.get("step") or 0), prompt, completion, line.get("reward"), tuple((line.get("rewards") or {}).items())
+    )
 
 
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

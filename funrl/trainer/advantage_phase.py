@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ from funrl.trainer.step import engine_gap
 from funrl.trainer.step_rows import Rows, mapped, on_cpu, take
 
 
-def advantages(chain: Advantage, state: Any, rows: Rows) -> tuple[Rows, Any, dict[str, float]]:
+def advantages(
+    chain: Advantage, state: Any, rows: Rows, names: Sequence[str] = ()
+) -> tuple[Rows, Any, dict[str, float]]:
     """Run an advantage chain on scored rows; its sums have one order, whatever the mesh.
 
     Args:
       state: of the chain; begins as `chain.init()`.
+      names: of the rewards, as in `describe`.
 
     Returns: the rows to train on, with what the chain makes; the chain's state; metrics.
     """
@@ -32,16 +36,18 @@ def advantages(chain: Advantage, state: Any, rows: Rows) -> tuple[Rows, Any, dic
         return batch
 
     made, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
-    told = describe(here, made) | {name: float(metric.value) for name, metric in metrics.items()}
+    told = describe(here, made, names) if made.get("rollout_logp") is not None else {}  # texts were not sampled
+    told |= {name: float(metric.value) for name, metric in metrics.items()}
     result = mapped(here._replace(batch=made), lambda x: x.to(rows.batch.tokens.device))
     return (take(result, drawn[0].numpy()) if drawn else result), state, told
 
 
-def describe(rows: Rows, made: Batch) -> dict[str, float]:
+def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, float]:
     """Metrics of scored rows; what no token has is left out.
 
     Args:
       rows, made: before and after the advantage chain; without one, the same.
+      names: of the columns of `scores`; (): their numbers, from 1.
     """
     batch, mask = rows.batch, rows.batch.mask
     response_B = batch.across.sums(mask.double())
@@ -56,7 +62,8 @@ def describe(rows: Rows, made: Batch) -> dict[str, float]:
         out |= {"reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min()}
         out |= equal_groups(score_B, batch.get("group"))
     if scores_BK is not None and scores_BK.shape[1] > 1:
-        out |= {f"reward/{i}/mean": column.nanmean() for i, column in enumerate(scores_BK.unbind(1), 1)}
+        columns = zip(names or range(1, scores_BK.shape[1] + 1), scores_BK.unbind(1), strict=True)
+        out |= {f"reward/{name}/mean": column.nanmean() for name, column in columns}
     count, peaks = total(torch.ones_like(mask, dtype=torch.float64), made.mask, batch), {}
     advantage, values, returns = made.get("advantage"), made.get("value"), made.get("returns")
     if advantage is not None and count > 0:

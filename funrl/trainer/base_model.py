@@ -13,20 +13,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from funrl import trees
-from funrl.mesh.collectives import gather_objects, psum
-from funrl.mesh.mesh import AXES, Mesh
-from funrl.mesh.rules import Layout
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.mesh import Mesh
 from funrl.models import hf
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of
 from funrl.models.model import Lora
-from funrl.rollout.certificate import digest, first_copy
 from funrl.trainer.build import Parts
+from funrl.trainer.checkpoint import Recorded
 from funrl.trainer.job import Job
 from funrl.trainer.shard_server import CheckpointError
+from funrl.trainer.weight_digests import weight_digests
 
 OWN_BASE = "base"  # in the directory of a run
 
@@ -76,16 +74,8 @@ def adapter_facts(job: Job, parts: Parts, base: trees.Tree) -> dict[str, Any]:
     """
     assert job.lora is not None
     lora = job.lora._asdict() | {"targets": list(job.lora.targets)}
-    found = base_digests(base, dict(trees.named(decoder_of(parts.begin.stored))), parts.mesh)
+    found = weight_digests(base, decoder_of(parts.begin.stored), parts.mesh)
     return {"lora": lora, "base": {"directory": job.settings.model, "digests": found}}
-
-
-def base_digests(base: trees.Tree, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, int]:
-    """A number for all bits of each weight, whatever its layout; see `funrl.rollout.certificate`."""
-    named = trees.named(base)
-    own = [digest(x, layouts[name], mesh.rank, x.dtype) * first_copy(layouts[name], mesh) for name, x in named]
-    total = psum(torch.stack(own).to(mesh.device), mesh, AXES)
-    return dict(zip((name for name, _ in named), total.tolist(), strict=True))
 
 
 def lora_in(facts: Mapping[str, Any]) -> Lora | None:
@@ -94,33 +84,36 @@ def lora_in(facts: Mapping[str, Any]) -> Lora | None:
     return None if found is None else Lora(found["rank"], found["alpha"], tuple(found["targets"]))
 
 
-def check_adapters(path: Path, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Compare the adapters and the base of a checkpoint with those of a run.
+def check_lora(path: Path, facts: Mapping[str, Any], own: Lora | None) -> None:
+    """Compare the adapters of a checkpoint with those of a run.
 
     Args:
       facts: of the checkpoint at `path`.
-      own: of the run, by `adapter_facts`; {} where all weights learn.
+      own: of the run; None: all weights learn.
 
     Raises:
-      CheckpointError: they differ; the message names the flags, or the weight of the base.
+      CheckpointError: they differ; the message names the flags.
     """
     lora = lora_in(facts)
-    if lora != lora_in(own):
-        if lora is None:
-            raise CheckpointError(f"{path}: it holds all weights and no adapters; leave --lora_rank out")
-        targets = ",".join(f"{name}_proj" for name in lora.targets)
-        raise CheckpointError(
-            f"{path}: it holds other adapters; give --lora_rank={lora.rank} --lora_alpha={lora.alpha:g} "
-            f"--lora_targets={targets}"
-        )
-    if lora is not None:
-        check_base(path, facts, own["base"]["digests"], own["base"]["directory"])
+    if lora == own:
+        return
+    if lora is None:
+        raise CheckpointError(f"--resume: {path}: it holds all weights and no adapters; leave --lora_rank out")
+    targets = ",".join(f"{name}_proj" for name in lora.targets)
+    flags = f"--lora_rank={lora.rank} --lora_alpha={lora.alpha:g} --lora_targets={targets}"
+    raise CheckpointError(f"--resume: {path}: it holds other adapters; give {flags}")
+
+
+def base_directory(found: Recorded) -> Path:
+    """Directory of the base of a checkpoint of adapters."""
+    directory = found.facts["base"]["directory"]
+    return found.path.parents[1] / OWN_BASE if directory is None else Path(directory)
 
 
 def check_base(
     path: Path,
     facts: Mapping[str, Any],
-    digests: Mapping[str, int],
+    digests: Mapping[str, str],
     directory: str | Path | None,
     names: Collection[str] | None = None,
 ) -> None:

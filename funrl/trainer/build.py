@@ -20,6 +20,7 @@ from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
+from funrl.models.value_head import BIAS, HEAD
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
@@ -30,6 +31,7 @@ from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
 from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
+from funrl.trainer.judging import Judge, open_judge
 from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.sharding import stored_rules
@@ -60,6 +62,7 @@ class Parts(NamedTuple):
       roles: by name; those that learn in the order of the algorithm's losses.
       generator: None where nothing is generated.
       pool: this rank's reward workers; None: it has none.
+      judge: None where no model writes verdicts.
     """
 
     mesh: Mesh
@@ -67,6 +70,7 @@ class Parts(NamedTuple):
     roles: Mapping[str, Role]
     generator: Generator | None
     pool: Pool | None = None
+    judge: Judge | None = None
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -74,10 +78,13 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     settings, compiled = job.settings, {}
     compiles = "off" if settings.remat == "selective" else settings.compile
 
-    def placed(name: str, model: Model) -> Placed:
+    def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
             compiled[model.layer] = compile_layer(model, compiles, mesh.device.type, note)
-        layer = rematerialized(compiled[model.layer], settings.remat)
+        return compiled[model.layer]
+
+    def placed(name: str, model: Model) -> Placed:
+        layer = rematerialized(layer_of(model), settings.remat)
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
 
     begin = placed(job.lead, job.model)
@@ -86,7 +93,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = _generator(job, begin, compiled[job.model.layer], note) if job.generates else None
-    return Parts(mesh, begin, ordered, generator)
+    judge = None
+    if job.judge is not None and generator is not None:
+        layer = layer_of(job.judge.model)
+        judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.decode_rows, layer, note)
+    return Parts(mesh, begin, ordered, generator, judge=judge)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -143,7 +154,7 @@ def needs_old_scores(job: Job) -> bool:
     """True if the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
     of its forward pass, unless something before or beside the policy's loss reads them."""
     algorithm = job.algorithm
-    if not job.generates:
+    if not job.generates and algorithm.advantage is None:
         return False
     others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
     before = reads(algorithm.advantage, algorithm.filter, *others).required
@@ -179,7 +190,7 @@ def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, tre
     base = trees.cast(decoder_of(begin), job.dtype)
     if not needs_unembedding(parts):
         base = {name: x for name, x in base.items() if name != "unembed"}
-    weights, head = {BASE: base}, begin.get("value")
+    weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, BIAS) if name in begin}
     for name, role in parts.roles.items():
         placed, generator = role.placed, torch.Generator()
         if not role.on_base:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,12 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
 from funrl.trainer.build import Parts
+from funrl.trainer.row_shards import HeldRows, read_held_rows
 from funrl.trainer.shard_server import COMPLETE, Array, CheckpointError, DamagedError, record_digest
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.state import State
 
+FORMAT = 1
 SCALARS = {bool: "bool", int: "int64", float: "float64"}
 
 
@@ -77,7 +79,7 @@ def scalar_arrays(numbers: Mapping[str, int | float | bool]) -> dict[str, Array]
 
 def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a folder by step, oldest first, whole at the time when they were written."""
-    found = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))}
+    found = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
     return {step: found[step] for step in sorted(found) if (found[step] / COMPLETE).exists()}
 
 
@@ -92,16 +94,32 @@ def recorded(path: str | Path) -> Recorded:
 
     Raises:
       DamagedError: a file is missing or has another size, or the record cannot be read.
+      CheckpointError: another version of this program has written it.
     """
     path = Path(path)
     try:
         facts = json.loads((path / COMPLETE).read_text())
         if facts.pop("digest") != record_digest(facts):
             raise ValueError("its checksum is wrong")
-        arrays = {name: Array(tuple(shape), dtype, ()) for name, (shape, dtype) in facts.pop("arrays").items()}
-        files = facts.pop("files").items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path / COMPLETE}: it cannot be read: {error}") from error
+        if type(facts["format"]) is not int:
+            raise ValueError(f"its format is {facts['format']}")
+        if facts["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path}: its format is {facts['format']}, this version of funrl reads {FORMAT}; take the version that "
+                "wrote it"
+            )
+        arrays = {name: _array(*entry) for name, entry in facts.pop("arrays").items()}
+        files = [(_inside(name), size) for name, size in facts.pop("files").items()]
+        if type(facts["step"]) is not int or facts["step"] != step_of(path):
+            raise ValueError(f"it is of step {facts['step']}")
+        if not arrays or not files:
+            raise ValueError(f"it has no {'files' if arrays else 'arrays'}")
+        for name in ("first", "last", "run", "frozen", "lora", "base"):
+            dict(facts.get(name, {}).items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise DamagedError(f"{path / COMPLETE}: it cannot be read: {_reason(error)}") from error
     for name, size in files:
         found = (path / name).stat().st_size if (path / name).exists() else None
         if found != size:
@@ -109,7 +127,40 @@ def recorded(path: str | Path) -> Recorded:
     return Recorded(path, arrays, facts)
 
 
-def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mesh, server: ShardServer) -> State:
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint."""
+    found = re.fullmatch(r"step-(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+def _array(shape: list[int], dtype: str) -> Array:
+    """An array of a record. Raises: ValueError, TypeError."""
+    if dtype not in TENSOR_DTYPES or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"{dtype} {shape} is no array")
+    return Array(tuple(shape), dtype, ())
+
+
+def _inside(name: str) -> str:
+    """The name of a file in the checkpoint's folder. Raises: ValueError."""
+    if "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name!r} is no file of it")
+    return name
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+
+
+def load(
+    found: Recorded,
+    state: State,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    server: ShardServer,
+    held: HeldRows | None = None,
+) -> State:
     """The state of a checkpoint, each tensor in this rank's layout, in the dtype of `state`'s and on its device.
 
     Args:
@@ -117,17 +168,19 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
       state: of the same run before its first step: its names, shapes and dtypes count. What is empty there may have
         any sizes, in as many dims.
       server: reads.
+      held: leaves of rows, of which each rank is given a share; None: there are none.
 
     Raises:
       CheckpointError: it holds another state; the message lists the names.
       DamagedError: it cannot be read. Every rank raises it.
     """
     path, tensors, numbers = found.path, tensors_of(state), numbers_of(state)
+    rows = frozenset() if held is None else held.names
     wanted = {*tensors, *numbers}
     if wanted != set(found.arrays):
         raise CheckpointError(
             f"{path}: it holds the state of another run: missing {sorted(wanted - set(found.arrays))[:3]}, unknown "
-            f"{sorted(set(found.arrays) - wanted)[:3]}; give the flags that the run was started with"
+            f"{sorted(set(found.arrays) - wanted)[:3]}; --resume needs the flags that the run was started with"
         )
     for name, x in tensors.items():
         shape = layouts[name].shape if name in layouts else tuple(x.shape)
@@ -135,11 +188,15 @@ def load(found: Recorded, state: State, layouts: Mapping[str, Layout], mesh: Mes
             tensors[name] = x.new_empty(found.arrays[name].shape)
         elif found.arrays[name].shape != shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}"
+                f"{path}: {name} has shape {list(found.arrays[name].shape)}, this run needs {list(shape)}; "
+                "--resume needs the same model and flags"
             )
-    like = tensors | {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
+    like = {name: x for name, x in tensors.items() if name not in rows}
+    like |= {name: torch.empty((), dtype=TENSOR_DTYPES[found.arrays[name].dtype]) for name in numbers}
     try:
         values = dict(read_tensors(str(path), found.arrays, like, layouts, mesh, server))
+        if held is not None:
+            values |= read_held_rows(str(path), found.arrays, held, mesh, server)
     except ShardError as error:
         raise DamagedError(f"{path}: it cannot be read: {error}") from error
     return trees.fill(state, [values[n].item() if n in numbers else values[n] for n, _ in trees.named(state)])

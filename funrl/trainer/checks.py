@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from funrl.data.columns import Fields, parsed_fields
 from funrl.data.json_lines import DataError
@@ -11,10 +13,19 @@ from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.rewards.named import VERIFIERS, parse_rewards
+from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
+DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
+REST_WEIGHT = 0.1  # weight of prompts beyond --difficulty, where it names none
+OF_OWN_DATA = (
+    "fields", "eval_data", "prompt_template", "system_prompt", "few_shot", "chat_template", "tools",
+    "template_arguments",
+)  # fmt: skip
 
 
 def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
@@ -54,6 +65,8 @@ def check_together(settings: Settings) -> None:
         _check_sharding,
         _check_lora,
         _check_reward_timeout,
+        _check_trackers,
+        _check_difficulty,
     ):
         check(settings)
 
@@ -65,24 +78,30 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
       SettingsError: they do not.
     """
     if settings.prompts is None:
-        refuse_idle_fields(settings)
+        refuse_idle_data(settings)
         if settings.reward is not None:
             raise SettingsError(f"--reward={settings.reward} needs --prompts=FILE.jsonl")
-        if settings.model is not None:
+        if settings.model is not None and not arithmetic.is_its_tokenizer(settings.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
             raise SettingsError(f"--model={settings.model} needs --prompts=FILE.jsonl{reward}")
-    elif rewarded and settings.reward is None and settings.reward_model is None:
+    elif rewarded and settings.reward is None and not scorers_of(settings):
         raise SettingsError(f"--prompts={settings.prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     functions = 1 if settings.prompts is None else len(parts(settings.reward))  # the embedded task has one
-    weights_of_rewards(settings, functions + (settings.reward_model is not None))
+    if settings.on_reward_error != "stop" and not functions:
+        raise SettingsError(f"--on_reward_error={settings.on_reward_error} does nothing without --reward")
+    weights_of_rewards(settings, functions)
+    if settings.step_separator is not None and settings.process_reward_model is None:
+        raise SettingsError(
+            f"--step_separator={settings.step_separator} does nothing without --process_reward_model=DIR"
+        )
 
 
 def check_data(settings: Settings) -> None:
     """Check that the flags of a supervised run name texts. Raises: SettingsError."""
-    if settings.model is not None and settings.data is None:
+    if settings.model is not None and settings.data is None and not arithmetic.is_its_tokenizer(settings.model):
         raise SettingsError(f"--model={settings.model} needs --data=FILE.jsonl")
     if settings.data is None:
-        refuse_idle_fields(settings)
+        refuse_idle_data(settings)
 
 
 def check_files(settings: Settings) -> None:
@@ -94,33 +113,38 @@ def check_files(settings: Settings) -> None:
       SettingsError, LoadError: one is missing.
     """
     names_of_fields(settings)
-    prompts = () if settings.prompts is None else [one.path for one in prompt_files(settings)]
-    for name, paths in (("prompts", prompts), ("data", () if settings.data is None else (settings.data,))):
-        for path in () if settings.dry_run else paths:
+    for name in () if settings.dry_run else ("prompts", "data", "eval_data"):
+        for path, _ in data_files(settings, name):
             if problem := source_problem(path):
-                raise SettingsError(f"--{name}: {path}: {problem}; {name} are {FORMATS}, see --help")
-    for name in ("model", "teacher", "reward_model"):
-        path = getattr(settings, name)
+                raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
+    for name in ("model", "teacher", *SCORERS):
+        path = model_path(settings, name)
         if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
             continue
         if not Path(path).is_dir():
             raise SettingsError(f"--{name}: {path} is not a directory")
-    for text in parts(settings.reward):
-        locate("reward", text)
+    for one in () if settings.reward is None else parse_rewards(settings.reward):
+        if one.source not in VERIFIERS:
+            locate("reward", one.source)
+    if settings.curriculum is not None:
+        locate("curriculum", settings.curriculum)
 
 
-def prompt_files(settings: Settings) -> list[WeightedFile]:
-    """The files that --prompts names. Raises: SettingsError."""
+def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
+    """The files that --prompts, --data or --eval_data names. Raises: SettingsError."""
+    value = getattr(settings, flag)
     try:
-        return weighted_files(str(settings.prompts))
+        return [] if value is None else weighted_files(value)
     except DataError as error:
-        raise SettingsError(f"--prompts: {error}") from error
+        raise SettingsError(f"--{flag}: {error}") from error
 
 
-def refuse_idle_fields(settings: Settings) -> None:
-    """Refuse --fields where the embedded task is taken. Raises: SettingsError."""
-    if settings.fields is not None:
-        raise SettingsError(f"--fields={settings.fields} does nothing without --prompts or --data")
+def refuse_idle_data(settings: Settings) -> None:
+    """Refuse flags of prompts and texts of one's own where the embedded task is taken. Raises: SettingsError."""
+    for name in OF_OWN_DATA:
+        value = getattr(settings, name)
+        if value != settings_flags()[name].default:
+            raise SettingsError(f"--{name}={value} does nothing without --prompts or --data")
 
 
 def names_of_fields(settings: Settings) -> Fields:
@@ -131,29 +155,62 @@ def names_of_fields(settings: Settings) -> Fields:
         raise SettingsError(str(error)) from error
 
 
-def weights_of_rewards(settings: Settings, rewards: int) -> tuple[float, ...]:
-    """The number by which each reward counts in a completion's score; that of a reward model is the last.
+class Difficulty(NamedTuple):
+    """Pass rates of the prompts to train on, and the weight of the others, at least 0 and below 1."""
+
+    low: float
+    high: float
+    rest: float
+
+
+def difficulty_of(text: str) -> Difficulty:
+    """The pass rates in "0.1,0.9" or "0.1,0.9,0.05".
+
+    Raises:
+      SettingsError: the text is not of this form.
+    """
+    try:
+        low, high, *rest = (float(part) for part in parts(text))
+        found = Difficulty(low, high, *(rest or [REST_WEIGHT]))
+    except (ValueError, TypeError):
+        found = Difficulty(1.0, 0.0, 0.0)
+    if not (0 <= found.low < found.high <= 1 and 0 <= found.rest < 1):
+        raise SettingsError(
+            f"--difficulty={text}: write LOW,HIGH or LOW,HIGH,WEIGHT, pass rates from 0 to 1 and a weight below 1, as "
+            "in 0.1,0.9"
+        )
+    return found
+
+
+def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
+    """The number by which each reward counts in a completion's score: of functions, then of models that score.
+
+    They are those of --reward_weights, or those in --reward and DIR@0.5, or 1.
 
     Args:
       settings: the flags.
-      rewards: how many there are.
+      functions: how many there are.
 
     Raises:
-      SettingsError: there are more or fewer numbers than rewards, or all are 0.
+      SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    if settings.reward_weights is None:
+    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
+    given = settings.reward_weights or named
+    if given is None:
         return (1.0,) * rewards
+    flag = "--reward_weights" if named is None else "--reward with weights"
+    if named not in (None, given):
+        flags = {name: str(getattr(settings, name)) for name in ("reward", *SCORERS)}
+        where = " and ".join(f"--{name}={value}" for name, value in flags.items() if "@" in value)
+        raise SettingsError(f"--reward_weights={given}: {where} gives weights too; give them in one place")
     try:
-        weights = tuple(float(part) for part in parts(settings.reward_weights))
+        weights = tuple(float(part) for part in parts(given))
     except ValueError:
         weights = ()
     if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(
-            f"--reward_weights={settings.reward_weights}: give one number for each of the rewards ({rewards}), with "
-            "commas between"
-        )
+        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), with commas between")
     if not any(weights):  # a negative one alone is a penalty, from which a policy can learn
-        raise SettingsError(f"--reward_weights={settings.reward_weights}: every score would be 0; give one that is not")
+        raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
     return weights
 
 
@@ -260,6 +317,11 @@ def _check_lora(settings: Settings) -> None:
         )
 
 
+def _check_difficulty(settings: Settings) -> None:
+    if settings.difficulty is not None:
+        difficulty_of(settings.difficulty)
+
+
 def _check_reward_timeout(settings: Settings) -> None:
     seconds = settings.reward_timeout
     if seconds is not None and seconds >= 60 * settings.timeout and devices(mesh_sizes(settings)) > 1:
@@ -267,3 +329,9 @@ def _check_reward_timeout(settings: Settings) -> None:
             f"--reward_timeout={seconds:g}: the other ranks wait {settings.timeout} minutes for a rank's rewards; give "
             "a --timeout, in minutes, of more than that"
         )
+
+
+def _check_trackers(settings: Settings) -> None:
+    for name in () if settings.dry_run else parts(settings.report_to):
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(f"--report_to={settings.report_to}: {name} is not installed; pip install {name}")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from funrl.mesh import collectives
+from funrl.mesh import collectives, heartbeat
 from funrl.mesh.mesh import Mesh
 
 
@@ -25,7 +25,8 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with heartbeat.phase(name):
+                yield
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

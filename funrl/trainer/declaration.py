@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 
 RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
 RUN_KINDS = RL + SUPERVISED
+GIVEN_EXAMPLES = ("labelled", "steps")  # of algorithms that no policy can sample
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def kinds_of(algorithm: Any) -> tuple[str, ...]:
-    """The kinds of runs that an algorithm can make, the default first: with an advantage the policy samples, without
-    one texts are given. A comparison with a teacher over the whole vocabulary does either."""
-    if getattr(algorithm, "advantage", None) is not None:
+    """The kinds of runs that an algorithm can make, the default first: with an advantage or a filter the policy
+    samples; without them, or where texts have labels, texts are given. A comparison with a teacher over the whole
+    vocabulary does either."""
+    if getattr(algorithm, "example", "row") in GIVEN_EXAMPLES:
+        return SUPERVISED
+    if getattr(algorithm, "advantage", None) is not None or getattr(algorithm, "filter", None) is not None:
         return RL
     return RUN_KINDS if getattr(algorithm, "divergence", None) is not None else SUPERVISED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.mesh import AXES, single
+from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.rules import Layout
 from funrl.models import Model, hf
 from funrl.models.generation_config import GENERATION
-from funrl.models.lora import FIRST, SECOND, trained_part, with_lora
+from funrl.models.lora import FIRST, SECOND, plain_name, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
 from funrl.models.peft_files import write_peft
-from funrl.rollout.certificate import digest
-from funrl.trainer.base_model import OWN_BASE, check_base, lora_in
+from funrl.models.resize import with_vocabulary
+from funrl.trainer.base_model import base_directory, check_base, lora_in
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.job import TORCH_DTYPES
 from funrl.trainer.shard_server import CheckpointError
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
+from funrl.trainer.weight_digests import weight_digests
 
 OUTLINE = "model"  # beside the checkpoints: what a Hugging Face directory has but the weights
 
@@ -73,72 +74,101 @@ def export_checkpoint(
     model = hf.load_model(outline)
     name = f"{'adapter' if adapter else 'model'}-step-{found.facts['step']}"
     target = Path(run_dir) / name if to is None else Path(to)
-    if adapter and lora is None:
-        raise CheckpointError(f"--adapter: {found.path} holds all weights and no adapters; leave it out")
-    if lora is None:
+    if not adapter:
         shutil.copytree(outline, target, dirs_exist_ok=True)  # the tokenizer as it is
-        hf.write(target, model, _under_their_names(model, _arrays(found, model.shapes)))
+        hf.write(target, model, _named_weights(found, model))
         return target
-    base = found.facts["base"]["directory"] or Path(run_dir) / OWN_BASE
+    if lora is None:
+        raise CheckpointError(f"--adapter: {found.path} holds all weights and no adapters; leave it out")
     adapted = with_lora(model, lora)
-    own = dict(_arrays(found, trained_part(adapted, adapted.shapes)))
-    if adapter:
-        not_its_own = shutil.ignore_patterns("config.json", GENERATION)
-        shutil.copytree(outline, target, ignore=not_its_own, dirs_exist_ok=True)
-        write_peft(target, adapted, own, Path(base).absolute())
-        return target
-    shutil.copytree(outline, target, dirs_exist_ok=True)
-    hf.write(target, model, _under_their_names(model, _merged(found, adapted, own, base)))
+    own = dict(stored_weights_of(found, trained_part(adapted, adapted.shapes), None, {}, single()))
+    shutil.copytree(outline, target, ignore=shutil.ignore_patterns("config.json", GENERATION), dirs_exist_ok=True)
+    write_peft(target, adapted, own, base_directory(found).absolute())
     return target
 
 
-def _under_their_names(model: Model, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names, and in the shapes, of the Hugging Face directory."""
-    for name, x in named:
+def _named_weights(found: Recorded, model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The weights under the names, and in the shapes, of the Hugging Face directory."""
+    for name, x in lead_weights(found, model, None, {}, single()):
         theirs, shape = model.names[name]
         yield theirs, x.reshape(shape)
 
 
-def _merged(
-    found: Recorded, model: Model, own: Mapping[str, Tensor], directory: str | Path
+def lead_weights(
+    found: Recorded, model: Model, dtype: torch.dtype | None, layouts: Mapping[str, Layout], mesh: Mesh
 ) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a model with adapters, these merged, one after the other.
+    """This rank's shards of the weights that a checkpoint is about, by their names in the model. Collective.
+
+    Adapters are merged with their base.
 
     Args:
-      own: what learned, by name.
-      directory: of the base, each of whose weights is compared with the one that the checkpoint knows.
+      model: what `OUTLINE` describes.
+      dtype: of the weights; None: as they are stored.
+      layouts: of those that are split, by name.
+
+    Raises:
+      CheckpointError: on every rank, where they cannot be read, or the base has changed.
     """
-    assert model.adapters is not None
-    base, lora = hf.check_directory(directory), model.adapters.lora
-    read, there = hf.weight_reader(directory, base), {name.removeprefix("decoder/"): name for name in base.names}
-    for name, _ in trees.named(model.adapters.plain.shapes):
+    if lora_in(found.facts) is None:
+        yield from stored_weights_of(found, model.shapes, dtype, layouts, mesh)
+    else:
+        for name, x in _merged_weights(found, model, layouts, mesh):
+            yield name, x if dtype is None else x.to(dtype)
+
+
+def _merged_weights(
+    found: Recorded, model: Model, layouts: Mapping[str, Layout], mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint of adapters, merged in the dtype of the run, one after the other.
+
+    Each weight of the base is compared with what the checkpoint knows of it.
+    """
+    lora, directory = lora_in(found.facts), base_directory(found)
+    assert lora is not None
+    adapted, dtype = with_lora(model, lora), TORCH_DTYPES[found.facts["dtype"]]
+    own = dict(stored_weights_of(found, trained_part(adapted, adapted.shapes), None, {}, mesh))
+    base = with_vocabulary(hf.check_directory(directory), model.config.vocab)
+    read, there = hf.weight_reader(directory, base, dtype), {plain_name(name): name for name in base.names}
+    whole = {name: tuple(x.shape) for name, x in trees.named(base.shapes)}
+    for name, x in trees.named(model.shapes):
         if name in own:
-            yield name, own[name]
+            yield name, own[name].to(mesh.device)
             continue
-        short = name.removeprefix("decoder/")
-        digests = {}
-        if short in there:
-            weight = read(there[short]).to(TORCH_DTYPES[found.facts["dtype"]])
-            layout = Layout(tuple(weight.shape), ((),) * weight.ndim, (1,) * len(AXES))
-            digests[short] = int(digest(weight, layout, 0, weight.dtype))
+        layout = layouts.get(name) or Layout(tuple(x.shape), ((),) * x.ndim, tuple(mesh.sizes[axis] for axis in AXES))
+        short, box = plain_name(name), layout.box(mesh.rank)
+        fits = short in there and whole.get(there[short]) == layout.shape
+        weight = read(there[short], box) if fits else None
+        digests = {} if weight is None else weight_digests({short: weight}, {short: layout}, mesh)
         check_base(found.path, found.facts, digests, directory, (short,))
-        factors = own.get(name + FIRST), own.get(name + SECOND)
-        if factors[0] is not None and factors[1] is not None:
-            weight = merged(LowRank(weight, *factors, lora.alpha / lora.rank))
-        yield name, weight
+        assert weight is not None
+        if name + FIRST in own:
+            out = own[name + SECOND].ndim - 1
+            a = own[name + FIRST][(slice(None), *(slice(*edge) for edge in box[out:]))]
+            b = own[name + SECOND][tuple(slice(*edge) for edge in box[:out])]
+            weight = merged(LowRank(weight, a, b, lora.alpha / lora.rank))
+        yield name, weight.to(mesh.device)
 
 
-def _arrays(found: Recorded, shapes: trees.Tree) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the role that a run saves, in whole, by name."""
+def stored_weights_of(
+    found: Recorded, tree: trees.Tree, dtype: torch.dtype | None, layouts: Mapping[str, Layout], mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's shards of weights of the role that a checkpoint is about, as they are stored. Collective.
+
+    Args:
+      tree: tensors of their whole shapes.
+      dtype, layouts: as in `lead_weights`.
+    """
     begin, server = f"roles/{found.facts['lead']}/params/", ShardServer()
-    like = {begin + name: x for name, x in trees.named(shapes)}
+    like = {begin + name: x for name, x in trees.named(tree)}
     missing = [name for name, x in like.items() if name not in found.arrays or found.arrays[name].shape != x.shape]
     if missing:
         raise CheckpointError(f"{found.path}: {missing[0]} is not there, or not as {OUTLINE}/config.json says")
-    dtypes = {name: TENSOR_DTYPES[found.arrays[name].dtype] for name in like}
-    like = {name: torch.empty(x.shape, dtype=dtypes[name], device="meta") for name, x in like.items()}
+    dtypes = {name: dtype or TENSOR_DTYPES[found.arrays[name].dtype] for name in like}
+    local = {begin + name: layout for name, layout in layouts.items()}
+    shapes = {name: local[name].local_shape(mesh.rank) if name in local else x.shape for name, x in like.items()}
+    like = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in like}
     try:
-        for name, x in read_tensors(str(found.path), found.arrays, like, {}, single(), server):
+        for name, x in read_tensors(str(found.path), found.arrays, like, local, mesh, server):
             yield name.removeprefix(begin), x
     except ShardError as error:
         raise CheckpointError(f"{found.path}: it cannot be read: {error}") from error

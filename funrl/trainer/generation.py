@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from funrl.batch import TOKEN_INT, Batch
-from funrl.mesh import collectives
+from funrl.mesh import collectives, heartbeat
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
-from funrl.rewards.load import RewardError
-from funrl.rewards.pool import Completed, Pool
+from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -41,12 +41,14 @@ class Example(NamedTuple):
       text: what the reward function is given as the prompt.
       fields: the other fields of the prompt's record, given to the reward function by name.
       source: the file and the line or row it is from.
+      messages: of a chat, which the text is made of; None: the prompt is a text.
     """
 
     tokens: list[int]
     text: str
     fields: dict[str, Any]
     source: str = ""
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 class Rollout(NamedTuple):
@@ -62,6 +64,8 @@ class Rollout(NamedTuple):
       mesh: the generate mesh.
       dtype: of log-probabilities.
       reward_s: seconds that this rank waited for rewards, of its own rows or others', when all rows were complete.
+      failed: [R] bool, a reward function failed on the row, whose number is then 0; None: a failure ends the run.
+      problem: message of one failure; "" where there is none.
     """
 
     completions: Sequence[Completion]
@@ -73,6 +77,8 @@ class Rollout(NamedTuple):
     mesh: Mesh
     dtype: torch.dtype = torch.float32
     reward_s: float = 0.0
+    failed: Tensor | None = None
+    problem: str = ""
 
     @property
     def own(self) -> np.ndarray:
@@ -90,6 +96,7 @@ def rollout(
     mesh: Mesh,
     weights: Sequence[float] = (1.0,),
     queue: str = "tickets",
+    on_error: str = "stop",
 ) -> Rollout:
     """Complete and reward all prompts.
 
@@ -101,6 +108,7 @@ def rollout(
       mesh: the generate mesh.
       weights: of the K numbers in a row's score.
       queue: "tickets", replicas take prompts as they have room; "fixed", each has its share of them by their numbers.
+      on_error: "stop" raises where a reward function fails; else the row is marked as failed.
 
     Raises:
       RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
@@ -108,7 +116,7 @@ def rollout(
     samples = sampling.samples
     requests = requests_of([example.tokens for example in examples], sampling, seed)
     groups = [requests[low : low + samples] for low in range(0, len(requests), samples)]
-    return fulfilled(engine, groups, (), examples, pool, decode, mesh, weights, queue)
+    return fulfilled(engine, groups, (), examples, pool, decode, mesh, weights, queue, None, on_error)
 
 
 def fulfilled(
@@ -122,6 +130,7 @@ def fulfilled(
     weights: Sequence[float] = (1.0,),
     queue: str = "tickets",
     rows: int | None = None,
+    on_error: str = "stop",
 ) -> Rollout:
     """Complete requests of several kinds and reward those that end; what is paused has no reward yet.
 
@@ -135,7 +144,7 @@ def fulfilled(
     """
     rows = sum(map(len, groups)) if rows is None else rows
     # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
-    asks = mesh.index("tensor") == 0 and bool(pool.rewards)
+    asks = mesh.index("tensor") == 0 and bool(pool.functions)
     pending = _pending(pool, examples, rows // len(examples), decode) if asks else None
     start = time.perf_counter()
     if queue == "tickets":
@@ -146,13 +155,16 @@ def fulfilled(
         done = complete(engine, [*own, *mine], pending and pending.add)
     generated = rewarded = time.perf_counter()
     problem, ended = None, np.array([one.finish != "paused" for one in done], dtype=bool)
-    rewards = np.zeros((len(done), len(weights)))
-    if pending is not None:
-        try:
-            rewards[ended] = np.array(pending.collect(), dtype=np.float64).reshape(-1, len(weights))
-        except RewardError as error:
-            problem = str(error)
-        rewarded = time.perf_counter()
+    rewards, failed, trouble = np.zeros((len(done), len(weights))), np.zeros(len(done)), ""
+    with heartbeat.phase("reward"):
+        if pending is not None:
+            try:
+                found = pending.collect(on_error)
+                rewards[ended] = np.array(found.scores, dtype=np.float64).reshape(-1, len(weights))
+                failed[ended], trouble = found.failed, found.problem
+            except RewardError as error:
+                problem = str(error)
+            rewarded = time.perf_counter()
     last_generated, last_rewarded = _raise_everywhere(problem, (generated - start, rewarded - start), mesh)
     reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
     scores = collectives.psum(torch.from_numpy(rewards).to(mesh.device), mesh, "tensor")
@@ -164,12 +176,19 @@ def fulfilled(
         "finished": torch.tensor([one.finished for one in done], dtype=torch.bool, device=mesh.device),
         "scores": scores,
     }
+    if on_error != "stop":
+        columns["failed"] = collectives.psum(torch.from_numpy(failed).to(mesh.device), mesh, "tensor") > 0
     table = gather_table(columns, owner, mesh, mesh.row_axes)
     scores_RK = table["scores"]
     factors_K = torch.tensor(weights, dtype=scores_RK.dtype, device=scores_RK.device)
     score_R = (scores_RK * factors_K).nansum(1)  # NaN: that reward does not apply to the row
     dtype = torch.promote_types(engine.weights.dtype, torch.float32)
-    return Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, dtype, reward_s)
+    rolled = Rollout(done, table["lengths"], table["finished"], score_R, scores_RK, owner, mesh, dtype, reward_s)
+    if on_error == "stop":
+        return rolled
+    if table["failed"].any():
+        trouble = next(filter(None, collectives.gather_objects(trouble, mesh)))
+    return rolled._replace(failed=table["failed"], problem=trouble)
 
 
 def _pending(
@@ -177,13 +196,15 @@ def _pending(
 ) -> PendingRewards:
     """Rewards of the rows of these prompts, none of which is complete yet."""
     opening = functools.cache(lambda token: decode([token]))
+    takes_ids = any("completion_ids" in one.takes for one in pool.functions)
 
     def completed(done: Completion) -> Completed:
         example = examples[done.number // samples]
         before = example.tokens[-1]
-        return Completed(example.text, _text_after(opening(before), before, done.written, decode), example.fields)
+        text = text_after(opening(before), before, done.written, decode)
+        return Completed(example.text, text, example.fields, done.tokens.tolist() if takes_ids else ())
 
-    return PendingRewards(pool, completed)
+    return PendingRewards(pool, completed, samples)
 
 
 def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
@@ -206,10 +227,10 @@ def completion_texts(
     if before is None:
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    return [_text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+    return [text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
 
 
-def _text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
     """The text of a completion as it continues the token before it, whose own text is `opening`."""
     joined = decode([before, *tokens])
     return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
@@ -263,6 +284,7 @@ def to_rows(
         truncated=~done.finished,
         rollout_logp=rollout_logp.to(device),
         version=version.to(device) if versions else None,
+        failed=done.failed,
     )
     return rows_of(batch, done.owner, done.mesh)
 

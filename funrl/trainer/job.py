@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.algos.checking import check
-from funrl.algos.core import Algorithm
+from funrl.algos.core import Algorithm, reads
 from funrl.batch import FIELDS, fields_by
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes
@@ -22,6 +22,8 @@ from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
 from funrl.models.lora import targets_of, with_lora
 from funrl.models.model import Lora
+from funrl.models.resize import with_vocabulary
+from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
@@ -33,13 +35,17 @@ from funrl.trainer.job_data import (
     Texts,
     check_budget,
     check_cache,
-    check_prompt_lengths,
     check_token_ids,
     fields_of_texts,
-    prompts_of,
+    fit_prompts,
+    task_of_prompts,
     texts_of,
 )
-from funrl.trainer.roles import VALUES, WRITES, reads_scores, role_names
+from funrl.trainer.judging import JudgeJob, judge_job
+from funrl.trainer.own_texts import reads_tokens
+from funrl.trainer.prompt_data import with_chat_template
+from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
+from funrl.trainer.scorers import SCORERS, model_path, scorers_of
 from funrl.trainer.settings import Settings, for_kind, resolved
 from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
 
@@ -57,6 +63,7 @@ class Job(NamedTuple):
       directories: of the roles that do not begin as `model`.
       rates: peak learning rates of the roles that learn.
       task: prompts to complete, or texts to learn from.
+      judge: the model that writes verdicts, if there is one.
     """
 
     settings: Settings
@@ -75,6 +82,7 @@ class Job(NamedTuple):
     eval_sampling: Sampling
     pad: int
     warmstart_steps: int
+    judge: JudgeJob | None = None
     lora: Lora | None = None
 
     @property
@@ -86,6 +94,13 @@ class Job(NamedTuple):
     def generates(self) -> bool:
         """True if the policy writes the rows that it learns from."""
         return isinstance(self.task, Task)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the numbers that a completion's score is made of; those of models are the last."""
+        if not isinstance(self.task, Task):
+            return ()
+        return (*(one.name for one in reward_functions(self.task.rewards)), *scorers_of(self.settings))
 
     @property
     def lead(self) -> str:
@@ -111,12 +126,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = for_kind(settings, kind)
     check_settings(settings)
     settings = located(settings)
-    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
-    check_devices(sizes, device)
+    sizes, device = devices_of(settings)
     given = given or Given()
     model, tokenizer = first_model(settings, given)
+    tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     lead = "policy" if "policy" in models else next(iter(algorithm.losses))
@@ -125,16 +138,49 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_code(settings, models, "policy" if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
-    check_token_ids(task, tokenizer, min((one.config for one in models.values()), key=lambda config: config.vocab))
     if isinstance(task, Texts):
         check_algorithm(algorithm, settings, fields_of_texts(task))
     warmstart = warmstart_steps(settings, task, given)
+    roles = Models(model, tokenizer, models, directories)
+    return job_of(settings, algorithm, roles, sizes, generating, device, task)._replace(warmstart_steps=warmstart)
+
+
+class Models(NamedTuple):
+    """Models of a job.
+
+    Attributes:
+      first, tokenizer: that the run begins with.
+      models, directories: as in `Job`.
+    """
+
+    first: Model
+    tokenizer: Any
+    models: dict[str, Model]
+    directories: dict[str, str]
+
+
+def job_of(
+    settings: Settings, algorithm: Algorithm, roles: Models, sizes: dict[str, int], generating: dict[str, int],
+    device: str, task: Task | Texts,
+) -> Job:  # fmt: skip
+    """A job of what has been checked by itself, after checking that the data fit the models and the engine.
+
+    Args:
+      sizes, generating: of the meshes to train and to generate on.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    model, tokenizer, models, directories = roles
+    reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
+    smallest = min(reading, key=lambda name: reading[name].config.vocab)
+    check_token_ids(task, tokenizer, models[smallest].config, directories.get(smallest))
     stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)
-        for name, one in models.items():
-            check_prompt_lengths(task, sampling.max_new_tokens, one.config, further=int(name == "reward_model"))
+        task = fit_prompts(task, settings, sampling.max_new_tokens, reading)
+        check_readers(directories, task, algorithm, settings)
         mesh = Mesh(generating, device=torch.device(device))
         if settings.engine == "native":
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, TORCH_DTYPES[settings.dtype])
@@ -143,15 +189,28 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
-        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, warmstart,
+        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
         lora_of(settings, model),
     )  # fmt: skip
 
 
+def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
+    """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
+    sizes, device = meshes.parse(settings.mesh), settings.device or device_type()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+    check_devices(sizes, device)
+    return sizes, device
+
+
 def located(settings: Settings) -> Settings:
     """The settings with directories instead of names of models in the local Hugging Face cache."""
-    given = {name: getattr(settings, name) for name in ("model", "teacher", "reward_model")}
-    found = {name: str(hf.find_directory(model)) for name, model in given.items() if model is not None}
+    found = {}
+    for name in ("model", "teacher", *SCORERS):
+        path = model_path(settings, name)
+        if path is not None:
+            found[name] = str(hf.find_directory(path)) + getattr(settings, name).removeprefix(path)  # DIR@0.5
     return dataclasses.replace(settings, **found)
 
 
@@ -163,7 +222,11 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
         return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
     with blaming("model"):
-        return hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+        model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
+    if settings.resize_vocab:
+        with blaming("resize_vocab"):
+            model = with_vocabulary(model, 1 + max(tokenizer.get_vocab().values(), default=0))
+    return model, tokenizer
 
 
 def models_of(
@@ -181,23 +244,23 @@ def models_of(
     """
     models, directories, lora = {}, {}, lora_of(settings, model)
     names = role_names(algorithm)
-    if settings.reward_model is not None and "reward_model" not in names:
-        names = (*names, "reward_model")
+    names += tuple(name for name in READERS if getattr(settings, name) is not None and name not in names)
     for name in names:
-        path = getattr(settings, name) if name in ("teacher", "reward_model") and name not in algorithm.losses else None
+        path = model_path(settings, name) if name in ("teacher", *READERS) and name not in algorithm.losses else None
         if path is not None:
             with blaming(name):
                 models[name] = read(path, settings.model_code)
             directories[name] = path
             if (models[name].value is None) == (name in VALUES):
-                lacking = "value head, which `funrl reward_model` trains" if name in VALUES else "unembedding"
+                lacking = f"value head, which `funrl {name}` trains" if name in VALUES else "unembedding"
                 raise SettingsError(f"--{name}={path}: this model has no {lacking}")
-            if tokenizer is not None and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+            own = name in READERS  # which may have another tokenizer
+            if tokenizer is not None and not own and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
                 raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
         else:
             if name not in VALUES and model.unembed is None:
                 raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
-            models[name] = with_value_head(model) if name in VALUES and model.value is None else model
+            models[name] = with_head_of(name, model) if name in VALUES and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
     if algorithm.divergence is not None and "teacher" in models:
@@ -231,6 +294,13 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
         return Lora(rank, settings.lora_alpha or float(rank), targets_of(settings.lora_targets, model))
 
 
+def with_head_of(name: str, model: Model) -> Model:
+    """A model with the value head of a role: that of a token classifier where steps are scored, if there is such."""
+    if name == "process_reward_model" and hf.has_token_classifier(model.config):
+        return with_value_head(model, labels=2, bias=True)
+    return with_value_head(model)
+
+
 def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
     """Compare what an algorithm reads with what a run of these settings provides.
 
@@ -248,6 +318,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
         available.discard("divergence")  # the step computes it with a teacher beside the policy
     if settings.new_tokens_per_step is None:
         available.discard("version")  # all tokens of a step are of the same weights
+    if settings.on_reward_error == "stop":
+        available.discard("failed")
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -282,6 +354,46 @@ def check_meshes(
     with blaming(f"mesh={settings.mesh}"):
         check_layouts(models, settings, sizes, generating)
     return generating
+
+
+def reads_policys(name: str, task: Task | Texts, tokenizer: Any, directories: Mapping[str, str]) -> bool:
+    """True if a role reads the policy's tokens, and not texts in tokens of its own."""
+    if name not in READERS or name not in directories or not isinstance(task, Task):
+        return True
+    own = load_tokenizer(directories[name])
+    return name == "reward_model" and reads_tokens(own, tokenizer, task.prompts)
+
+
+def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:
+    """Check that the models that score completions can read the prompts, and that their scores are of use.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    chats = any(example.messages for example in task.prompts)
+    for name in READERS:
+        if chats and name in directories and load_tokenizer(directories[name]).chat_template is None:
+            raise SettingsError(
+                f"--{name}={directories[name]}: prompts are chats, but its tokenizer has no chat template; add one to "
+                "its tokenizer_config.json"
+            )
+    if settings.process_reward == "each" and "token_reward" not in reads(algorithm).optional:
+        raise SettingsError(
+            "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min "
+            "or another that makes one number of a completion's steps"
+        )
+
+
+def judge_of(settings: Settings, task: Task, sizes: dict[str, int], memory: float) -> JudgeJob | None:
+    """The judge of a flag, if one is given. Raises: SettingsError."""
+    directory, given = model_path(settings, "judge"), settings
+    if directory is None:
+        return None
+    with blaming("judge"):
+        return judge_job(
+            directory, given.model_code, given.judge_template, given.judge_pattern, given.judge_max_new_tokens,
+            lambda model: generate_sizes(given, sizes, model, memory), (*task.prompts, *task.heldout),
+        )  # fmt: skip
 
 
 def check_code(settings: Settings, models: Mapping[str, Model], generates: str | None) -> None:
@@ -349,15 +461,16 @@ def task_of(
 ) -> Task | Texts:
     """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
-        return prompts_of(settings, tokenizer, given, reads_scores(algorithm))
+        return task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
     if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
 
 
 def texts_kind(algorithm: Algorithm) -> str:
-    """Kind of texts for an algorithm without an advantage, as in `funrl.data.supervised`."""
-    return "preferences" if algorithm.example == "pair" else "demonstrations"
+    """Kind of texts for an algorithm that learns from given ones, as in `funrl.data.supervised`."""
+    kinds = {"pair": "preferences", "labelled": "ratings", "steps": "steps"}
+    return kinds.get(algorithm.example, "demonstrations")
 
 
 def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:
@@ -399,9 +512,14 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Con
         raise SettingsError(
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
+    if greedy and settings.eval_samples > 1:
+        raise SettingsError(
+            f"--eval_samples={settings.eval_samples}: evaluation is greedy, so all would be the same; give "
+            "--eval_temperature too"
+        )
     try:
         numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
-        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy)
+        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.eval_samples)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
 

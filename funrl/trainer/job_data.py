@@ -10,18 +10,42 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.data.columns import renamed
-from funrl.data.mixture import Mixture, shares_of
-from funrl.data.prompts import Prompt, check_prompts, load_prompts
-from funrl.data.supervised import TextFile, check_lengths, load_examples, text_batch, text_example
-from funrl.data.tokenizer import TokenizerError, encode_prompt
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import Mixture, WeightedFile, shares_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
+from funrl.data.supervised import (
+    LABELS,
+    TEXT_FIELDS,
+    TextFile,
+    check_lengths,
+    joined_files,
+    load_examples,
+    text_batch,
+    text_example,
+)
+from funrl.loading import load_function
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
+from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rollout.native import bytes_of_page, page_tokens
 from funrl.tasks import arithmetic
-from funrl.trainer.checks import check_rewards, names_of_fields, prompt_files, refuse_idle_fields, weights_of_rewards
+from funrl.trainer.checks import check_rewards, data_files, names_of_fields, refuse_idle_data, weights_of_rewards
+from funrl.trainer.curriculum import names_taken
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example
+from funrl.trainer.prompt_data import (
+    chosen_places,
+    examples_at,
+    fit,
+    format_of,
+    given_prompts,
+    read_prompts,
+    split,
+    to_example,
+)
+from funrl.trainer.roles import READERS
+from funrl.trainer.scorers import scorers_of
 from funrl.trainer.settings import Settings, resolved
 
 TEXTS = 4096  # made of the embedded task
@@ -37,12 +61,16 @@ class Given(NamedTuple):
       tokenizer: of that model; None: the embedded task's.
       records: instead of --prompts or --data: dicts such as their lines.
       rewards: instead of --reward.
+      eval_records: instead of --eval_data.
+      curriculum: instead of --curriculum.
     """
 
     model: Model | None = None
     tokenizer: Any = None
     records: Sequence[Mapping[str, Any]] | None = None
     rewards: tuple[Callable[..., float], ...] | None = None
+    eval_records: Sequence[Mapping[str, Any]] | None = None
+    curriculum: Callable[..., Any] | None = None
 
 
 class Task(NamedTuple):
@@ -53,9 +81,12 @@ class Task(NamedTuple):
       prompts: to train on.
       heldout: to evaluate on.
       rewards: functions(prompt, completion, **fields) -> float.
-      weights: of each of them in a completion's score; one more where a reward model scores completions too.
+      weights: of each of them in a completion's score, then of the models that score completions too.
       demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
       max_new_tokens: what a completion needs.
+      readable: completion -> as it is shown to people; None: as it is.
+      remarks: on prompts that are not taken as they are.
+      curriculum: weights of the prompts before each step, see `curriculum.weighing`.
     """
 
     name: str
@@ -65,6 +96,9 @@ class Task(NamedTuple):
     weights: tuple[float, ...]
     demonstrations: Demonstrations | None
     max_new_tokens: int
+    readable: Callable[[str], str] | None = None
+    remarks: tuple[str, ...] = ()
+    curriculum: Callable[..., Any] | None = None
 
 
 class Texts(NamedTuple):
@@ -74,8 +108,8 @@ class Texts(NamedTuple):
       name: of the data, for the report.
       examples: to train on.
       heldout: to evaluate on.
-      kind: "demonstrations" or "preferences".
-      demonstrations: as in `Task`.
+      kind: one of `supervised.TEXT_FIELDS`.
+      demonstrations, readable: as in `Task`.
     """
 
     name: str
@@ -83,6 +117,17 @@ class Texts(NamedTuple):
     heldout: Sequence[Any]
     kind: str
     demonstrations: Demonstrations | None
+    readable: Callable[[str], str] | None = None
+
+
+def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+    """The task with its curriculum, where there is one; the others as in `prompts_of`."""
+    task, curriculum = prompts_of(settings, tokenizer, given, rewarded), given.curriculum
+    if curriculum is None and settings.curriculum is not None:
+        curriculum = load_function("curriculum", settings.curriculum)
+    if curriculum is not None:
+        names_taken(curriculum)
+    return task._replace(curriculum=curriculum)
 
 
 def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
@@ -101,34 +146,60 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if rewarded and not functions and settings.reward_model is None:
+    if rewarded and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
+    fields = names_of_fields(settings)
+    form = format_of(settings, fields)
+    if given.records is not None:
+        examples: Sequence[Example] = given_prompts(given.records, fields, form, tokenizer)
+    else:
+        examples = read_prompts(data_files(settings, "prompts"), "prompts", fields, form, tokenizer)
+    train, heldout = examples, eval_prompts(settings, given, form, tokenizer)
+    if heldout is None:
+        train, heldout = split(examples, settings.eval_prompts, settings.seed)
+    name = "prompts" if settings.prompts is None else name_of_files(data_files(settings, "prompts"))
+    return rewarded_task(name, train, heldout, settings, given)
+
+
+def eval_prompts(
+    settings: Settings, given: Given, form: PromptFormat, tokenizer: Any, most: int | None = None
+) -> Sequence[Example] | None:
+    """The prompts that are given to evaluate on: at most `most`, which the seed chooses; None: none are given.
+
+    Args:
+      most: None: --eval_prompts.
+    """
+    fields, most = names_of_fields(settings), settings.eval_prompts if most is None else most
+    if given.eval_records is not None:
+        examples: Sequence[Example] = given_prompts(given.eval_records, fields, form, tokenizer)
+    elif settings.eval_data is not None:
+        examples = read_prompts(data_files(settings, "eval_data"), "eval_data", fields, form, tokenizer)
+    else:
+        return None
+    if len(examples) <= most:
+        return list(examples)
+    return [examples[place] for place in chosen_places(len(examples), most, settings.seed).tolist()]
+
+
+def rewarded_task(
+    name: str, train: Sequence[Example], heldout: Sequence[Example], settings: Settings, given: Given
+) -> Task:
+    """Prompts with the rewards that are given or that the flags name."""
     named = () if settings.reward is None else load_rewards(settings.reward)
     rewards = named if given.rewards is None else given.rewards
-    examples = _prompt_examples(settings, tokenizer, given)
     for reward in rewards:
-        check_fields(settings.reward or reward.__name__, reward, [e.fields for e in examples])
-    train, heldout = split(examples, settings.eval_prompts)
+        fields = [e.fields for e in (*train, *heldout)]
+        check_fields(settings.reward or function_name(reward), reward, fields)
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
-    name = "prompts" if settings.prompts is None else "+".join(Path(one.path).stem for one in prompt_files(settings))
+    weights = weights_of_rewards(settings, len(rewards))
     new_tokens = resolved(settings, given=True).max_new_tokens
     assert new_tokens is not None
     return Task(name, train, heldout, rewards, weights, None, new_tokens)
 
 
-def _prompt_examples(settings: Settings, tokenizer: Any, given: Given) -> Sequence[Example]:
-    """The prompts of all files or of a caller, as token ids; a mixture where files have weights."""
-    fields = names_of_fields(settings)
-    files = prompt_files(settings) if given.records is None else []
-    try:
-        if given.records is not None:
-            return [to_example(p, tokenizer) for p in check_prompts(given.records, fields)]
-        loaded = [[to_example(p, tokenizer) for p in load_prompts(one.path, fields)] for one in files]
-    except ValueError as error:
-        raise SettingsError(f"--prompts: {error}") from error
-    weights = [one.weight for one in files if one.weight is not None]
-    return Mixture(loaded, shares_of(weights)) if weights else [example for part in loaded for example in part]
+def name_of_files(files: Sequence[WeightedFile]) -> str:
+    """Names of files without folders and endings, such as "a+b"."""
+    return "+".join(Path(one.path).stem for one in files)
 
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
@@ -137,10 +208,10 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     heldout = [to_example(p, tokenizer) for p in arithmetic.heldout_prompts(settings.eval_prompts)]
     rewards = (arithmetic.reward,)
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards) + (settings.reward_model is not None))
+    weights = weights_of_rewards(settings, len(rewards))
     return Task(
         "arithmetic", train, heldout, rewards, weights, arithmetic.demonstrations,
-        arithmetic.MAX_NEW_TOKENS,
+        arithmetic.MAX_NEW_TOKENS, arithmetic.in_usual_order,
     )  # fmt: skip
 
 
@@ -167,23 +238,26 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
     """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
-      kind: "demonstrations" or "preferences".
+      kind: one of `supervised.TEXT_FIELDS`.
       config: of the model, which has a longest sequence.
 
     Raises:
       SettingsError, DataError: the first thing that cannot work.
     """
+    if settings.step_separator is not None and kind != "steps":
+        raise SettingsError(f"--step_separator={settings.step_separator}: {kind} have no steps; leave it out")
     if settings.data is None and given.records is None:
-        refuse_idle_fields(settings)
+        refuse_idle_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)
     else:
-        if given.records is None:
-            examples = load_examples(str(settings.data), kind, tokenizer, names_of_fields(settings))
+        examples = _text_examples(settings, "data", kind, tokenizer, given.records)
+        heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
+        if heldout is not None:
+            places = chosen_places(len(heldout), settings.eval_prompts, settings.seed)
+            train, heldout = examples, examples_at(heldout, places)
         else:
-            fields = names_of_fields(settings)
-            examples = [text_example(renamed(record, fields), kind, tokenizer) for record in given.records]
-        train, heldout = split(examples, settings.eval_prompts)
-        name = "records" if settings.data is None else Path(settings.data).stem
+            train, heldout = split(examples, settings.eval_prompts, settings.seed)
+        name = "records" if settings.data is None else name_of_files(data_files(settings, "data"))
         texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
     check_lengths(texts.examples, config.max_positions, tokenizer)
     if texts.heldout is not texts.examples:
@@ -191,76 +265,95 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
     return texts
 
 
+def _text_examples(
+    settings: Settings, flag: str, kind: str, tokenizer: Any, records: Sequence[Mapping[str, Any]] | None
+) -> Any:
+    """The texts of a caller, or of the files that a flag names; None where there are neither."""
+    fields = names_of_fields(settings)
+    form = format_of(settings, fields)
+    if records is not None:
+        return [text_example(renamed(record, fields), kind, tokenizer, form) for record in records]
+    if getattr(settings, flag) is None:
+        return None
+    files = data_files(settings, flag)
+    try:
+        loaded = [load_examples(one.path, kind, tokenizer, fields, form) for one in files]
+    except DataError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
+    weights = [one.weight for one in files if one.weight is not None]
+    return joined_files(loaded, shares_of(weights) if weights else None)
+
+
 def fields_of_texts(texts: Texts) -> frozenset[str]:
     """The fields of the rows that texts make."""
     fields = set(text_batch(texts.examples[:1], 0).names()) - {"margin"}
-    file = texts.examples
-    whole = file.has_margin if isinstance(file, TextFile) else all(one.margin is not None for one in file)
-    return frozenset(fields | {"margin"} if whole else fields)
+    whole = _has_margins(texts.examples) and _has_margins(texts.heldout)
+    further = {"margin": whole, "mismatched": texts.kind == "ratings"}
+    return frozenset(fields | {name for name, there in further.items() if there})
+
+
+def _has_margins(examples: Sequence[Any]) -> bool:
+    if isinstance(examples, Mixture):
+        return all(_has_margins(part) for part in examples.parts)
+    return examples.has_margin if isinstance(examples, TextFile) else all(one.margin is not None for one in examples)
 
 
 def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
-    """The embedded task as demonstrations without errors, or as pairs of a right and a wrong answer."""
-    count = settings.eval_prompts
-    if kind == "preferences":
-        names = ("prompt", "chosen", "rejected")
-        train = arithmetic.preferences(settings.seed, TEXTS, split="train")
-        heldout = arithmetic.preferences(0, count, split="heldout")
+    """The embedded task as demonstrations without errors, as pairs of a right and a wrong answer, or as either one with
+    a label, or labels of its digits."""
+    count, of_kind = settings.eval_prompts, {
+        "preferences": arithmetic.preferences, "ratings": arithmetic.ratings, "steps": arithmetic.steps,
+    }  # fmt: skip
+    if kind in of_kind:
+        names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
+        train = of_kind[kind](settings.seed, TEXTS, split="train")
+        heldout = of_kind[kind](0, count, split="heldout")
     else:
         names = ("prompt", "completion")
         train = arithmetic.demonstrations(settings.seed, TEXTS, error=0.0)
         heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
 
     def made(rows: Sequence[Sequence[Any]]) -> list[Any]:
-        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer) for row in rows]
+        form = PLAIN_PROMPTS._replace(step_separator="")
+        return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
 
-    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations)
-
-
-def split(examples: Sequence[Any], heldout: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Examples to train on, and at most a tenth of them to evaluate on; of a mixture, a tenth of each part by its
-    share."""
-    if isinstance(examples, Mixture):
-        counts = [max(1, heldout * share // sum(examples.shares)) for share in examples.shares]
-        pairs = [split(part, count) for part, count in zip(examples.parts, counts, strict=True)]
-        held_out = [example for _, held in pairs for example in held]
-        return Mixture([train for train, _ in pairs], examples.shares), held_out
-    held = min(heldout, len(examples) // 10)
-    # With fewer than ten there is none to spare: evaluation uses those to train on.
-    return (examples[:-held], examples[-held:]) if held else (examples, examples)
+    return Texts("arithmetic", made(train), made(heldout), kind, arithmetic.demonstrations, arithmetic.in_usual_order)
 
 
-def to_example(prompt: Prompt, tokenizer: Any) -> Example:
-    """A prompt as token ids; chat messages go through the tokenizer's chat template."""
-    where = f"{prompt.source}: " if prompt.source else ""
-    try:
-        tokens, text = encode_prompt(tokenizer, prompt.prompt)
-    except TokenizerError as error:
-        raise SettingsError(f"{where}{error}") from error
-    if not tokens:
-        raise SettingsError(f"{where}prompt {prompt.prompt!r} has no tokens")
-    return Example(tokens, text, prompt.fields, prompt.source)
-
-
-def check_prompt_lengths(task: Task, new_tokens: int, config: Config, further: int = 0) -> None:
-    """Raise SettingsError where the longest prompt and its completion are longer than a model's positions.
+def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model]) -> Task:
+    """The task with prompts that are short enough for every model and for --max_prompt_tokens.
 
     Args:
-      further: tokens that the model reads behind a completion.
+      new_tokens: of a completion.
+      models: of the roles that read its tokens.
+
+    Raises:
+      SettingsError: one is too long, or none is left; see `fit`.
     """
-    longest = max((*task.prompts, *task.heldout), key=lambda e: len(e.tokens))
-    beyond = f", {further} of them to read the whole completion" if further else ""
-    if len(longest.tokens) + new_tokens + further > config.max_positions:
-        where = f"{longest.source}: " if longest.source else ""
+    # A reward model reads one more token, behind the completion.
+    room = {name: one.config.max_positions - new_tokens - (name in READERS) for name, one in models.items()}
+    name = min(room, key=lambda name: room[name])
+    most = room[name]
+    beyond = ", 1 of them to read the whole completion" if name in READERS else ""
+    positions = models[name].config.max_positions
+    reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
+    if settings.max_prompt_tokens is not None and settings.max_prompt_tokens < most:
+        most, reason = settings.max_prompt_tokens, f"--max_prompt_tokens is {settings.max_prompt_tokens}"
+    if most < 1:
         raise SettingsError(
-            f"{where}the longest prompt has {len(longest.tokens)} tokens and --max_new_tokens is {new_tokens}, but the "
-            f"model has {config.max_positions} positions{beyond}; shorten one of them (prompt begins "
-            f"{longest.text[:60]!r})"
+            f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "
+            "prompt; give fewer"
         )
+    train, held = (fit(prompts, most, settings.long_prompts, reason) for prompts in (task.prompts, task.heldout))
+    remarks = [f"{name}: {one.remark}" for name, one in (("prompts", train), ("held-out prompts", held)) if one.remark]
+    return task._replace(prompts=train.prompts, heldout=held.prompts, remarks=(*task.remarks, *remarks))
 
 
-def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
+def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config, directory: str | None = None) -> None:
     """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
+
+    Args:
+      directory: of the model, where it is not the one that the run begins with.
 
     Raises:
       SettingsError: one is beyond it, and the way out.
@@ -269,7 +362,7 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
     ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
     for name, token in ends:
         if token is not None and token >= config.vocab:
-            raise SettingsError(f"the {name} is {token}{_beyond(config)}")
+            raise SettingsError(f"the {name} is {token}{_beyond(config, directory)}")
     if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
         return
     examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
@@ -278,13 +371,18 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, config: Config) -> None:
         found = [token for one in texts for token in one.tokens if token >= config.vocab]
         if found:
             text = tokenizer.convert_ids_to_tokens(found[0])
-            raise SettingsError(f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config)}")
+            raise SettingsError(
+                f"the tokenizer makes token {found[0]} ({text!r}) of a text{_beyond(config, directory)}"
+            )
 
 
-def _beyond(config: Config) -> str:
+def _beyond(config: Config, directory: str | None) -> str:
+    own = config.module or directory is not None
+    rows = "with transformers' resize_token_embeddings and save the model" if own else "with --resize_vocab"
+    which = "the model" if directory is None else directory
     return (
-        f", but the model has token ids below {config.vocab} (vocab_size of config.json); use a token that it has, or "
-        "add rows with transformers' resize_token_embeddings and save the model"
+        f", but {which} has token ids below {config.vocab} (vocab_size of config.json); use a token that it has, or "
+        f"add rows {rows}"
     )
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.data.packing import RowCost
+from funrl.data.packing import Packing, RowCost
 from funrl.mesh.collectives import psum
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import max_rows_of, packed, plan_epoch, row_cost
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.step import train_step
+from funrl.trainer.skipped import Skips
+from funrl.trainer.step import NotFiniteError, train_step
 from funrl.trainer.step_rows import Rows, moved, own_batch
 
 
@@ -30,6 +31,7 @@ def learn(
     clock: Clock | None = None,
     frozen: Mapping[str, trees.Tree] | None = None,
     cost: RowCost | None = None,
+    skips: Skips | None = None,
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
     """Update every role that has a loss, in the order of `roles`, on each mini-batch; the same rows on every mesh.
 
@@ -44,11 +46,12 @@ def learn(
       clock: told the phases, "update_policy" and so on.
       frozen: weights of the base and of the companions, where roles have some.
       cost: how the work of a row grows with its length; None: as in the model that learns last.
+      skips: told the updates whose loss or gradient is not finite, which are left out; None: that is an error.
 
-    Returns: the states after it, and the metrics' means over the updates.
+    Returns: the states after it, and the metrics' means over the updates that were made.
 
     Raises:
-      NotFiniteError: naming step and role; that update was not made.
+      NotFiniteError: naming step and role, where no `skips` are given; that update was not made.
     """
     clock, states, told = clock or Clock(), dict(states), dict[str, list[Tensor]]()
     learning = {name: role for name, role in roles.items() if role.loss is not None and step >= role.first_step}
@@ -62,14 +65,29 @@ def learn(
         for part, packing, total in zip(plan.parts, plan.packings, totals, strict=True):
             for name, role in learning.items():
                 pieces = (piece.batch for piece in packed(rows, packing, part, most, role.mask))
+                what = f"step {step}, {name}"
                 with clock.phase(f"update_{name}"):
                     dens, tokens = total[name]
-                    states[name], metrics = train_step(
-                        role, states[name], pieces, dens, tokens, f"step {step}, {name}", frozen
-                    )
+                    try:
+                        states[name], metrics = train_step(role, states[name], pieces, dens, tokens, what, frozen)
+                    except NotFiniteError as error:
+                        if skips is None:
+                            raise
+                        skips.add(
+                            error, what, name, rows, part, rows_of_micro_batches(error.suspects, packing, part, rows)
+                        )
+                        continue
+                if skips is not None:
+                    skips.made(name)
                 for key, value in metrics.items():
                     told.setdefault(key, []).append(value)
     return states, means(told)
+
+
+def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
+    """Numbers of the rows of some of this rank's micro-batches."""
+    own = [places for places, _ in packing.own(rows.index)]
+    return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 
 
 def denominators(

@@ -8,7 +8,6 @@ rank holds of a model are its shards. The boxes are functions of files beside th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh import heartbeat
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.processes import stops_when_asked
 from funrl.rewards.load import RewardError
@@ -23,23 +23,26 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
-from funrl.trainer.base_model import keep_base, kept_already, own_base
+from funrl.trainer.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
+from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
+from funrl.trainer.rescue import WholeState, saved_on_failure
 from funrl.trainer.roles import BASE, weights_of
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
-from funrl.trainer.shard_server import CheckpointError
+from funrl.trainer.skipped import Skips
 from funrl.trainer.sources import Source
 from funrl.trainer.state import State
 from funrl.trainer.step import NotFiniteError
 from funrl.trainer.step_rows import Rows, moved, on_cpu
+from funrl.trainer.weight_digests import role_digests
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -64,6 +67,8 @@ class Trainer(NamedTuple):
 
     Attributes:
       frozen: weights of the roles that do not learn.
+      skips: takes note of updates that are left out; None: such an update is an error.
+      folder: of the checkpoints; None: the run has no directory.
     """
 
     job: Job
@@ -71,6 +76,8 @@ class Trainer(NamedTuple):
     source: Source
     frozen: Mapping[str, trees.Tree]
     clock: Clock
+    skips: Skips | None = None
+    folder: str | None = None
 
 
 def train_loop(
@@ -85,70 +92,97 @@ def train_loop(
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
-    Returns: how it ended. A reward function that fails, a gradient that is not finite, or an engine that does not hold
-      the trainer's weights ends the run too, with everything learned so far saved.
+    Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
+      that does not hold the trainer's weights ends the run too, with everything learned so far saved.
     """
-    trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-    folder = shared_folder(observer, mesh)
-    base = trainer.frozen.get(BASE)
-    with Saver(job, trainer.parts, trainer.source, state, folder, observer, base) as saver, stops_when_asked():
+    with heartbeat.phase("load"):
+        trainer, state = begin_run(job, mesh, observer, source, pool=pool)
+        frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
+        adapters = {}
+        if job.lora is not None and trainer.folder is not None:
+            adapters = adapter_facts(job, trainer.parts, trainer.frozen[BASE])
+    with (
+        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
+        stops_when_asked(),
+        saved_on_failure(saver) as held,
+    ):
         state, evaluations = saver.resumed(state)
-        outcome, state = run_steps(trainer, state, saver, evaluations, observer)
-    if outcome.stopped is None:
-        role = trainer.parts.roles[job.lead]
-        observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
+        outcome, state = run_steps(trainer, state, saver, evaluations, observer, held)
+        if outcome.stopped is None:
+            role = trainer.parts.roles[job.lead]
+            with heartbeat.phase("finish"):
+                observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
+            saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
 
 def run_steps(
-    trainer: Trainer, state: State, saver: Saver, evaluations: Evaluations | None, observer: Observer
+    trainer: Trainer, state: State, saver: Saver, evaluations: Evaluations | None, observer: Observer, held: WholeState
 ) -> tuple[Outcome, State]:
     """All steps that are left, and the state at the end, with its weights where they can be saved.
 
     Args:
       evaluations: so far, of a run that goes on; None: it begins.
+      held: given the state whenever it is whole.
     """
     settings, parts = trainer.job.settings, trainer.parts
-    before = state if evaluations is None else state._replace(version=state.version - 1)
-    state = sync(parts, before, frozen=trainer.frozen)
-    place = offload.mover(settings.offload, parts, observer.note)
-    done, whole = evaluations or Evaluations({}, {}), state._replace(roles={})
+    begun = state if evaluations is None else state._replace(version=state.version - 1)
+    state = sync(parts, begun, frozen=trainer.frozen)
+    move = offload.mover(settings.offload, parts, observer.note)
+    done, before = evaluations or Evaluations({}, {}), state._replace(roles={})
     error = stopped = None
+
+    def place(trainer: Trainer, state: State, stage: str) -> tuple[Trainer, State]:
+        """Both with what a stage needs where it is needed; the state before the step is held, but for an update."""
+        held.release()
+        trainer, state = move(trainer, state, stage)
+        if stage != "update":
+            held.keep(before._replace(roles=state.roles), done)
+        return trainer, state
+
     try:
         checked = verify(trainer, state, True)
         if evaluations is None:
             first = trainer.source.evaluate(state.roles, state.step)
             done = Evaluations(first, first)
         for step in range(state.step + 1, settings.steps + 1):
+            heartbeat.at_step(step)
             trainer, state = place(trainer, state, "generate")
-            rows, state, metrics = draw_batch(trainer, state)
+            drawn, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
-            rows, state, scored = score_batch(trainer, state, rows)
+            rows, state, scored = score_batch(trainer, state, drawn)
             trainer, state = place(trainer, state, "update")
-            whole = None
             state, learned = learn_batch(trainer, state, rows)
             state = sync(parts, state, trainer.clock, trainer.frozen)
-            metrics |= scored | learned | verify(trainer, state)
+            stages = {"drawn": metrics, "scored": scored, "learned": learned}
+            metrics = metrics | scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
                 metrics = checked | metrics | done.first
             if step % settings.eval_every == 0 or step == settings.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
-            observer.step(step, metrics | memory_metrics(parts.mesh), trainer.clock.take())
-            whole = state._replace(roles={})
+            state = state._replace(source=trainer.source.observed(state.source, metrics))
+            metrics |= memory_metrics(parts.mesh)
+            before = state._replace(roles={})
+            held.keep(state, done, metrics)
+            if saver.rows.due(step):
+                with trainer.clock.phase("save_rollouts"):
+                    saver.rows.save(state, drawn, rows, stages)
+            observer.step(step, metrics, trainer.clock.take())
+            if trainer.skips is not None:
+                trainer.skips.check()
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
-    except (RewardError, NotFiniteError, SyncError) as failure:
+    except (RewardError, CurriculumError, NotFiniteError, SyncError) as failure:
         error = str(failure)
-        if whole is not None:  # the weights are still those after the step before
-            saver.save(whole._replace(roles=state.roles), done)
-    except Exception:
-        if whole is not None and parts.mesh.world == 1:  # of several ranks the others wait elsewhere
-            with contextlib.suppress(CheckpointError):  # which would hide the failure
-                saver.save(whole._replace(roles=state.roles), done)
-        raise
-    _, state = place(trainer, state, "save")
+        if held.state is not None:  # the weights are still those after the step before
+            saver.save(held.state, done)
+    whole = held.state
+    held.release()
+    _, state = move(trainer, state, "save")
+    if whole is not None:
+        held.keep(whole._replace(roles=state.roles), done)
     return Outcome(*done, error, stopped), state
 
 
@@ -165,7 +199,9 @@ def begin_run(
     weights = first_weights(job, parts, first_base(job, parts, observer))
     frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
-    return Trainer(job, parts, made, frozen, clock), first_state(job, parts, weights, made.init())
+    folder = shared_folder(observer, mesh)
+    skips = Skips(job.settings.max_skipped, mesh, folder, observer.note)
+    return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
 
 
 def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
@@ -213,10 +249,12 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here = on_cpu(rows)
-        return rows, state, describe(here, here.batch) if trainer.job.generates else {}
+        here, names = on_cpu(rows), trainer.job.reward_names
+        pairs = trainer.job.algorithm.example == "pair"  # which the source has told of
+        return rows, state, describe(here, here.batch, names) if trainer.job.generates and not pairs else {}
     with trainer.clock.phase("advantage"):
-        rows, chain, metrics = advantages(trainer.job.algorithm.advantage, state.advantage, rows)
+        chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
+        rows, chain, metrics = advantages(chain, state.advantage, rows, names)
     return rows, state._replace(advantage=chain), metrics
 
 
@@ -226,8 +264,9 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     roles, metrics = learn(
         trainer.parts.roles, state.roles, rows, step, settings.epochs, settings.minibatches, settings.seed,
         settings.token_budget, trainer.clock, trainer.frozen, row_cost(trainer.parts.roles[trainer.job.lead].placed),
+        trainer.skips,
     )  # fmt: skip
-    return state._replace(roles=roles, step=step), metrics
+    return state._replace(roles=roles, step=step), metrics | (trainer.skips.take() if trainer.skips else {})
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from funrl import trees
 from funrl.models.placed import Placed
+from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
 
 
@@ -22,13 +23,26 @@ class Observer(WarmstartObserver, Protocol):
     """Observer of a run, which shows and writes what happens. Every rank has one; that of rank 0 shows it."""
 
     def samples(
-        self, step: int, examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float | None]
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
     ) -> None: ...
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Take some more rows of an evaluation's table."""
+        ...
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 
-    def resumed(self, step: int) -> None:
-        """Forget later steps, which are repeated from here on."""
+    def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Forget later steps, which are repeated from here on.
+
+        Args:
+          metrics: of this step, where its line may be missing, as the run had failed before it was written.
+        """
         ...
 
     def checkpoint_folder(self) -> str | None:

@@ -18,7 +18,7 @@ from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
 from funrl.trainer.build import Parts
-from funrl.trainer.roles import BASE, Role, RoleState
+from funrl.trainer.roles import BASE, READERS, Role, RoleState
 from funrl.trainer.state import State
 
 PARTS = ("optimizer", "reference", "params")
@@ -84,13 +84,13 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
 
 
 def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
-    """The stages that need the weights of each frozen role that has its own. A reward model, which the source has, is
-    not among them: it stays on the device."""
+    """The stages that need the weights of each frozen role that has its own. Reward models, which the source has, are
+    not among them: they stay on the device."""
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
         for name, role in roles.items()
-        if role.loss is None and name != "reward_model" and not role.on_base
+        if role.loss is None and name not in READERS and not role.on_base
     }
 
 

@@ -6,8 +6,8 @@ is trained on when all its samples are finished. Where fewer prompts are finishe
 begun, so a batch is full from the first step on; what is finished beyond a batch waits for the next one, the prompts
 that were drawn first before the others. None of this depends on the mesh or on time.
 
-What is begun is in the source's state. A rank holds its own rows of it, and rows that go on are dealt out anew in each
-step; in a checkpoint all are on the first rank.
+What is begun is in the source's state. A rank holds its own rows of it and writes them to a checkpoint; rows that go on
+are dealt out anew in each step.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import Batch, as_dict
-from funrl.data.prompts import prompt_batch
+from funrl.batch import Batch, as_dict, row_fields
+from funrl.data.order import places_in_order, take_next
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
-from funrl.trainer.generation import Example, Rollout, to_rows
+from funrl.trainer.generation import Example, Rollout, generating_ranks, to_rows
+from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.sources import (
     Generation,
     Show,
     Source,
     chosen_rows,
+    failed_rows,
     filtered_samples,
     one_step_of,
     prompt_source,
+    rewarded_samples,
     show_samples,
 )
-from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, split_rows, take
+from funrl.trainer.step_rows import Rows, join_rows, moved, on_cpu, rows_of, take, widened
 
 
 class Budgeted(NamedTuple):
@@ -68,7 +71,7 @@ class BegunPrompts(NamedTuple):
     """Prompts that were begun and not trained on yet, in the order of their numbers.
 
     Attributes:
-      places: [P] number of each among all prompts that were ever drawn.
+      places: [P] position of each in the order of the prompts.
       seeds: [R] of each row's request; the rows of a prompt are neighbours.
       paused: [R] rows that are not finished.
       rows: R rows, without what a reward model gives.
@@ -105,13 +108,20 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
-        held, consumed, examined, finished_early = _filled(g, budget, clock, _held(state["begun"], budget.mesh), begin)
+        weights, told, weighed = g.weighing.weights(state["told"], step)
+        at = _held(state["begun"], budget.mesh), begin
+        held, consumed, examined, drawn, finished_early = _filled(g, budget, clock, *at, weights)
         seen = _joined_examined(examined)
+        scored = seen.rows.batch.get("scores"), seen.rows.batch.get("failed")
+        told = g.weighing.measured(told, _prompt_numbers(g, seen.places), *scored)
         useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
-        metrics = _metrics(g, held, seen, consumed - begin, finished_early)
+        metrics = weighed | _metrics(g, held, seen, drawn, finished_early)
+        if weights is not None:
+            metrics["curriculum/passed_over"] = consumed - begin - drawn
         if not len(useful):
             show.note(f"step {step}: the filter dropped all of {len(seen.places)} prompts; some are used as they are")
-            useful, seen = np.arange(len(seen.places))[: g.batch_prompts], _unfiltered(seen)
+            seen = seen._replace(kept_PS=rewarded_samples(g, seen.rows, len(seen.places)))
+            useful = np.flatnonzero(seen.kept_PS.any(1))[: g.batch_prompts]
         elif len(useful) < g.batch_prompts:
             show.note(f"step {step}: the filter kept {len(useful)} prompts, the batch needs {g.batch_prompts}")
         examples = _examples(g, seen.places)
@@ -123,77 +133,87 @@ def partial_source(generation: Generation, budget: Budgeted, clock: Clock, show:
         metrics |= _staleness(rows, budget.version())
         if g.shows(step):
             _show_first(g, show, step, some.examples[:8], rows, some.samples)
-        return rows, {"prompts_consumed": consumed, "begun": _tree(held)}, metrics
+        return rows, {**state, "prompts_consumed": consumed, "told": told, "begun": _tree(held)}, metrics
 
-    def gathered(state: trees.Tree) -> trees.Tree:
+    def saved(state: trees.Tree) -> trees.Tree:
         held = _held(state["begun"], budget.mesh)
-        rows = moved(held.rows, np.zeros_like(held.rows.owner), budget.mesh)
-        return {**state, "begun": _tree(held._replace(rows=rows))}
+        return {**state, "begun": _tree(held._replace(rows=widened(held.rows)))}
 
-    def shared(state: trees.Tree) -> trees.Tree:
-        begun = state["begun"]
-        owner = np.arange(len(begun["owner"])) % budget.mesh.size(budget.mesh.row_axes)
-        rows = split_rows(Batch(**begun["fields"]), owner, budget.mesh)
-        return {**state, "begun": _tree(_held(begun, budget.mesh)._replace(rows=rows))}
+    def rows(state: trees.Tree) -> HeldRows:
+        names = {f"begun/fields/{name}" for name in state["begun"]["fields"] if name not in row_fields()}
+        return HeldRows(frozenset(names), state["begun"]["owner"].numpy(), budget.mesh)
 
-    first = {"prompts_consumed": 0, "begun": _tree(nothing)}
-    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, gathered, shared)
+    def restored(state: trees.Tree) -> trees.Tree:
+        begun, mesh = state["begun"], budget.mesh
+        owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
+        return {**whole.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
+
+    first = {**whole.init(), "begun": _tree(nothing)}
+    ways = {"saved": saved, "rows": rows, "restored": restored, "observed": whole.observed, "spread": True}
+    return Source(lambda: trees.map(lambda x: x, first), draw, whole.evaluate, **ways)
 
 
 def _filled(
-    g: Generation, budget: Budgeted, clock: Clock, held: BegunPrompts, begin: int
-) -> tuple[BegunPrompts, int, list[Examined], int]:
+    g: Generation, budget: Budgeted, clock: Clock, held: BegunPrompts, begin: int, weights: np.ndarray | None
+) -> tuple[BegunPrompts, int, list[Examined], int, int]:
     """Write until enough prompts are finished.
 
     First all that is begun goes on, and as many prompts are begun as a batch lacks of finished ones. Then further ones
     are begun as they are missing, as long as no more will be left unfinished than the steps of the longest completion
     train on; then the first ones of those that are not finished are finished beyond the budget.
 
-    Returns: all prompts that are begun or finished; how many were ever drawn; the finished ones; how many were finished
-      beyond the budget.
+    Args:
+      begin: position in the order.
+      weights: of the prompts; see `take_next`.
+
+    Returns: all prompts that are begun or finished; the new position; the finished ones; how many were begun, and how
+      many were finished beyond the budget.
     """
-    samples, batch, consumed, beyond = g.sampling.samples, g.batch_prompts, begin, 0
+    samples, batch, drawn, beyond = g.sampling.samples, g.batch_prompts, 0, 0
     most = batch * g.max_refills if g.filter else None
     under_way = batch * (-(-g.sampling.max_new_tokens // budget.tokens) - 1)
     examined, kept, new = [], 0, max(0, batch - int(held.ready(samples).sum()))
-    held = _written(g, budget, clock, held, held.paused, begin, new, budget.tokens)
+    held, consumed = _written(g, budget, clock, held, held.paused, begin, new, budget.tokens, weights)
     while True:
-        consumed += new
+        drawn += new
         known = np.concatenate([np.zeros(0, np.int64), *(one.places for one in examined)])
         fresh = np.flatnonzero(held.ready(samples) & ~np.isin(held.places, known))
         if len(fresh):
             examined.append(_examine(g, clock, held.some(fresh, samples)))
             kept += int(examined[-1].kept_PS.any(1).sum())
         missing, waiting = batch - kept, np.flatnonzero(~held.ready(samples))
-        may_begin = missing if most is None else min(missing, most - (consumed - begin))
+        may_begin = missing if most is None else min(missing, most - drawn)
         new = max(0, min(may_begin, under_way + missing - len(waiting)))
         if missing <= 0 or not (new or len(waiting)):
-            return held, consumed, examined, beyond
+            return held, consumed, examined, drawn, beyond
         if new:
-            held = _written(g, budget, clock, held, np.zeros_like(held.paused), consumed, new, budget.tokens)
+            none = np.zeros_like(held.paused)
+            held, consumed = _written(g, budget, clock, held, none, consumed, new, budget.tokens, weights)
         else:
             oldest = np.isin(np.arange(len(held.paused)) // samples, waiting[:missing])
-            held = _written(g, budget, clock, held, held.paused & oldest, consumed, 0, None)
+            held, consumed = _written(g, budget, clock, held, held.paused & oldest, consumed, 0, None, weights)
             beyond += min(missing, len(waiting))
 
 
 def _written(
     g: Generation, budget: Budgeted, clock: Clock, held: BegunPrompts, goes_on: np.ndarray, begin: int, new: int,
-    tokens: int | None,
-) -> BegunPrompts:  # fmt: skip
-    """The prompts that are held, after some more writing.
+    tokens: int | None, weights: np.ndarray | None,
+) -> tuple[BegunPrompts, int]:  # fmt: skip
+    """The prompts that are held, after some more writing, and the position in the order.
 
     Args:
       goes_on: [R] rows that are continued.
-      begin: number of the first new prompt.
+      begin: position in the order.
       new: prompts that are begun.
       tokens: that each of these rows may draw; None: to its end.
+      weights: of the prompts; see `take_next`.
     """
     samples, numbers = g.sampling.samples, np.flatnonzero(goes_on)
     if not len(numbers) and not new:
-        return held
+        return held, begin
     old = [example for example in _examples(g, held.places) for _ in range(samples)]
-    drawn = prompt_batch(g.prompts, new, g.seed, begin)
+    taken = take_next(g.prompts, new, g.seed, begin, weights)
+    drawn = [g.prompts[place] for place in taken.places.tolist()]
     seed = derived_seed(g.seed, begin)
     seeds = np.array([request_seed(seed, n) for n in range(new * samples)], dtype=np.int64)
     held = held._replace(rows=_dealt(held.rows, numbers, budget.mesh))
@@ -222,12 +242,13 @@ def _written(
     paused = (~done.finished & (done.lengths < g.sampling.max_new_tokens)).cpu().numpy()
     order = np.arange(len(old) + new * samples)
     order[numbers], order[len(old) :] = len(old) + np.arange(first), len(old) + first + np.arange(new * samples)
-    return BegunPrompts(
-        np.concatenate([held.places, begin + np.arange(new)]),
+    made = BegunPrompts(
+        np.concatenate([held.places, taken.positions]),
         np.concatenate([held.seeds, seeds]),
         np.concatenate([held.paused, paused])[order],
         take(join_rows([held.rows, rows]), order),
     )
+    return made, taken.end
 
 
 def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
@@ -244,8 +265,7 @@ def _examine(g: Generation, clock: Clock, done: BegunPrompts) -> Examined:
     samples, rows = g.sampling.samples, done.rows
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
     if g.rescore is not None:
-        with clock.phase("score_reward_model"):
-            rows = g.rescore(rows, _examples(g, done.places))
+        rows = g.rescore(rows, _examples(g, done.places), "")
     return Examined(done.places, rows, filtered_samples(g, rows, len(done.places)))
 
 
@@ -257,10 +277,6 @@ def _joined_examined(found: Sequence[Examined]) -> Examined:
     return Examined(places[order], take(join_rows([one.rows for one in found]), numbers), kept_PS[order])
 
 
-def _unfiltered(seen: Examined) -> Examined:
-    return seen._replace(kept_PS=np.ones_like(seen.kept_PS))
-
-
 def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyond: int) -> dict[str, float]:
     """Numbers of a step's prompts."""
     useful, unfinished = np.asarray(seen.kept_PS.any(1)), int((~held.ready(g.sampling.samples)).sum())
@@ -270,6 +286,8 @@ def _metrics(g: Generation, held: BegunPrompts, seen: Examined, drawn: int, beyo
         "partial/finished_prompts_left": max(0, int(useful.sum()) - g.batch_prompts),
         "partial/prompts_beyond_budget": beyond,
     }
+    if seen.rows.batch.get("failed") is not None:
+        told["reward/failed"] = failed_rows(seen.rows)
     if g.filter is None:
         return told
     return told | {
@@ -314,12 +332,16 @@ def _completion(rows: Rows, number: int, example: Example, finish: str) -> Compl
 
 
 def _examples(g: Generation, places: np.ndarray) -> list[Example]:
-    """The prompts of these numbers."""
+    """The prompts at these positions of the order."""
+    return [g.prompts[number] for number in _prompt_numbers(g, places).tolist()]
+
+
+def _prompt_numbers(g: Generation, places: np.ndarray) -> np.ndarray:
+    """Places among all prompts of those at some positions of the order."""
     if not len(places):
-        return []
+        return places
     first = int(places.min())
-    drawn = prompt_batch(g.prompts, int(places.max()) + 1 - first, g.seed, first)
-    return [drawn[place - first] for place in places.tolist()]
+    return places_in_order(g.prompts, int(places.max()) + 1 - first, g.seed, first)[places - first]
 
 
 def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:

@@ -2,45 +2,111 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
-from funrl.rewards.pool import Completed, Pool, score_rows
+from funrl.mesh.heartbeat import beat
+from funrl.rewards.call import Completed, Failure, RewardError, RewardOutcome
+from funrl.rewards.pool import Pool, RowRewards
 from funrl.rollout.requests import Completion
+
+_Part = tuple[Future[list[RewardOutcome]], int]  # of one function: its numbers, and the row's place among them
+
+
+class Rewarded(NamedTuple):
+    """Rewards of rows, in the order of their numbers.
+
+    Attributes:
+      scores: a number of each function a row; NaN where it does not apply, 0 where it failed.
+      failed: of each row, whether a function failed on it, or none applies to it.
+      problem: message of the first failure; "" where there is none.
+    """
+
+    scores: list[list[float]]
+    failed: list[bool]
+    problem: str
 
 
 class PendingRewards:
     """Rewards of rows, asked for as their completions finish, in any order and by any number at once.
 
-    Workers begin with a row when it is added. Without workers this process rewards all rows at the end, in their order.
+    Workers begin with a row when it is added; a batched function is given all rows of a prompt together, when the last
+    of them is there. Without workers this process rewards all rows at the end, in their order.
     """
 
-    def __init__(self, pool: Pool, completed: Callable[[Completion], Completed]):
+    def __init__(self, pool: Pool, completed: Callable[[Completion], Completed], samples: int = 1):
         """
         Args:
           pool: runs the reward functions.
           completed: a completion -> what the functions are given.
+          samples: rows of a prompt, which have neighbouring numbers.
         """
-        self._pool, self._completed = pool, completed
+        self._pool, self._completed, self._samples = pool, completed, samples
         self._rows: dict[int, Completed] = {}
-        self._futures: dict[int, Future[list[float]]] = {}
+        self._parts: dict[tuple[int, int], _Part] = {}  # by row and function
+        self._groups: defaultdict[int, list[int]] = defaultdict(list)  # rows that batched functions wait for
 
     def add(self, done: Completion) -> None:
         """Take a row as its completion finishes; one that is only paused has no reward yet."""
         if done.finish == "paused":
             return
-        row = self._completed(done)
-        if self._pool.workers:
-            self._futures[done.number] = score_rows(self._pool, [row])[0]
-        else:
-            self._rows[done.number] = row
+        self._rows[done.number] = self._completed(done)
+        if not self._pool.workers:
+            return
+        self._begin([done.number], batched=False)
+        group = self._groups[done.number // self._samples]
+        group.append(done.number)
+        if len(group) == self._samples:
+            self._begin(sorted(self._groups.pop(done.number // self._samples)), batched=True)
 
-    def collect(self) -> list[list[float]]:
-        """Wait for all rewards; one number of each function a row, rows in the order of their numbers.
+    def collect(self, on_error: str = "stop") -> Rewarded:
+        """Wait for all rewards.
+
+        Args:
+          on_error: "stop" raises the first failure; otherwise they are told.
 
         Raises:
-          RewardError: a function failed; of the first row of which one did.
+          RewardError: a function failed, of the first row of which one did; or the pool has ended.
         """
-        rewarded = {number: score_rows(self._pool, [self._rows[number]])[0].result() for number in sorted(self._rows)}
-        rewarded |= {number: future.result() for number, future in sorted(self._futures.items())}
-        return [rewarded[number] for number in sorted(rewarded)]
+        numbers = sorted(self._rows)
+        if self._pool.workers:
+            for group in self._groups.values():  # of prompts whose other rows are not here
+                self._begin(sorted(group), batched=True)
+        else:
+            for number in numbers:
+                self._begin([number], batched=False)
+                beat()
+                if on_error == "stop":
+                    self._check(number)
+            self._begin(numbers, batched=True)
+        rewarded = Rewarded([], [], "")
+        for number in numbers:
+            rewards = RowRewards(self._rows[number], tuple(self._parts[number, k] for k in self._functions()))
+            found = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
+            beat()
+            failures = [one for one in found if isinstance(one, Failure)]
+            rewarded.scores.append([0.0 if isinstance(one, Failure) else one for one in found])
+            rewarded.failed.append(bool(failures))
+            if failures and not rewarded.problem:
+                rewarded = rewarded._replace(problem=failures[0].message)
+        return rewarded
+
+    def _functions(self) -> range:
+        return range(len(self._pool.functions))
+
+    def _begin(self, numbers: list[int], batched: bool) -> None:
+        """Begin to reward rows by the functions that are given rows together, or by the others. Where this process
+        runs them, those that are awaited are given all rows, to be under way together."""
+        for k, one in enumerate(self._pool.functions):
+            if batched == (one.batched or (one.awaited and not self._pool.workers)) and numbers:
+                future = self._pool.begin(k, [self._rows[number] for number in numbers])
+                self._parts |= {(number, k): (future, place) for place, number in enumerate(numbers)}
+
+    def _check(self, number: int) -> None:
+        """Raise RewardError where a function that has been called failed on a row."""
+        for k in self._functions():
+            future, place = self._parts.get((number, k), (None, 0))
+            if future is not None and isinstance(found := future.result()[place], Failure):
+                raise RewardError(*found)

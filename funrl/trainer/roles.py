@@ -9,6 +9,7 @@
 | teacher | log-probability, its most probable tokens | teacher_logp, teacher_topk, teacher_topk_logp | no |
 | teacher | hidden states, beside the policy in the step | divergence | no |
 | reward_model | a value at the end of a completion | part of score | only by `reward_model` runs |
+| process_reward_model | a value at the end of every step | token_reward, or part of score | only by runs of its name |
 
 A role of another name may be added by hand: it is a `Role` in the dict like these.
 """
@@ -33,10 +34,12 @@ WRITES: Mapping[str, Mapping[str, str]] = {
     "implicit_reward": {"implicit_logp": "logp"},
     "reference": {"ref_logp": "logp"},
     "teacher": {"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
-    "reward_model": {},  # it reads completions in the source, before there are scores
+    "reward_model": {},  # they read completions in the source, before there are scores
+    "process_reward_model": {},
 }
-FROZEN = ("reference", "teacher", "reward_model")  # where the algorithm gives them no loss
-VALUES = ("critic", "reward_model")  # a value head instead of an unembedding
+READERS = ("reward_model", "process_reward_model")
+FROZEN = ("reference", "teacher", *READERS)  # where the algorithm gives them no loss
+VALUES = ("critic", *READERS)  # a value head instead of an unembedding
 BASE = "base"  # of the frozen weights, those that adapters stand on, and that a role without any is
 LOSS_METRICS = {"policy": "actor/pg_loss", "critic": "critic/vf_loss"}  # of the others: ROLE/loss
 TOPK = 64

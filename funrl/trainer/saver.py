@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from funrl import trees
 from funrl.mesh.collectives import gather_objects, pmax
 from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.processes import stop_asked
 from funrl.mesh.rules import Layout
-from funrl.trainer.base_model import adapter_facts, check_adapters
+from funrl.trainer.base_model import check_base
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import (
+    FORMAT,
     Recorded,
     complete_checkpoints,
     load,
@@ -30,6 +31,9 @@ from funrl.trainer.checkpoint import (
 from funrl.trainer.export import write_outline
 from funrl.trainer.job import Job
 from funrl.trainer.observing import Observer
+from funrl.trainer.resumable import check_facts, check_frozen, run_facts
+from funrl.trainer.row_keeper import RowKeeper
+from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards
 from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
 from funrl.trainer.shards import (
@@ -61,6 +65,7 @@ class Saver:
 
     Attributes:
       folder: of the checkpoints; None: nothing is saved, as the run has no directory.
+      rows: keeps the rows of steps beside them.
       saved: the step of the newest checkpoint that this run has begun to write or was resumed from; -1: none.
     """
 
@@ -72,15 +77,17 @@ class Saver:
         state: State,
         folder: str | None,
         observer: Observer,
-        base: trees.Tree = None,
+        frozen: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Any] | None = None,
     ) -> None:
         """Collective.
 
         Args:
           source: of the run.
+          frozen: digests of the weights that do not learn, by role.
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
-          base: this rank's weights that adapters stand on; None: all weights learn.
+          adapters: by `adapter_facts`, of a run in which adapters learn.
 
         Raises:
           CheckpointError: the state has a leaf that cannot be saved.
@@ -88,16 +95,18 @@ class Saver:
         self.job, self.settings, self.mesh = job, job.settings, parts.mesh
         model = parts.roles[job.lead].placed.model
         self.model = model if model.adapters is None else model.adapters.plain
-        self.source, self.folder, self.observer = source, folder, observer
+        self.source, self.folder, self.observer, self.frozen = source, folder, observer, dict(frozen or {})
+        self.adapters = dict(adapters or {})
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.save_every)
         self.server, self.memory, self.reserved = ShardServer(), None, 0
         self.saved, self.attempt, self.began = -1, 0, time.monotonic()
         self.scores: dict[int, float | None] = {}
-        self.adapters = {} if folder is None or job.lora is None else adapter_facts(job, parts, base)
+        self.rows = RowKeeper(job, parts, folder, observer)
         numbers_of(state)
         if folder is not None and self.mesh.rank == 0:
             sweep(folder)
+            self.rows.sweep()
         gather_objects(None, self.mesh)  # nobody writes before rank 0 has swept
 
     def resumed(self, state: State) -> tuple[State, Evaluations | None]:
@@ -118,27 +127,32 @@ class Saver:
             found = self._newest(problems)
             if found is None:
                 break
-            check_adapters(found.path, found.facts, self.adapters)
+            check_facts(found, self.job)
+            check_frozen(found, self.frozen, self.job)
+            if self.adapters:
+                check_base(found.path, found.facts, self.adapters["base"]["digests"], self.settings.model)
             try:
-                state = load(found, state, self.layouts, self.mesh, self.server)
+                state = load(found, state, self.layouts, self.mesh, self.server, self._held(state))
             except DamagedError as error:
                 problems.append(str(error))
                 self.observer.note(f"{error}; the checkpoint before it is taken")
                 continue
             self.saved = state.step
-            self.observer.resumed(state.step)
+            self.rows.forget(state.step)
+            self.observer.resumed(state.step, found.facts.get("metrics"))
             self.observer.note(f"resumed after step {state.step} from {found.path}")
-            state = state._replace(source=self.source.shared(state.source))
+            state = state._replace(source=self.source.restored(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:
             raise CheckpointError(f"--resume: {problems[-1]}; no other checkpoint is left: give another --run_dir")
+        self.rows.forget(0)
         self.observer.resumed(-1)  # nothing of what a run without a checkpoint has written counts
         self.observer.note(f"--resume: there is no checkpoint in {self.folder} yet; the run begins")
         return state, None
 
     def _newest(self, problems: list[str]) -> Recorded | None:
         """The newest checkpoint that is not damaged as far as its record tells, the same on every rank."""
-        found, problem = None, None
+        found, problem, fault = None, None, None
         while self.mesh.rank == 0:
             steps = complete_checkpoints(str(self.folder))
             left = [path for path in steps.values() if not any(one.startswith(str(path)) for one in problems)]
@@ -150,7 +164,13 @@ class Saver:
             except DamagedError as error:
                 problems.append(str(error))
                 self.observer.note(f"{error}; the checkpoint before it is taken")
-        found, problems[:] = gather_objects((found, problems) if self.mesh.rank == 0 else None, self.mesh)[0]
+            except CheckpointError as error:
+                fault = str(error)
+                break
+        told = (found, problems, fault) if self.mesh.rank == 0 else None
+        found, problems[:], fault = gather_objects(told, self.mesh)[0]
+        if fault is not None:
+            raise CheckpointError(f"--resume: {fault}")
         if found is not None and not found.path.is_dir():
             problem = f"--resume: rank {self.mesh.rank} does not see {found.path}, every rank must"
         for one in gather_objects(problem, self.mesh):
@@ -192,10 +212,12 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        state = state._replace(source=self.source.gathered(state.source))
+        state = state._replace(source=self.source.saved(state.source))
         own, memory = self._prepare(state)
-        tensors, numbers = tensors_of(state), numbers_of(state)
-        copy_to_memory(own, tensors, self.layouts, self.mesh, memory)
+        numbers, whole, rows = numbers_of(state), *self._divided(state)
+        copy_to_memory(own, whole, self.layouts, self.mesh, memory)
+        if (held := self._held(state)) is not None:
+            copy_rows(own, rows, held, memory)
         self.attempt += 1
         beside = str(Path(self.folder) / f".step-{state.step}.{self.attempt}")
         scalars, rank = scalar_arrays(numbers), self.mesh.rank
@@ -216,15 +238,12 @@ class Saver:
             if old not in self.scores:
                 try:
                     self.scores[old] = recorded(path).facts["score"]
-                except DamagedError:
+                except CheckpointError:
                     self.scores[old] = None
         scores = {old: self.scores[old] for old in there if old != step} | {step: score}
         self.scores, kept = scores, kept_steps(scores, self.settings.keep_checkpoints)
         removed = [str(there[old]) for old in there if old != step and old not in kept]
-        facts = {
-            "format": 1, "step": step, "score": score, "mesh": str(self.mesh), "world": self.mesh.world,
-            "dtype": self.settings.dtype, "lead": self.job.lead, **evaluations._asdict(), **self.adapters,
-        }  # fmt: skip
+        facts = facts_of(self.job, self.mesh, step, evaluations, score, self.frozen, self.adapters)
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")
         timeout_s = 60.0 * self.settings.timeout
@@ -263,13 +282,15 @@ class Saver:
     def _prepare(self, state: State) -> tuple[OwnShards, Memory]:
         """Own shards of a state, and the memory for them, which is made while the run computes.
 
-        What the source holds, such as rows that are begun, is on the first rank, and changes in size.
+        What the source holds changes in size: rank 0 writes what is alike on every rank, and every rank its rows.
         """
-        tensors = tensors_of(state)
-        of_source = {name: x for name, x in tensors.items() if name.startswith("source/")}
-        own = own_shards({n: x for n, x in tensors.items() if n not in of_source}, self.layouts, self.mesh)
+        whole, rows = self._divided(state)
+        of_source = {name: x for name, x in whole.items() if name.startswith("source/")}
+        own = own_shards({n: x for n, x in whole.items() if n not in of_source}, self.layouts, self.mesh)
         if self.mesh.rank == 0:
             own = joined_shards(own, own_shards(of_source, {}, single()))
+        if (held := self._held(state)) is not None:
+            own = joined_shards(own, own_row_shards(rows, held))
         if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
             try:
                 write_outline(self.folder, self.model, self.job.tokenizer)
@@ -282,6 +303,17 @@ class Saver:
             if own.nbytes:
                 self._send(Reserve(self.memory.path, own.nbytes))
         return own, self.memory
+
+    def _held(self, state: State) -> HeldRows | None:
+        """The rows that the source's state holds, by the names that they have in the state."""
+        held = self.source.rows(state.source)
+        return held and held._replace(names=frozenset(f"source/{name}" for name in held.names))
+
+    def _divided(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of a state: those that are laid out, or alike on every rank; and rows that a rank has alone."""
+        tensors, held = tensors_of(state), self._held(state)
+        rows = {name: x for name, x in tensors.items() if held is not None and name in held.names}
+        return {name: x for name, x in tensors.items() if name not in rows}, rows
 
     def _send(self, request: Any) -> None:
         try:
@@ -299,6 +331,28 @@ class Saver:
         everyone = [problem for found in gather_objects(problems, self.mesh) for problem in found]
         if everyone:
             raise CheckpointError(_explained(str(self.folder), everyone[0]))
+
+
+def facts_of(
+    job: Job,
+    mesh: Mesh,
+    step: int,
+    evaluations: Evaluations,
+    score: float | None,
+    frozen: Mapping[str, str],
+    adapters: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The record of a checkpoint but for its arrays and files.
+
+    Args:
+      frozen: digests of the weights that do not learn, by role.
+      adapters: by `adapter_facts`; {} where all weights learn.
+    """
+    return {
+        "format": FORMAT, "step": step, "score": score, "mesh": str(mesh), "world": mesh.world,
+        "dtype": job.settings.dtype, "lead": job.lead, "run": run_facts(job), "frozen": dict(frozen),
+        **evaluations._asdict(), **adapters,
+    }  # fmt: skip
 
 
 def kept_steps(scores: Mapping[int, float | None], count: int) -> set[int]:

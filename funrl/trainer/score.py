@@ -10,6 +10,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.micro_batch import unpack_tokens
+from funrl.mesh.heartbeat import beat
 from funrl.trainer.clock import Clock
 from funrl.trainer.micro import own_micro_batches, row_cost
 from funrl.trainer.roles import Role
@@ -53,6 +54,7 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
             whole = [out.new_zeros(*shape, *out.shape[2:], dtype=d) for out, d in zip(outs, dtypes, strict=True)]
         for all_rows, out in zip(whole, outs, strict=True):
             unpack_tokens(out, piece.at, all_rows)
+        beat()
     return dict(zip(role.writes, whole, strict=True))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from funrl import seeds
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse
+from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
     RL,
@@ -33,9 +34,11 @@ from funrl.trainer.declaration import (
     some_of,
     value_type,
 )
+from funrl.trainer.scorers import weights_by_name
 
 GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "update": "Training", "output": "Output"}
-ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "teacher")
+ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
@@ -92,7 +95,13 @@ class Settings:
         chosen="h100",
         requires="dry_run",
     )
-    timeout: int = flag(60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1))
+    timeout: int = flag(
+        60, "devices", "minutes that a rank waits for another, such as for its reward", at_least(1), at_most(525600)
+    )
+    heartbeat: int = flag(
+        60, "devices", "seconds without progress after which the run says for which rank, host and phase it waits",
+        at_least(1), at_most(86400),
+    )  # fmt: skip
     kv_cache_gb: float | None = flag(
         None, "devices", "keys and values that a rank may keep while it generates, in 1e9 bytes; what does not fit "
         "waits, or is computed again",
@@ -124,48 +133,123 @@ class Settings:
         "parallel only; auto: native where it can",
         one_of("auto", "native", "hf"), requires="model",
     )  # fmt: skip
+    resize_vocab: bool = flag(
+        False, "job", "give the model rows for tokens that only its tokenizer has, each the mean of the others",
+        requires="model",
+    )  # fmt: skip
     task: str = flag(
         "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
     )
     prompts: str | None = flag(
-        None, "job", "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, or a "
-        "directory that `datasets` saved; several as a.jsonl@0.7,b.parquet@0.3",
+        None, "job", "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, a directory "
+        "that `datasets` saved, or a dataset in the local Hugging Face cache, such as openai/gsm8k:main:train; several "
+        "as a.jsonl@0.7,b.parquet@0.3",
         kinds=RL,
     )  # fmt: skip
     reward: str | None = flag(
         None,
         "job",
-        "FILE.py:function, function(prompt, completion, **fields) -> float; several with commas between",
+        "FILE.py:function, of (prompt, completion, **fields), or one of "
+        f"{', '.join(VERIFIERS)}; several as math,format@0.1",
         kinds=RL,
     )
     reward_model: str | None = flag(
         None, "job", "directory of a reward model, whose scores are added to those of --reward or of the embedded "
-        "task; with --prompts it may be all that scores",
+        "task, times 0.5 with DIR@0.5; with --prompts it may be all that scores",
         kinds=RL,
     )  # fmt: skip
-    reward_weights: str | None = flag(
-        None, "job", "one number for each of --reward, then for --reward_model: 1,0.5", chosen="1 each", kinds=RL
+    process_reward_model: str | None = flag(
+        None, "job", "directory of a reward model that scores the end of every step of a completion", kinds=RL
     )
+    process_reward: str | None = flag(
+        None, "job", "what its scores are: each a reward of the token that ends the step, or one reward of the "
+        "completion",
+        one_of("each", "min", "mean", "last", "product"), kinds=RL, requires="process_reward_model",
+        chosen="each, where the algorithm reads rewards of tokens, else min",
+    )  # fmt: skip
+    step_separator: str | None = flag(
+        None, "job", "text between two steps of a solution, such as \\n\\n for an empty line",
+        chosen="\\n; in the embedded task every token is a step",
+    )  # fmt: skip
+    judge: str | None = flag(
+        None, "job", "directory of a model that writes a verdict on each completion, which is a reward", kinds=RL
+    )
+    judge_template: str | None = flag(
+        None, "job", "file with the text that it is given, in which {{prompt}}, {{completion}} and {{FIELD}} stand",
+        kinds=RL, requires="judge", chosen="a plain request for a number from 0 to 10",
+    )  # fmt: skip
+    judge_pattern: str = flag(
+        r"\[\[(-?[\d.]+)\]\]", "job", "regular expression whose last match in a verdict has the number",
+        kinds=RL, requires="judge",
+    )  # fmt: skip
+    judge_max_new_tokens: int = flag(256, "job", "tokens of a verdict", at_least(1), kinds=RL, requires="judge")
+    reward_weights: str | None = flag(
+        None, "job", "one number for each of --reward, then for --reward_model, --process_reward_model and --judge: "
+        "1,0.5",
+        chosen="those in --reward and DIR@0.5, else 1", kinds=RL,
+    )  # fmt: skip
+    on_reward_error: str = flag(
+        "stop", "job", "where a reward fails: stop the run, take it as zero, or skip the completion in training",
+        one_of("stop", "zero", "skip"), kinds=RL,
+    )  # fmt: skip
     reward_workers: int | None = flag(
         None, "job", "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
         at_least(0), kinds=RL,
-        chosen="the rank's share of the cores, 16 at most; 0 with the embedded task, whose reward takes less time than "
-        "the way to a process",
+        chosen="the rank's share of the cores, up to 16 where functions mostly wait; 0 with the embedded task",
     )  # fmt: skip
     reward_timeout: float | None = flag(
-        None, "job", "seconds that a completion's rewards may take in a worker", above(0), chosen="600", kinds=RL
+        None, "job", "seconds that a call of a reward function may take in a worker", above(0), chosen="600", kinds=RL
     )
     data: str | None = flag(
         None,
         "job",
-        'file to learn from, in the formats of --prompts, each record {"prompt": ..., "completion": ...} or '
-        '{"prompt": ..., "chosen": ..., "rejected": ...}',
+        'file to learn from, or several, as --prompts takes them, each record {"prompt": ..., "completion": ...}, for '
+        'kto with a "label", {"prompt": ..., "chosen": ..., "rejected": ...}, or of steps {"prompt": ..., '
+        '"completions": [...], "labels": [...]}',
         chosen="made of the embedded task",
         kinds=SUPERVISED,
     )
     fields: str | None = flag(
         None, "job", "columns of --prompts or --data that have other names: prompt:question,answer:extra_info.answer"
     )
+    eval_data: str | None = flag(
+        None, "job", "held-out data, as --prompts or --data", chosen="a tenth of these, which --seed chooses"
+    )
+    prompt_template: str | None = flag(
+        None, "job", "text, or a .txt file of it, with {prompt} where a prompt that is text goes",
+        Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
+    )  # fmt: skip
+    system_prompt: str | None = flag(
+        None, "job", "text, or a .txt file of it, of a system message before prompts that begin with none"
+    )
+    few_shot: str | None = flag(
+        None, "job", "solved examples before every prompt: FILE:n, the first n records, each with a prompt and a "
+        "completion, answer or solution",
+        kinds=RL,
+    )  # fmt: skip
+    chat_template: str | None = flag(
+        None, "job", "FILE.jinja instead of the tokenizer's chat template, or own, the tokenizer's: with this flag, "
+        "--system_prompt, --tools or --template_arguments a prompt that is text is a user's message",
+        Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
+    )  # fmt: skip
+    tools: str | None = flag(None, "job", "FILE.json with a list of JSON schemas of tools, for the chat template")
+    template_arguments: str | None = flag(None, "job", "further arguments of the chat template: enable_thinking:false")
+    long_prompts: str = flag(
+        "error", "job", "what is done with prompts that are too long: error, drop, or truncate to their last tokens",
+        one_of("error", "drop", "truncate"), kinds=RL,
+    )  # fmt: skip
+    max_prompt_tokens: int | None = flag(
+        None, "job", "tokens of a prompt at most", at_least(1), kinds=RL,
+        chosen="what --max_new_tokens leaves of the model's positions",
+    )  # fmt: skip
+    curriculum: str | None = flag(
+        None, "job", "FILE.py:function that weights the prompts before each step, by the metrics so far", kinds=RL
+    )
+    difficulty: str | None = flag(
+        None, "job", "LOW,HIGH or LOW,HIGH,WEIGHT: prompts whose measured pass rate is outside are drawn with this "
+        "weight, by default 0.1, and 0 is never again",
+        kinds=RL,
+    )  # fmt: skip
     teacher: str | None = flag(
         None, "job", "Hugging Face directory of a model to distil from, with the policy's tokenizer"
     )
@@ -208,6 +292,13 @@ class Settings:
     )  # fmt: skip
     keep_checkpoints: int = flag(
         2, "job", "newest checkpoints that are kept; so is the one with the best held-out result", at_least(1)
+    )
+    save_rollouts: int = flag(
+        0, "job", "steps between those whose rows and scores are kept, for `funrl replay`; 1: all, 0: none",
+        at_least(0),
+    )  # fmt: skip
+    keep_rollouts: int | None = flag(
+        None, "job", "newest of these steps that are kept", at_least(1), chosen="all", requires="save_rollouts"
     )
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
@@ -289,6 +380,11 @@ class Settings:
     max_grad_norm: float = flag(1.0, "update", "gradients are scaled down to this global norm", above(0))
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
+    max_skipped: int = flag(
+        3, "update", "updates in a row that may be left out because their loss or gradient is not finite; then the run "
+        "stops",
+        at_least(1),
+    )  # fmt: skip
     token_budget: int = flag(16384, "update", "tokens of a micro-batch on one device", at_least(1))
     score_token_budget: int | None = flag(
         None, "update", "the same where nothing is learned: scoring, and the loss on held-out texts", at_least(1),
@@ -297,6 +393,10 @@ class Settings:
 
     eval_every: int = flag(10, "output", "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "output", "held-out prompts, demonstrations or pairs", at_least(1))
+    eval_samples: int = flag(
+        1, "output", "completions of each held-out prompt, for pass@k and maj@k; several need a temperature",
+        at_least(1), kinds=RL,
+    )  # fmt: skip
     eval_temperature: float | None = flag(
         None,
         "output",
@@ -318,7 +418,13 @@ class Settings:
         None, "output", "as --repetition_penalty", above(0), kinds=RL,
         chosen="the model's, else 1",
     )  # fmt: skip
-    sample_every: int = flag(10, "output", "steps between printed sample completions", at_least(1), kinds=RL)
+    report_to: str | None = flag(
+        None, "output", "trackers beside TensorBoard and JSON lines",
+        some_of(*TRACKERS),
+    )  # fmt: skip
+    sample_every: int = flag(
+        10, "output", "steps between samples; of given texts, at evaluations", at_least(1)
+    )  # fmt: skip
 
 
 @functools.cache
@@ -373,11 +479,17 @@ def for_kind(settings: Settings, kind: str) -> Settings:
 
 
 def resolved(settings: Settings, given: bool = False) -> Settings:
-    """The settings with the number of new tokens that they imply.
+    """The settings with the number of new tokens, and the weights of rewards, that they imply.
 
     Args:
       given: whether prompts are given in another way than by a flag.
+
+    Raises:
+      LoadError: --reward is not one.
     """
+    if settings.reward_weights is None:
+        functions = int(settings.prompts is None and not given)  # of the embedded task
+        settings = dataclasses.replace(settings, reward_weights=weights_by_name(settings, functions))
     if settings.prompts is None and settings.reward is None and not given:
         default = arithmetic.MAX_NEW_TOKENS
     else:

@@ -36,7 +36,7 @@ COMPLETE = "complete.json"  # written last: a checkpoint that has it is whole
 FILE_BYTES = 256 << 20
 CACHE_BYTES = 64 << 20  # of the databases' index
 COPY_THREADS, FILE_THREADS = 2, 8
-NICENESS = 5  # while writing: training comes first
+NICENESS, NICE_BYTES = 19, 64 << 20  # of a process that writes more than this: training comes first
 
 Ends = tuple[tuple[int, int], ...]
 
@@ -100,7 +100,7 @@ class Commit(NamedTuple):
       processes: how many have written.
       arrays: of the whole checkpoint.
       facts: further content of `COMPLETE`.
-      removed: older checkpoints, which go when this one is there.
+      removed: older checkpoints, which go when this one is there and has been answered for.
       synced: files beside the checkpoint that must have reached the disk before it is there.
       timeout_s: how long to wait for the other ranks.
     """
@@ -150,6 +150,9 @@ def main() -> None:
         except Exception as error:  # whatever it is, the rank is told
             answer = f"{type(error).__name__}: {_first_line(error)}"
         answers.send(answer)
+        if isinstance(request, Commit) and answer is None:
+            for name in request.removed:
+                shutil.rmtree(name, ignore_errors=True)
 
 
 def answered(request: Any) -> str | None:
@@ -168,8 +171,8 @@ def answered(request: Any) -> str | None:
 def write_own(request: WriteShards) -> str | None:
     """Write this rank's part; leave word of it, good or bad, where `commit` looks."""
     problem = None
-    with contextlib.suppress(OSError):
-        os.nice(max(0, NICENESS - os.nice(0)))
+    if os.stat(request.memory).st_size > NICE_BYTES:  # a small part is written before it could hinder anyone
+        _give_way()
     try:
         _write_parts(request)
     except Exception as error:
@@ -183,6 +186,14 @@ def write_own(request: WriteShards) -> str | None:
     except OSError as error:
         problem = problem or str(error)
     return problem
+
+
+def _give_way() -> None:
+    """Lower the priority of this process; of all its threads, for on Linux each has its own."""
+    threads = Path("/proc/self/task")
+    for thread in [int(one.name) for one in threads.iterdir()] if threads.is_dir() else [0]:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
 
 
 def _write_parts(request: WriteShards) -> None:
@@ -230,8 +241,6 @@ def commit(request: Commit) -> str | None:
         shutil.rmtree(path)
     folder.rename(path)
     _sync_folder(path.parent)
-    for name in request.removed:
-        shutil.rmtree(name, ignore_errors=True)
     return None
 
 
@@ -276,7 +285,7 @@ def read_parts(request: ReadShards) -> str | None:
     """Read parts into memory: None, or which array cannot be read."""
     import tensorstore as ts
 
-    context, memory = _context(ts), _mapped(request.memory)
+    context, memory = _context(ts, {"file_io_mode": {"mode": "memmap"}}), _mapped(request.memory)
     opened, copies = {}, []
     for name in dict.fromkeys(part.name for part in request.parts):
         opened[name] = ts.open(_spec(request.path, name, None), open=True, context=context)
@@ -298,13 +307,14 @@ def read_parts(request: ReadShards) -> str | None:
     return None
 
 
-def _context(ts: Any) -> Any:
+def _context(ts: Any, more: Mapping[str, Any] | None = None) -> Any:
     """Threads and memory that tensorstore may use."""
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": CACHE_BYTES},
             "data_copy_concurrency": {"limit": COPY_THREADS},
             "file_io_concurrency": {"limit": FILE_THREADS},
+            **(more or {}),
         }
     )
 
@@ -378,9 +388,9 @@ def _sync_folder(folder: Path) -> None:
 def _first_line(error: BaseException) -> str:
     """An error's message without tensorstore's own context, which is long: of one of the system, path and reason."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if found := re.search(r"(.*): ([^:]+) \[os_error_code=", text):
-        paths = re.findall(r'"(/[^"]*?)(?:\.__lock)?"', found[1])
-        return f"{paths[-1] if paths else 'a file'}: {found[2].lower()}"
+    found = re.search(r"(.*): ([^:]+?) \[(os_error_code|tensorstore_spec|source locations)=", text)
+    if found and (paths := re.findall(r'"(/[^"]*?)(?:\.__lock)?"', found[1])):
+        return f"{paths[-1]}: {found[2].lower()}"
     return text.split(" [source locations=")[0].split(" [tensorstore_spec=")[0][:300]
 
 

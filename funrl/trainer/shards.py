@@ -29,7 +29,7 @@ from funrl.trainer import shard_server
 from funrl.trainer.shard_server import Array, Ends, ShardPart
 
 CHUNK_BYTES = 16 << 20  # the largest chunk: what a rank of another mesh reads to get any part of it
-WINDOW_BYTES = 256 << 20  # read at a time
+WINDOW_BYTES = 128 << 20  # read at a time, while what was read before is copied
 SHARD_ALIGNMENT = 64
 SPLIT_BYTES = 1 << 20  # what is smaller is read by every rank that needs it
 NAMES = {
@@ -169,16 +169,20 @@ class ShardServer:
         """Problems of the requests that have been answered, or where `wait` of all of them."""
         problems = []
         while self.waiting and (wait or self.replies.poll()):
-            try:
-                problem = self.replies.recv()
-            except (EOFError, OSError):
-                assert self.process is not None
-                problem = f"the process that writes shards ended with status {self.process.wait()}"
-                self.waiting = 1
-            self.waiting -= 1
+            problem = self.answer()
             if problem is not None:
                 problems.append(problem)
         return problems
+
+    def answer(self) -> str | None:
+        """The problem of the oldest request that is not answered yet, when it is; None: there was none."""
+        try:
+            problem = self.replies.recv()
+        except (EOFError, OSError):
+            assert self.process is not None
+            problem, self.waiting = f"the process that writes shards ended with status {self.process.wait()}", 1
+        self.waiting -= 1
+        return problem
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the process when it has done what it was asked, or after `timeout_s` seconds."""
@@ -191,7 +195,7 @@ class ShardServer:
             self.process.kill()
             self.process.wait()
         self.replies.close()
-        self.process = None
+        self.process, self.waiting = None, 0
 
     def _start(self) -> None:
         """Start a fresh interpreter, which finds modules where this one does."""
@@ -208,8 +212,8 @@ class ShardServer:
 
 def copy_to_memory(own: OwnShards, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh,
                    memory: Memory) -> None:  # fmt: skip
-    """Copy this rank's chunks to the shared memory: what changes afterwards is not written."""
-    for part in own.parts:
+    """Copy this rank's chunks of some tensors to the shared memory: what changes afterwards is not written."""
+    for part in (part for part in own.parts if part.name in tensors):
         x = tensors[part.name]
         box = _layout(part.name, x, layouts, mesh).box(mesh.rank)
         local = tuple(slice(low - o, high - o) for (low, high), (o, _) in zip(part.box, box, strict=True))
@@ -231,30 +235,72 @@ def read_tensors(
     Raises:
       ShardError: on every rank, naming what one of them cannot read.
     """
-    for names in _windows(like, arrays):
-        target = {name: _layout(name, like[name], layouts, mesh) for name in names}
-        source = {name: _finer(layout, like[name], mesh) for name, layout in target.items()}
-        parts, offset = [], 0
-        for name, layout in source.items():
-            parts.append(ShardPart(name, layout.box(mesh.rank), offset))
-            size = _volume(layout.box(mesh.rank)) * TENSOR_DTYPES[arrays[name].dtype].itemsize
-            offset += -(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-        memory = Memory(offset)
-        server.send(shard_server.ReadShards(path, memory.path, {name: arrays[name] for name in names}, tuple(parts)))
-        problems = [p for found in gather_objects(server.answers(wait=True), mesh) for p in found]
-        if problems:
-            raise ShardError(problems[0])
-        local = {}
-        for part in parts:
-            x, shape = like[part.name], [high - low for low, high in part.box]
-            found = memory.tensor(part.offset, TENSOR_DTYPES[arrays[part.name].dtype], shape)
-            local[part.name] = found.to(device=mesh.device, dtype=x.dtype, copy=True)
-            del found
-        memory.close()
-        if source != target:
-            dtypes = {name: like[name].dtype for name in names}
-            local = reshard(local, plan(source, target, dtypes, src_ranks=mesh.ranks, dst_ranks=mesh.ranks), mesh)
-        yield from ((name, local[name]) for name in names)
+    windows = [_window(names, arrays, like, layouts, mesh) for names in _windows(like, arrays)]
+    memories = [Memory(max((one.nbytes for one in windows[i::2]), default=0)) for i in range(2)]
+
+    def ask(number: int) -> None:
+        parts = windows[number].parts
+        those = {part.name: arrays[part.name] for part in parts}
+        server.send(shard_server.ReadShards(path, memories[number % 2].path, those, parts))
+
+    try:
+        for number, window in enumerate(windows):
+            if number == 0:
+                ask(0)
+            if number + 1 < len(windows):  # is read while this one is copied
+                ask(number + 1)
+            problems = [problem for problem in gather_objects(server.answer(), mesh) if problem is not None]
+            if problems:
+                raise ShardError(problems[0])
+            yield from _copied(window, memories[number % 2], arrays, like, mesh).items()
+    finally:
+        server.answers(wait=True)
+        for memory in memories:
+            memory.close()
+
+
+class _Window(NamedTuple):
+    """Tensors that are read at once.
+
+    Attributes:
+      source, target: layouts in which they are read, and that they are to have.
+      parts: of this rank, and where they are in memory.
+    """
+
+    source: dict[str, Layout]
+    target: dict[str, Layout]
+    parts: tuple[ShardPart, ...]
+    nbytes: int
+
+
+def _window(
+    names: Sequence[str], arrays: Mapping[str, Array], like: Mapping[str, Tensor], layouts: Mapping[str, Layout],
+    mesh: Mesh,
+) -> _Window:  # fmt: skip
+    target = {name: _layout(name, like[name], layouts, mesh) for name in names}
+    source = {name: _finer(layout, like[name], mesh) for name, layout in target.items()}
+    parts, offset = [], 0
+    for name, layout in source.items():
+        parts.append(ShardPart(name, layout.box(mesh.rank), offset))
+        size = _volume(layout.box(mesh.rank)) * TENSOR_DTYPES[arrays[name].dtype].itemsize
+        offset += -(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+    return _Window(source, target, tuple(parts), offset)
+
+
+def _copied(
+    window: _Window, memory: Memory, arrays: Mapping[str, Array], like: Mapping[str, Tensor], mesh: Mesh
+) -> dict[str, Tensor]:
+    """The tensors of a window that has been read, in the layouts that they are to have."""
+    local = {}
+    for part in window.parts:
+        x, shape = like[part.name], [high - low for low, high in part.box]
+        found = memory.tensor(part.offset, TENSOR_DTYPES[arrays[part.name].dtype], shape)
+        local[part.name] = found.to(device=mesh.device, dtype=x.dtype, copy=True)
+    if window.source == window.target:
+        return local
+    dtypes = {name: like[name].dtype for name in window.source}
+    ways = plan(window.source, window.target, dtypes, src_ranks=mesh.ranks, dst_ranks=mesh.ranks)
+    return reshard(local, ways, mesh)
 
 
 def _windows(like: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> Iterator[list[str]]:

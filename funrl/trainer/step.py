@@ -19,13 +19,22 @@ from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
+from funrl.mesh.heartbeat import beat
 from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
 
 
 class NotFiniteError(ArithmeticError):
-    """A loss or a gradient that is not finite. It was not applied."""
+    """A loss or a gradient that is not finite. It was not applied.
+
+    Attributes:
+      suspects: this rank's micro-batches whose own loss is not finite, by their numbers in the update.
+    """
+
+    def __init__(self, message: str, suspects: Sequence[int] = ()):
+        super().__init__(message)
+        self.suspects = tuple(suspects)
 
 
 def train_step(
@@ -53,10 +62,13 @@ def train_step(
     Raises:
       NotFiniteError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
     """
-    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen)
+    each: list[Tensor] = []
+    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each)
     norm = global_norm(grads, role.stored, role.placed.mesh)
     told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
-    check_finite(told[0].item(), told[1].item(), what)
+    if not (math.isfinite(told[0].item()) and math.isfinite(told[1].item())):
+        text = f"{what}: the gradient's norm is {told[1].item():.4g} and the loss {told[0].item():.4g}"
+        raise NotFiniteError(text, [i for i, value in enumerate(each) if not math.isfinite(value.item())])
     metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
     if told[2].item() == 0:
         return state, metrics
@@ -72,16 +84,23 @@ def gradient(
     micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
     frozen: Mapping[str, trees.Tree] | None = None,
+    each: list[Tensor] | None = None,
 ) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
     """The gradient of a role's loss by its own weights over a mini-batch, summed over micro-batches and ranks.
+
+    Args:
+      each: given the loss on each of this rank's micro-batches.
 
     Returns: the gradient tree, as these weights are stored; the metrics' values; the loss.
     """
     grads, found = None, None
     for rows in micro_batches:
-        (_, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, frozen)
+        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, frozen)
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
+        if each is not None:
+            each.append(value.detach())
+        beat()
         found = _joined(found, numerators, metrics)
     assert found is not None
     grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh)
@@ -156,15 +175,6 @@ def engine_gap(batch: Batch) -> dict[str, Metric]:
         "rollout/logprob_gap_mean": token_mean_of(gap_BT, batch.mask),
         "rollout/logprob_gap_max": Max(gap_BT.max() if gap_BT.numel() else gap_BT.new_zeros(())),
     }
-
-
-def check_finite(loss: float, norm: float, what: str) -> None:
-    """Raise NotFiniteError where a loss or its gradient's norm over the mesh is not finite."""
-    if not (math.isfinite(norm) and math.isfinite(loss)):
-        raise NotFiniteError(
-            f"{what}: the gradient's norm is {norm} and the loss {loss:.4g}; the update was not made. A lower --lr or "
-            "--max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"
-        )
 
 
 def _joined(found: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:

@@ -105,6 +105,16 @@ def moved(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
     return rows_of(Batch(**{**fields, **found.fields}), to, mesh)
 
 
+def widened(rows: Rows, multiple: int = 8) -> Rows:
+    """The rows in the width of the longest row of all ranks, rounded up."""
+    width = -(-int(rows.lengths.max(initial=1)) // multiple) * multiple
+
+    def fitted(name: str, x: Tensor) -> Tensor:
+        return x if _is_row(name) else _widened(x[:, :width], width)
+
+    return rows._replace(batch=map_fields(fitted, rows.batch))
+
+
 def on_cpu(rows: Rows) -> Rows:
     """The rows where every sum has one order. A GPU may add in another order on every rank, and ranks that differ in a
     last bit may keep other rows."""

@@ -26,6 +26,7 @@ from funrl.algos.core import reduce
 from funrl.algos.losses.likelihood import negative_log_likelihood
 from funrl.algos.losses.reductions import token_mean
 from funrl.batch import Batch
+from funrl.compiled_kernels.kernel_library import cache_folder
 from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
 from funrl.mesh.reshard import unshard
@@ -43,6 +44,8 @@ from funrl.trainer.step_rows import split_rows
 
 BATCH = 128  # demonstrations a step
 LR = 3e-3
+DIGEST = "sha256"  # file with the checksum of a cached warm start
+ABANDONED_S = 86400.0  # a draft of a cached warm start that is older is nobody's any more
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 
 
@@ -65,8 +68,12 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
     weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:
         return weights
-    cached = cache_directory() / _key(job)
-    stored, problem = _read(cached, job, placed)
+    try:
+        cached = cache_directory() / _key(job)
+        stored, problem = _read(cached, job, placed)
+    except OSError as error:
+        cached, stored, problem = None, None, ""
+        stage.note(f"the warm start is not cached: {error}")
     # One rank's file system may lag behind another's: all of them take the cache, or none.
     problems = [p for p in collectives.gather_objects(problem, mesh) if p is not None]
     if not problems:
@@ -78,7 +85,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
     weights = fine_tune(job, placed, weights, stage)
     stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
     whole = unshard(weights, placed.stored, mesh)
-    if mesh.rank == 0:
+    if mesh.rank == 0 and cached is not None:
         _store(cached, job, whole, stage)
     return weights
 
@@ -102,6 +109,14 @@ def fine_tune(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObs
     return states["policy"].params
 
 
+def _sweep(folder: Path) -> None:
+    """Remove what runs that were killed have left half written."""
+    for left in folder.glob("tmp*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left)
+
+
 def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
     """Demonstrations of one step, the same on every rank; the mask is true on their completions."""
     assert job.task.demonstrations is not None
@@ -118,8 +133,12 @@ def demonstration_batch(job: Job, step: int, device: torch.device) -> Batch:
 
 
 def cache_directory() -> Path:
-    """Directory of cached warm starts: $XDG_CACHE_HOME/funrl/warmstart, by default below ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funrl" / "warmstart"
+    """Directory of cached warm starts: $XDG_CACHE_HOME/funrl/warmstart, by default below ~/.cache.
+
+    Raises:
+      OSError: as `cache_folder`.
+    """
+    return cache_folder() / "warmstart"
 
 
 def _key(job: Job) -> str:
@@ -140,10 +159,18 @@ def _read(cached: Path, job: Job, placed: Placed | None = None) -> tuple[trees.T
             return None, ""
         if hf.load_model(cached).names != job.model.names:
             return None, "it holds another model"
+        if (cached / DIGEST).read_text() != _digest(cached):
+            return None, "its checksum is wrong"
         mesh, stored = (None, None) if placed is None else (placed.mesh, placed.stored)
         return hf.load(cached, job.master, mesh, stored)[1], None
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        return None, str(error) or type(error).__name__
+    except Exception as error:  # whatever the damage
+        return None, " ".join(str(error).split()) or type(error).__name__
+
+
+def _digest(folder: Path) -> str:
+    """A checksum of the weights."""
+    with open(folder / hf.WHOLE, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _store(cached: Path, job: Job, whole: trees.Tree, stage: WarmstartObserver) -> None:
@@ -151,9 +178,11 @@ def _store(cached: Path, job: Job, whole: trees.Tree, stage: WarmstartObserver) 
     beside = None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(cached.parent)
         beside = tempfile.mkdtemp(dir=cached.parent)
         made, old = Path(beside) / "made", Path(beside) / "old"
         hf.save(made, job.model, whole, job.tokenizer)
+        (made / DIGEST).write_text(_digest(made))
         if _read(cached, job)[0] is None:  # else another run was quicker
             with contextlib.suppress(FileNotFoundError):
                 os.rename(cached, old)  # damaged: nothing takes the name of a directory that is not empty

@@ -245,6 +245,7 @@ ROWS = [
         rows_of(lambda b, i: 0.0 < mean(group_scores(b, i)) < 0.6),
     ),
     Row("not_truncated", "filter", algos.not_truncated, rows_of(lambda b, i: not b.truncated[i])),
+    Row("rewarded", "filter", algos.rewarded, rows_of(lambda b, i: not b.failed[i])),
     Row(
         "complete_groups",
         "filter",

@@ -35,7 +35,7 @@ def calls(fn):
 
 
 def ingredients(name):
-    """{kind: piece names} of a recipe, by what the pieces return; of one that builds on ppo, also those of ppo."""
+    """{kind: piece names} of a recipe, by what the pieces return; of one on top of ppo or dpo, also those of it."""
     out: dict[str, list[str]] = {kind: [] for kind in KINDS.values()}
     called = dict.fromkeys(calls(algos.recipe(name)))
     for piece in called:
@@ -43,7 +43,8 @@ def ingredients(name):
         kind = inspect.signature(value).return_annotation if inspect.isfunction(value) else None
         if piece not in PLUMBING and kind in KINDS:
             out[KINDS[kind]].append(f"`{piece}`")
-    return {k: v + (ingredients("ppo")[k] if "ppo" in called else []) for k, v in out.items()}
+    below = [ingredients(base) for base in ("ppo", "dpo") if base in called]
+    return {k: v + [piece for base in below for piece in base[k]] for k, v in out.items()}
 
 
 def kl(name):

@@ -3,7 +3,7 @@
 import pieces
 import pytest
 import torch
-from rows_preference import log_ratio, pairs_of_example
+from rows_preference import pairs_of_example
 from sequences import apart
 
 from funrl import algos
@@ -71,16 +71,20 @@ def test_ranking():
 
 
 def test_reference_point():
-    """The mean over sequences of the summed log-ratio, cut at 0, whatever the layout."""
+    """The mean over mismatched rows of the summed log-ratio, cut at 0; the others are trained on."""
     batch = pieces.example()
-    seqs, _ = apart(pieces.policy_logp(batch).tolist(), pieces.plain(batch))
-    want = sum(log_ratio(s) for s in seqs) / len(seqs)
-    for sign in (1, -1):
-        shift = torch.zeros_like(batch.ref_logp) + sign
-        z = algos.reference_point(pieces.policy_logp(batch) + shift, batch)
-        tokens = sum(len(s["logp"]) for s in seqs)
-        assert z.shape == batch.mask.shape
-        assert z[0, 0].item() == pytest.approx(max(0.0, want + sign * tokens / len(seqs)))
+    want = sum(
+        batch.old_logp[i][t].item() - batch.ref_logp[i][t].item() for i in (2, 5) for t in range(13) if batch.mask[i, t]
+    )
+    tokens = int(batch.mask[batch.mismatched].sum())
+    for shift in (1, -1):
+        moved = batch._replace(ref_logp=torch.where(batch.mask, batch.ref_logp - shift, torch.nan))
+        chain = algos.reference_point()
+        made, _, metrics = algos.apply_advantage(chain, chain.init(), moved, choose=lambda batch, rows: (batch, rows))
+        (made, rows), z = made, max(0.0, (want + shift * tokens) / 2)
+        assert rows.tolist() == [0, 1, 3, 4, 6] and made.kl_baseline.shape == batch.mask.shape
+        assert made.kl_baseline[0, 0].item() == pytest.approx(z) == metrics["preference/kl_baseline"].value.item()
+    assert z == 0
 
 
 def test_last_tokens():

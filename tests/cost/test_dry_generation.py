@@ -23,6 +23,7 @@ def test_the_cache_has_its_closed_form():
     assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth(tmp_path):
     job = plain(
         "grpo", H100.memory, model=write_config(tmp_path, **LLAMA_70B), mesh="dp64,tp8", generate_mesh="dp64,tp8",
@@ -42,6 +43,7 @@ def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth(tmp_
     assert reduces[0] >= steps * (1 + 2 * 80)
 
 
+@pytest.mark.slow
 def test_where_no_flag_says_so_the_cache_takes_half_of_what_is_left(tmp_path):
     how = {"model": write_config(tmp_path, **LLAMA_70B), "mesh": "dp2,tp8", "generate_mesh": "dp2,tp8", "fsdp": True}
     how |= {"dtype": "bfloat16", "batch_prompts": 512, "samples_per_prompt": 16, "max_new_tokens": 8192}
@@ -51,7 +53,9 @@ def test_where_no_flag_says_so_the_cache_takes_half_of_what_is_left(tmp_path):
     assert 0 < cache <= H100.memory / 2
 
 
-@pytest.mark.parametrize("together", [16, 5, 1])
+@pytest.mark.parametrize(
+    "together", [pytest.param(16, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 1]
+)
 def test_a_deep_model_is_on_the_line_however_many_rows_fit(together, monkeypatch):
     job = small("grpo", sizes={"layers": 6})
     row = trees.nbytes(job.model.init_cache(single(), 2, 16, job.dtype))

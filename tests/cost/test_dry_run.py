@@ -102,6 +102,7 @@ def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
         assert_alike({"update_policy": line["update_policy"]}, {"update_policy": exact["update_policy"]})
 
 
+@pytest.mark.slow
 def test_scoring_and_learning_are_on_lines_of_their_own():
     given = {"sizes": {"layers": 1}, "token_budget": 256, "batch_prompts": 64}
     few, many = (small("ppo", score_token_budget=n, **given) for n in (128, 1024))
@@ -123,6 +124,7 @@ def test_deep_models_are_on_the_line():
     assert_alike({name: shallow[name] for name in exact}, exact)
 
 
+@pytest.mark.slow
 def test_deep_sharded_models_are_on_the_line():
     job = small("ppo", sizes={"layers": 6}, mesh="dp4", fsdp=True, remat="full", batch_prompts=8, token_budget=32)
     shallow = dry_run.estimate(job, 8, CPU).phases

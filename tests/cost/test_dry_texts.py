@@ -43,6 +43,7 @@ def test_phases_are_scores_of_what_is_frozen_and_updates(name, phases):
         assert costs.peak["optimizer"] == pytest.approx(2 * states, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_deep_models_and_many_micro_batches_are_on_the_line():
     job = small("dpo", sizes={"layers": 5}, batch_prompts=32)
     parts = build(job, single(), lambda _: None)

@@ -21,7 +21,10 @@ from funrl.models import with_value_head
 from funrl.trainer.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/running.md", "docs/mesh.md", "docs/rewards.md", "docs/engines.md"]
+PAGES = [
+    "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
+    "docs/engines.md",
+]  # fmt: skip
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 SHORT = [
@@ -45,7 +48,7 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 
 
 def write_files(page: str, folder: Path) -> None:
-    for language in ("python", "json"):
+    for language in ("python", "json", "jinja", "yaml"):
         for name, text in blocks(page, language):
             if name:
                 (folder / name).write_text(text)
@@ -99,7 +102,8 @@ def words_of(line: str) -> list[str]:
     words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
-    if not {"--help", "export", "doctor"} & set(words) and any(word.startswith("funrl.experiments") for word in words):
+    others = {"--help", "export", "doctor", "evaluate", "generate", "replay", "bisect", "import", "report", "compare"}
+    if not others & set(words) and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
         given |= {"--samples_per_prompt", "--max_new_tokens"} if "--data" in given else set()
@@ -131,6 +135,8 @@ def test_commands_run(page, lines, tmp_path):
     )
     if any("read_checkpoint.py" in line for line in lines) and find_spec("orbax") is None:
         pytest.skip("orbax is not installed")
+    if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:
+        pytest.skip("math-verify is not installed")
     for line in lines:
         words = [str(tmp_path / "TRAINED/checkpoints/step-2") if w == "CHECKPOINT" else w for w in words_of(line)]
         done = run(words, tmp_path)

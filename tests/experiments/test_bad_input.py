@@ -110,6 +110,8 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--prompts={own}/broken.jsonl"], "broken.jsonl, line 3: not valid JSON"),
     ([*DATA, "--prompts={own}/lacks.jsonl"], "lacks.jsonl, line 2: there is no field 'prompt'"),
     ([*DATA, "--reward={own}/r.py"], "write FILE.py:function"),
+    ([*DATA, "--reward=maths"], "'maths' is not a verifier (exact, gsm8k, "),
+    ([*DATA, "--reward=exact@0.5,regex"], "exact needs one of the fields answer, solution, ground_truth, and"),
     ([*DATA, "--reward={own}/gone.py:fine"], "gone.py: no such file"),
     ([*DATA, "--reward={own}/needs.py:fine"], "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
     ([*DATA, "--reward={own}/syntax.py:fine"], 'SyntaxError: invalid syntax ("{own}/syntax.py", line 1)'),
@@ -254,5 +256,7 @@ def test_a_full_disk_is_said_in_a_line(mesh, own, tmp_path, capfd):
         signal.signal(signal.SIGXFSZ, handler)
     said = capfd.readouterr()
     assert status == 1
-    assert said.err == f"error: {run_dir}: cannot be written: file too large\n"
+    first, second = said.err.splitlines()
+    assert first == f"error: {run_dir}: cannot be written: file too large"
+    assert second.startswith("nor can the state after step ") and "file too large" in second.lower()
     assert (run_dir / "metrics.jsonl").stat().st_size <= 20_000

@@ -1,10 +1,12 @@
 """Bad inputs, made by rule: each gives one clear line that names it, no traceback, before any work starts."""
 
+import dataclasses
 import itertools
 import json
 import re
 import shutil
 import struct
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +17,7 @@ from funrl.experiments.run import main
 from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
 from funrl.trainer.settings import settings_flags
+from funrl.trainer.shard_server import record_digest
 
 ODD = {bool: ("maybe", "2"), int: ("many", "1.5", "0x10", "nan"), float: ("fast", "nan", "inf", "-inf"), str: ()}
 
@@ -114,6 +117,8 @@ def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
     hf.save(folder / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    wide = decoder_model(dataclasses.replace(arithmetic.model_config(), mlp=8))
+    hf.save(folder / "wide", wide, wide.init(torch.Generator().manual_seed(0)), tokenizer)
     (folder / "p.jsonl").write_text(GOOD_LINE + "\n")
     (folder / "r.py").write_text("def reward(prompt, completion):\n    return 1")
     return folder
@@ -197,6 +202,128 @@ def test_rewards(name, own, tmp_path, capsys):
     assert not [module for module in sys.modules if module == name]
 
 
+COMMANDS = [  # what one types, and the line that answers it; {own} is good, but for what this names
+    ("grpp", "error: 'grpp' is not an experiment or a recipe; did you mean grpo? "),
+    ("grpo --stpes=3", "error: --stpes is not a flag; did you mean --steps?"),
+    ("ppo --lr=-1", "error: --lr=-1: it must be above 0"),
+    ("grpo --mesh=dp0", "error: --mesh=dp0: "),
+    ("grpo --prompts={own}/gone.jsonl --reward={own}/r.py:reward", "error: --prompts: {own}/gone.jsonl: no such file"),
+    ("grpo --model={own}/gone --prompts={own}/p.jsonl", "error: --model: {own}/gone is not a directory"),
+    ("sft --data={own}", "error: --data: {own}: "),
+    ("export {own}", "error: {own} has no checkpoint; --save_every makes some"),
+    ("grpo --run_dir={own}/model --device=cpu", "error: --run_dir={own}/model: holds a config.json that no run has"),
+    ("grpo --resume --run_dir={run} {more} --optimizer=muon", "error: --resume: {run}/checkpoints/step-1 is of a run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), COMMANDS, ids=[words.split()[0] + str(i) for i, (words, _) in enumerate(COMMANDS)]
+)
+def test_ten_through_the_command_itself(words, said, own, trained, tmp_path):
+    more = " ".join([*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--device=cpu"])
+    places = {"own": own, "run": trained, "more": more}
+    command = [sys.executable, "-m", "funrl.experiments.cli", *words.format(**places).split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(said.format(**places)), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
 def test_there_are_enough():
     files = len(LINES) + len(FIELDS) + len(TABLES) + len(INDEXES) + len(REWARDS)
-    assert len(FLAG_CASES) >= 200 and files >= 150
+    assert len(FLAG_CASES) >= 200 and files >= 150 and len(RECORDS) + len(FILES) * len(DAMAGES) >= 80
+
+
+CHECKPOINT_FLAGS = (
+    "--batch_prompts=4", "--eval_prompts=2", "--warmstart_steps=0", "--samples_per_prompt=2", "--max_new_tokens=4",
+    "--reward_workers=0", "--save_every=1", "--steps=2", "--compile=off",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(own, tmp_path_factory):
+    """The directory of a run with one checkpoint."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    flags = [*CHECKPOINT_FLAGS, "--steps=1", f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward"]
+    assert main("grpo", ["grpo", "--device=cpu", f"--run_dir={folder}", *flags]) == 0
+    return folder
+
+
+def checkpoint_refusal(own, trained, tmp_path, capsys, change, *more):
+    """The one line that going on from a changed checkpoint is refused with; nothing in the directory has changed."""
+    shutil.copytree(trained, tmp_path / "run")
+    change(tmp_path / "run/checkpoints/step-1")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    flags = [*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--resume", *more]
+    capsys.readouterr()
+    assert main("grpo", ["grpo", "--device=cpu", f"--run_dir={tmp_path}/run", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert len(err.strip().splitlines()) == 1 and len(err) < 1500 and "Traceback" not in err
+    assert err.startswith(f"error: --resume: {tmp_path}/run/checkpoints/step-1"), err
+    return err
+
+
+DAMAGES = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+}
+FILES = ("_METADATA", "complete.json", "manifest.ocdbt", "d/*", "ocdbt.process_0/manifest.ocdbt", "ocdbt.process_0/d/*")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_files_of_checkpoints(name, how, own, trained, tmp_path, capsys):
+    if (name, how) == ("complete.json", "missing"):
+        pytest.skip("without its record a checkpoint was never there")
+    change = lambda step: DAMAGES[how](sorted(step.glob(name))[0])  # noqa: E731
+    assert name.rstrip("*") in checkpoint_refusal(own, trained, tmp_path, capsys, change)
+
+
+def rewritten(step, changes):
+    """Change the record of a checkpoint, its checksum too."""
+    record = json.loads((step / "complete.json").read_text())
+    for keys, value in changes.items():
+        place = record
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+    record.pop("digest")
+    (step / "complete.json").write_text(json.dumps(record | {"digest": record_digest(record)}))
+
+
+RECORDS = {
+    **{f"{name} {value!r}": {(name,): value} for name in ("format", "step", "arrays", "files") for value in VALUES},
+    **{f"{name} {value!r}": {(name,): value} for name in ("first", "run", "frozen") for value in VALUES if value != {}},
+    **{f"array {value!r}": {("arrays", "step"): value} for value in (*VALUES, [[-1], "int64"], [[], "int65"], [[1]])},
+    "a file elsewhere": {("files", "../x"): 3}, "a file of another size": {("files", "manifest.ocdbt"): 10**30},
+    "a later format": {("format",): 2}, "another step": {("step",): 2},
+    "another model": {("run", "embed"): 16}, "another recipe": {("run", "learns"): ["critic", "policy"]},
+    "another optimizer": {("run", "optimizer"): "muon"}, "another vocabulary": {("run", "vocab"): 10**30},
+}  # fmt: skip
+del RECORDS["run {'a': 1}"], RECORDS["frozen {'a': 1}"], RECORDS["first {'a': 1}"]  # what another version may add
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_of_checkpoints(name, own, trained, tmp_path, capsys):
+    checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: rewritten(step, RECORDS[name]))
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "null", "3", '{"digest": 3}'], ids=range(len(BROKEN) + 3))
+def test_broken_records_of_checkpoints(text, own, trained, tmp_path, capsys):
+    checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: (step / "complete.json").write_text(text))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--optimizer=muon"], "of a run with optimizer adamw, this one has muon; give the flags"),
+        (["--algorithm=ppo"], "of a run with learns policy, this one has critic, policy; give the flags"),
+        (["--model={own}/wide"], "of a run with mlp 128, this one has 8; give the flags"),
+    ],
+)
+def test_runs_that_are_not_that_of_the_checkpoint(flags, says, own, trained, tmp_path, capsys):
+    more = [flag.format(own=own) for flag in flags]
+    said = checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: None, *more)
+    assert says in said

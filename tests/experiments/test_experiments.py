@@ -16,8 +16,9 @@ from funrl.tasks import arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
 
-REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "prime", "vapo")
-SUPERVISED = ("sft", "dpo", "reward_model")
+REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "prime", "vapo",
+                 "online_dpo")  # fmt: skip
+SUPERVISED = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 COMMON = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--eval_every=2", "--eval_prompts=8")
 ROLLOUT = ("--samples_per_prompt=2", "--max_refills=1")
 
@@ -55,7 +56,9 @@ def test_an_experiment_runs_and_leaves_its_files(name, tmp_path, capsys):
     assert "held out: " in out and str(tmp_path) in out
     held = "eval/reward" if name in REINFORCEMENT else "eval/loss"
     assert held in rows[0] and held in rows[-1]
-    if name != "reward_model":
+    if name in ("reward_model", "process_reward_model"):
+        assert len(hf.check_directory(tmp_path / "model").shapes["value"]) == 1 + (name != "reward_model")
+    else:
         assert hf.check_directory(tmp_path / "model").config.vocab == arithmetic.model_config().vocab
     used = {"vapo": "critic/vf_loss", "prime": "implicit_reward/loss", "dapo": "filter_groups/kept_share"}
     if name in used:
@@ -160,22 +163,24 @@ def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
         "def first(prompt, completion, **_):\n    return len(completion)\n\n\n"
         "def second(prompt, completion, **_):\n    return completion.count('1')\n"
     )
-    both = ",".join(f"{tmp_path / 'two.py'}:{name}" for name in ("first", "second"))
+    first, second = (f"{tmp_path / 'two.py'}:{name}" for name in ("first", "second"))
     model = tmp_path / "model"
     start = decoder_model(arithmetic.model_config())
     hf.save(model, start, start.init(torch.Generator().manual_seed(0)), arithmetic.tokenizer())
     flags = ("--algorithm=gdpo", f"--model={model}", f"--prompts={tmp_path / 'p.jsonl'}",
-             f"--reward={both}", "--max_new_tokens=6")  # fmt: skip
+             "--max_new_tokens=6")  # fmt: skip
     seen = {}
     for weights in ("1,1", "1,-1", "1,x", "1"):
         folder = tmp_path / f"run {weights}"
-        status, _, err = run("grpo", capsys, *small("grpo", folder), *flags, f"--reward_weights={weights}")
+        given = (f"--reward={first},{second}", f"--reward_weights={weights}")
+        given = (f"--reward={first},{second}@-1",) if weights == "1,-1" else given
+        status, _, err = run("grpo", capsys, *small("grpo", folder), *flags, *given)
         if status:
             assert status == 2 and f"reward_weights={weights}" in err
         else:
             seen[weights] = metrics_of(folder)[0]
     assert set(seen) == {"1,1", "1,-1"}
-    assert seen["1,1"]["reward/1/mean"] == seen["1,-1"]["reward/1/mean"]
+    assert seen["1,1"]["reward/first/mean"] == seen["1,-1"]["reward/first/mean"]
     assert seen["1,1"]["critic/advantages/max"] != seen["1,-1"]["critic/advantages/max"]
 
 

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_a_closure_runs_in_workers_that_end_with_the_run(mesh, forks, fails, tmp
 
     def reward(prompt, completion, wanted):
         (tmp_path / f"{os.getpid()}-{os.getppid()}").touch()
-        return 1 / 0 if fails and prompt == PROMPTS[-1]["prompt"] else float(completion == wanted)
+        return 1 / 0 if fails and int(wanted) > 4 else float(completion == wanted)
 
     run = funrl.train(
         "grpo", prompts=PROMPTS, reward=reward, mesh=mesh, reward_workers=2, queue="fixed", warmstart_steps=0, **TINY
@@ -126,9 +127,9 @@ def len_reward(prompt, completion, **fields):
 
 
 def test_several_rewards_a_model_of_a_directory_and_what_the_run_leaves(model, tmp_path):
-    rewards = (len_reward, lambda prompt, completion, **_: completion.count("1"))
+    rewards = {"length": len_reward, "ones": lambda prompt, completion, **_: completion.count("1")}
     run = funrl.train("gdpo", model=model, prompts=PROMPTS, reward=rewards, reward_weights="1,0.5", lr=1e-2, **TINY)
-    assert "reward/2/mean" in run.metrics[0]
+    assert "reward/ones/mean" in run.metrics[0]
     assert run.run_dir.startswith("runs/gdpo")
     before, after = (hf.load(folder, torch.float32)[1] for folder in (model, run.model.directory))
     assert (before["embed"] - after["embed"]).abs().max() > 1e-3
@@ -172,7 +173,8 @@ def test_texts_in_memory_for_a_supervised_recipe():
     run = funrl.train("sft", prompts=TEXTS, steps=25, batch_prompts=8, lr=3e-3, device="cpu")
     assert "rollout/logp_mean" not in run.metrics[0] and len(run.metrics) == 25
     assert run.metrics[-1]["train/loss"] < 0.5 * run.metrics[0]["train/loss"]
-    assert funrl.train("dpo", prompts=PAIRS, steps=1, batch_prompts=4, device="cpu").metrics[0]["eval/accuracy"] == 0.5
+    run = funrl.train("dpo", prompts=PAIRS, steps=1, batch_prompts=4, device="cpu")
+    assert run.outcome.first["eval/accuracy"] == 0.5
 
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(20)]
@@ -251,3 +253,19 @@ def test_the_public_index_is_whole_and_lazy():
     assert all(getattr(funrl, name) is not None for name in funrl.__all__)
     with pytest.raises(AttributeError, match="funrl has no 'trian'; it has"):
         _ = funrl.trian
+
+
+@pytest.mark.gloo
+def test_a_reward_that_takes_long_is_told_after_a_heartbeat(capfd):
+    """One prompt's, so that one rank waits for the other."""
+
+    def slow(prompt, completion, wanted):
+        if prompt == PROMPTS[2]["prompt"]:
+            time.sleep(1.6)
+        return float(completion[:1] == wanted)
+
+    few = {**TINY, "batch_prompts": 18, "steps": 1, "samples_per_prompt": 1, "dtype": "float64"}  # 2 are held out
+    funrl.train("rloo", prompts=PROMPTS, reward=slow, reward_workers=0, mesh="dp2", heartbeat=1, **few)
+    told = [line for line in capfd.readouterr().err.splitlines() if "(step 1, reward" in line]
+    assert len(told) == 1 and told[0].startswith("no progress for 1 s: the run waits for rank "), told
+    assert told[0].endswith("; the run ends when a rank has waited 60 minutes (--timeout)")

@@ -25,10 +25,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path
     assert run(name, "--steps=5", "--lr=1e30", f"--run_dir={tmp_path}") == 1
     said = capsys.readouterr()
     role = "reward_model" if name == "reward_model" else "policy"
-    assert said.err.startswith(f"error: step 2, {role}: the gradient's norm is ") and "lower --lr" in said.err
+    assert said.err.startswith(f"error: step 4, {role}: the gradient's norm is ") and "lower --lr" in said.err
     assert "Traceback" not in said.err and str(tmp_path / "report.html") in said.out
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1] and math.isfinite(rows[0]["train/loss"])
+    assert [row["update/skipped"] for row in rows] == [0, 1, 1, 1] and math.isfinite(rows[0]["train/loss"])
     tensors = torch.cat([x.flatten() for x in weights(tmp_path / "model").values()])
     assert tensors.isfinite().all() and tensors.abs().max() > 1e20  # those of step 1
 

@@ -1,5 +1,6 @@
 """The pool of reward workers: order, parallelism, and every way to fail."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ import time
 import pytest
 import torch
 
-from funrl.rewards.load import RewardError
-from funrl.rewards.pool import Completed, Pool, open_pool, score_rows
+from funrl.rewards import pool_server
+from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.pool import Pool, open_pool, score_rows
 from funrl.rewards.verifiers import exact_match
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
@@ -152,6 +154,86 @@ def test_fields_may_be_functions_and_a_row_that_cannot_be_sent_fails_alone():
 def test_a_pool_without_workers_needs_no_context():
     pool = Pool([exact_match])
     assert pool.workers == 0 and results(score_rows(pool, rows_of("2", "3", answer="2"))) == [[1.0], [0.0]]
+
+
+def test_workers_are_added_where_they_wait_and_not_where_they_compute():
+    def waits(prompt, completion):
+        time.sleep(0.05)
+        return os.getpid()
+
+    def computes(prompt, completion):
+        end = time.process_time() + 0.01
+        while time.process_time() < end:
+            pass
+        return os.getpid()
+
+    for function, rows, enough in ((waits, 48, lambda pids: 8 <= pids <= 16), (computes, 24, lambda pids: pids <= 4)):
+        with open_pool([function], 1, most=16) as pool:
+            start = time.perf_counter()
+            pids = {pid for (pid,) in results(score_rows(pool, [Completed("p", "c")] * rows))}
+            assert enough(len(pids)), (function, pids)
+            assert function is computes or time.perf_counter() - start < 1.2  # 2.4 s one after the other
+
+
+def test_a_batched_function_is_given_rows_together_and_fails_together():
+    def sizes(completions, unit):
+        if "hang" in completions:
+            time.sleep(60)
+        if "exit" in completions:
+            os._exit(3)
+        return [float(len(completions))] * len(completions)
+
+    with open_pool([sizes, lambda prompt, completion, unit: unit], 1, timeout_s=0.5) as pool:
+        assert results(score_rows(pool, rows_of("a", "b", "c", unit=7))) == [[3, 7]] * 3
+        assert score_rows(pool, []) == []
+        for text, says in (("hang", "took longer than 0.5 s"), ("exit", r"ended its process \(with exit code 3\)")):
+            first, second = score_rows(pool, rows_of("a", text, unit=7))
+            with pytest.raises(RewardError, match=f"function sizes {says} for 2 completions, the first of which is\n"):
+                second.result(30)
+            failure, unit = first.outcomes(30)
+            assert failure.prompt == "p" and unit == 7.0
+        assert results(score_rows(pool, rows_of("a", unit=7))) == [[1, 7]]
+
+
+@BOTH
+def test_many_calls_of_an_awaited_function_are_under_way_at_once(workers):
+    async def waits(prompt, completion):
+        await asyncio.sleep(0.1)
+        return len(completion)
+
+    with open_pool([waits], workers) as pool:
+        start = time.perf_counter()
+        assert results(score_rows(pool, rows_of(*["x" * (n % 5) for n in range(300)]))) == [[n % 5] for n in range(300)]
+        assert time.perf_counter() - start < 2.5  # 30 s one after the other
+
+
+def test_an_awaited_function_that_hangs_ends_alone_and_one_that_blocks_takes_the_loop_with_it(monkeypatch):
+    monkeypatch.setattr(pool_server, "AWAITED_GRACE_S", 0.3)
+
+    async def reward(prompt, completion):
+        if completion == "hang":
+            await asyncio.sleep(60)
+        if completion == "block":
+            time.sleep(60)
+        if completion == "exit":
+            os._exit(3)
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    with open_pool([reward], 2, timeout_s=0.4) as pool:
+        slow, good = score_rows(pool, rows_of("hang", "good"))
+        assert good.result(30) == [1.0]
+        with pytest.raises(RewardError, match=r"took longer than 0.4 s\n  prompt: 'p'\n  completion: 'hang'"):
+            slow.result(30)
+        blocked = score_rows(pool, rows_of("block"))
+        time.sleep(0.2)
+        late = score_rows(pool, rows_of("good"))  # given to the loop that is blocked, and then to its successor
+        with pytest.raises(RewardError, match="took longer"):
+            blocked[0].result(30)
+        assert results(late) == [[1.0]]
+        with pytest.raises(RewardError, match="ended its process"):
+            score_rows(pool, rows_of("exit"))[0].result(30)
+        assert results(score_rows(pool, rows_of("good"))) == [[1.0]]
 
 
 def alive(pid):

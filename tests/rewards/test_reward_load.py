@@ -1,118 +1,89 @@
-"""Loading a user's reward function and calling it with care."""
+"""Rewards by name: functions of files, verifiers, weights, and what does not fit the prompts."""
 
-import math
-import pickle
+import re
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from funrl.loading import LoadError
-from funrl.rewards.load import RewardError, load_rewards, score_all, score_row
+from funrl.rewards import load
+from funrl.rewards.call import RewardError, described_function
+from funrl.rewards.load import check_fields, load_rewards
+from funrl.rewards.named import VERIFIERS, parse_rewards, weights_text
+from funrl.rewards.sandbox import SandboxError
 
 
 def test_several_functions_of_a_file(tmp_path):
     (tmp_path / "two.py").write_text("def a(p, c):\n    return 1\n\ndef b(p, c):\n    return 2\n")
-    a, b = load_rewards(f"{tmp_path}/two.py:a, {tmp_path}/two.py:b")
-    assert (a("", ""), b("", "")) == (1, 2) and a.__globals__ is b.__globals__
-    with pytest.raises(LoadError, match=r"^--reward=two\.py: write FILE.py:function"):
-        load_rewards("two.py")
+    a, b, exact = load_rewards(f"{tmp_path}/two.py:a, {tmp_path}/two.py:b@0.5,exact")
+    assert (a("", ""), b("", "")) == (1, 2) and a.function.__globals__ is b.function.__globals__
+    assert exact("", "2", answer=2) == 1.0 and [one.name for one in (a, b, exact)] == ["a", "b", "exact"]
 
 
-def test_scores_are_floats_of_each_row():
-    values = [1, True, 0.25, np.float32(0.5), np.array(2.0), torch.tensor(3.0), torch.tensor([4], dtype=torch.int32)]
-    got = score_all(lambda p, c, i: values[i], ["p"] * 7, ["c"] * 7, [{"i": i} for i in range(7)])
-    assert got == [1.0, 1.0, 0.25, 0.5, 2.0, 3.0, 4.0]
-    assert all(type(x) is float for x in got)
+def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
+    found = parse_rewards("a@b.py:f@-0.5,math@1e-1,own.rewards:f,x/own.rewards:f")
+    assert [(one.source, one.weight) for one in found] == [
+        ("a@b.py:f", -0.5), ("math", 0.1), ("own.rewards:f", None), ("x/own.rewards:f", None),
+    ]  # fmt: skip
+    assert [one.name for one in found] == ["a@b.f", "math", "rewards.f", "rewards.f.2"]
+    assert weights_text("math,format") is None and weights_text("math@2,format@0.25", further=1) == "2,0.25,1"
+    for text in ("r.py", "maths", "", "math,,format"):
+        with pytest.raises(
+            LoadError, match=rf"--reward={text}: '.*' is not a verifier \(exact, .*write FILE.py:function"
+        ):
+            parse_rewards(text)
+    for text in ("math@", "math@x", "math@inf"):
+        with pytest.raises(LoadError, match=rf"--reward={text}: the weight '.*' is no finite number"):
+            parse_rewards(text)
 
 
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, 1e300, -3.5e38, 10**400, None, "1.0", b"1", [1.0], torch.ones(2), {}, 1j]
-)
-def test_what_is_no_finite_number_stops_with_the_row(value):
-    rewards = [1.0, value]
-    with pytest.raises(RewardError, match=r"(?s)finite number is needed.*prompt: 'p1'.*completion: 'c1'") as caught:
-        score_all(lambda p, c, i: rewards[i], ["p0", "p1"], ["c0", "c1"], [{"i": 0}, {"i": 1}])
-    assert (caught.value.prompt, caught.value.completion, caught.value.value) == ("p1", "c1", value) or value != value
-    assert repr(value) in str(caught.value)
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_every_verifier_loads_or_says_what_to_install(name, monkeypatch):
+    library, extra = VERIFIERS[name].library, VERIFIERS[name].extra
+    if library:
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, library, None)
+            with pytest.raises(LoadError, match=rf"--reward={name} needs .*: pip install 'funrl\[{extra}\]'"):
+                load_rewards(name)
+        pytest.importorskip(library)
+    (one,) = load_rewards(name)
+    assert one.name == name and one.needs == VERIFIERS[name].fields and not one.batched and not one.awaited
 
 
-GREEDY_STATE = """
-import torch
-
-torch.set_default_dtype(torch.float64)
-torch.set_grad_enabled(False)
+def test_the_page_names_every_verifier():
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| [a-z(]", page.partition("## Verifiers")[2], re.MULTILINE) == list(VERIFIERS)
 
 
-def greedy(p, c):
-    torch.set_default_dtype(torch.float16)
-    torch.set_default_device("meta")
-    torch.set_grad_enabled(False)
-    return 1 / len(c)
-"""
+def test_programs_are_refused_where_they_cannot_be_confined(monkeypatch):
+    monkeypatch.setattr(load, "check_platform", check_nothing)
+    with pytest.raises(LoadError, match="--reward=code: only elsewhere"):
+        load_rewards("code")
 
 
-def state_of_torch():
-    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.empty(1).device.type
+def check_nothing():
+    raise SandboxError("only elsewhere")
 
 
-def test_a_reward_file_does_not_change_torch_for_the_run(tmp_path):
-    before = state_of_torch()
-    (tmp_path / "greedy.py").write_text(GREEDY_STATE)
-    (reward,) = load_rewards(f"{tmp_path}/greedy.py:greedy")
-    assert state_of_torch() == before
-    assert score_all(reward, ["p"], ["c"], [{}]) == [1.0] and state_of_torch() == before
-    with pytest.raises(RewardError, match="ZeroDivisionError"):
-        score_all(reward, ["p"], [""], [{}])
-    assert state_of_torch() == before
-
-
-def test_the_largest_number_of_float32_is_taken():
-    largest = torch.finfo(torch.float32).max
-    assert score_all(lambda p, c: -largest, ["p"], ["c"], [{}]) == [-largest]
-
-
-def test_an_exception_shows_the_row_and_the_users_own_traceback():
-    def inner():
-        raise KeyError("no such unit")
-
-    def reward(prompt, completion, **fields):
-        return inner()
-
+def says(function, fields, needs=()):
     with pytest.raises(RewardError) as caught:
-        score_all(reward, ["how far?"], ["3 km"], [{"level": 2}])
-    text = str(caught.value)
-    assert "raised KeyError('no such unit')" in text
-    assert "'how far?'" in text and "'3 km'" in text and "{'level': 2}" in text
-    assert "in inner" in text and "in reward" in text and "in _one" not in text
-    assert isinstance(caught.value.__cause__, KeyError)
+        check_fields("r.py:f", described_function(function, "f", needs), fields)
+    return str(caught.value)
 
 
-def test_a_field_that_the_function_does_not_take_is_shown():
-    with pytest.raises(RewardError, match="unexpected keyword argument 'answer'"):
-        score_all(lambda prompt, completion: 1.0, ["p"], ["c"], [{"answer": 1}])
-
-
-def test_the_error_crosses_processes():
-    error = pickle.loads(pickle.dumps(RewardError("it failed", "p", "c", 3)))
-    assert (str(error), error.prompt, error.completion, error.value) == ("it failed", "p", "c", 3)
-
-
-def test_one_of_several_rewards_may_not_apply_to_a_row():
-    values = [1.0, None, math.nan, np.float32("nan"), 2.0]
-    rows = (["p"] * 5, ["c"] * 5, [{"i": i} for i in range(5)])
-    some = score_all(lambda p, c, i: values[i], *rows, one_of_several=True)
-    assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
-    rewards = (lambda p, c: None if "a" in c else 1, lambda p, c: math.nan if "b" in c else 2)
-    assert [[x if x == x else None for x in score_row(rewards, "p", c, {})] for c in "abx"] == [
-        [None, 2],
-        [1, None],
-        [1, 2],
-    ]
-    with pytest.raises(RewardError, match=r"none of the 2 reward functions applies.*\n  prompt: 'p'"):
-        score_row(rewards, "p", "ab", {})
-    with pytest.raises(RewardError, match="gave None, a finite number is needed"):
-        score_row(rewards[:1], "p", "a", {})
-    for value in (math.inf, "1.0", [None]):
-        with pytest.raises(RewardError, match="finite number is needed"):
-            score_all(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)
+def test_fields_that_do_not_fit_a_function_are_told_before_the_run():
+    check_fields("f", lambda prompt, completion, answer: 0, [{"answer": 1}])
+    check_fields("f", lambda completions, answer: 0, [{"answer": 1, "level": 2}])
+    check_fields("f", lambda prompts, completions, completion_ids, **columns: 0, [{"answer": 1}])
+    assert "missing a required argument: 'answer'" in says(lambda p, c, answer: 0, [{"answer": 1}, {}])
+    assert "unexpected keyword argument 'level'" in says(lambda p, c: 0, [{"level": 1}])
+    missing = says(lambda completions, answer, **columns: 0, [{"level": 1}])
+    assert "(prompts=[...], completions=[...], completion_ids=[...], level=[...])" in missing
+    assert "missing a required argument: 'answer'" in missing
+    assert "a field 'prompts' too; --fields=NEW:prompts" in says(lambda completions, **columns: 0, [{"prompts": 1}])
+    wanted = says(lambda p, c, **f: 0, [{"x": 1}], (("answer", "solution"),))
+    assert wanted.startswith(
+        "--reward=r.py:f: f needs one of the fields answer, solution, and a prompt has x; --fields"
+    )
+    assert re.search("f needs a field 'pattern', and a prompt has none", says(len, [{}], (("pattern",),)))

@@ -55,7 +55,7 @@ def test_numbers_are_read_as_people_write_them(text, number):
 
 
 def test_an_answer_without_a_number_is_an_error():
-    with pytest.raises(ValueError, match="no number in the field answer='none'"):
+    with pytest.raises(ValueError, match="no number in the right answer 'none'"):
         v.gsm8k("p", "#### 1", answer="none")
     with pytest.raises(ValueError, match="at least one word"):
         v.contains_any()
@@ -78,3 +78,46 @@ def test_every_solution_of_gsm8k_earns_its_own_reward():
     assert len(lines) == 1319
     assert all(v.gsm8k(x["question"], x["answer"], answer=x["answer"]) == 1.0 for x in lines)
     assert sum(v.gsm8k("", x["answer"], answer=y["answer"]) for x, y in itertools.pairwise(lines)) < 60
+    for line in lines:
+        number = line["answer"].rpartition("####")[2].strip()
+        plain = number.replace(",", "")
+        for near in (f"{plain}0", f"{int(plain) + 1}", f"{plain}.5", f"-{plain}", f"{int(plain) - 1}", f"x{plain}"):
+            assert v.gsm8k("", f"so #### {near}", answer=line["answer"]) == 0.0 or near == "-0", (number, near)
+        for same in (plain, f"{plain}.00", f"{int(plain):,}", f"{number} apples", f"{number}."):
+            assert v.gsm8k("", f"so #### {same}", answer=line["answer"]) == 1.0, (number, same)
+        assert v.gsm8k("", f"The answer is {number}", answer=line["answer"]) == 0.0
+
+
+def test_the_right_answer_is_found_under_the_names_that_data_sets_give_it():
+    assert v.exact_match("", "2", solution=2) == v.exact_match("", "2", answer=None, ground_truth="2") == 1.0
+    assert v.exact_match("", "2", answer="2", solution="3") == 1.0
+    with pytest.raises(ValueError, match="one of the fields answer, solution, ground_truth is needed; there are level"):
+        v.exact_match("", "2", level=3)
+
+
+@pytest.mark.parametrize(
+    "completion,letter",
+    [
+        ("B", "B"), ("(b)", "B"), ("B. Paris", "B"), ("**B**", "B"), ("B) Paris, not A", "B"), ("A dog ran.", ""),
+        ("Not A. The answer is (B).", "B"), ("the answer is B", "B"), ("Answer: **C**", "C"), ("answer is a", ""),
+        ("The answer is A. No: the answer is C", "C"), (r"so \boxed{D}.", "D"), (r"\boxed{\text{(D)}}", "D"),
+        (r"\boxed{A} or \boxed{B}, the answer is C", "B"), ("", ""), ("42", ""), ("The answer is Brussels", ""),
+    ],
+)  # fmt: skip
+def test_multiple_choice(completion, letter):
+    found = [right for right in "ABCD" if v.multiple_choice("", completion, answer=right) == 1.0]
+    assert found == [letter] * bool(letter)
+
+
+def test_the_right_choice_may_be_a_number_or_a_text():
+    cities = ["Rome", "Paris"]
+    for answer in ("B", "b.", "(B)", 1, "Paris"):
+        assert v.multiple_choice("", "B", answer=answer, choices=cities) == 1.0
+        assert v.multiple_choice("", "A", answer=answer, choices=cities) == 0.0
+    with pytest.raises(ValueError, match="'Bern' is no letter, nor one of the choices \\['Rome', 'Paris'\\]"):
+        v.multiple_choice("", "B", answer="Bern", choices=cities)
+
+
+def test_a_pattern_of_the_record():
+    assert v.matches_pattern("", "I count 12.", pattern=r"\b12\b", level=1) == 1.0
+    assert v.matches_pattern("", "I count 123.", pattern=r"\b12\b") == 0.0

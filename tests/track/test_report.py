@@ -53,12 +53,12 @@ def a_run(path, steps=60, keep=lambda key: True, every=10):
             "reward/mean": step / steps, "actor/ppo_kl": 1e-3, "actor/entropy": 1 - step / 100,
             "actor/pg_clipfrac": 0.1, "actor/grad_norm": math.nan if step == 7 else 1.0, "critic/vf_loss": 0.5,
             "response_length/mean": 6.0, "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3),
-            "perf/tokens_per_s": 2000.0 + step,
+            "perf/tokens_per_s": 2000.0 + step, "reward/digits/mean": 0.5, "reward/<b>/mean": 1.0,
             "time_s/step": 2.0, "time_s/generate": 1.0, "time_s/update_policy": 0.5,
         }  # fmt: skip
         if step % every == 0:
             row["eval/accuracy"] = 0.25 + 0.7 * step / steps
-            samples.write(Sample(step, "<i>1+1=", f"{step}&", step / steps))
+            samples.write(Sample(step, "<i>1+1=", f"{step}&", step / steps, (("digits", 0.5), ("<b>", 1.0))))
         tracker(step, {key: value for key, value in row.items() if keep(key)})
     tracker.close()
     samples.close()
@@ -94,6 +94,7 @@ def test_report_has_every_section_and_the_headline(tmp_path):
         "Gradient norm", "Throughput",
     ):  # fmt: skip
         assert f"<figcaption><b>{title}</b>" in page
+    assert "<figcaption><b>Rewards</b>" in page and "digits 0.5" in text and "<b> 1" in text
     assert "not finite at 1 of 61 steps, first at step 7" in text
     assert re.search(r"generate1 s50%.*update_policy0\.5 s25%.*other0\.5 s25%", text)
     assert "<details" in page and "<details open" not in page
@@ -128,6 +129,40 @@ def test_supervised_runs_are_reported_as_such(name, pairs, tmp_path):
     titles = ["Pair accuracy", "Margin", "Scores", "Scores held out"] if pairs else ["Negative log-likelihood"]
     assert shown == ["Loss", *titles, "Gradient norm"]
     assert "reward 1 or more" not in text and ("a tie is one half" in text) == pairs
+
+
+@pytest.mark.parametrize(
+    ("flags", "title"),
+    [
+        ({"prompts": "x/a.jsonl@0.7,y/b.parquet@0.3"}, "PPO on a.jsonl + b.parquet"),
+        ({"prompts": "x/a.jsonl,b.jsonl"}, "PPO on a.jsonl + b.jsonl"),
+        ({"data": "a@1,b"}, "PPO on a@1,b"),
+        ({"prompts": "openai/gsm8k:main:train"}, "PPO on gsm8k:main:train"),
+    ],
+)
+def test_the_title_names_every_file(flags, title, tmp_path):
+    run = open_run(tmp_path, "ppo", flags)
+    run.metrics.write_text('{"step": 0}\n')
+    assert f"<h1>{title}</h1>" in write_report(tmp_path).read_text()
+
+
+def test_the_newest_evaluation_is_a_table(tmp_path):
+    run = a_run(tmp_path)
+    assert "Held-out prompts" not in write_report(tmp_path).read_text()
+    row = {"source": "a.jsonl, line 1", "prompt": "<b>1+1=", "answer": "2", "tokens": 3, "finished": True}
+    rows = [
+        row | {"step": step, "sample": sample, "completion": f"{step}.{sample} #### 2", "reward": 1.0, "correct": True}
+        for step in (0, 60)
+        for sample in (0, 1)
+    ]
+    rows.append(row | {"step": 60, "sample": 0, "completion": "x" * 500, "reward": 0.0, "finished": False})
+    run.eval_samples.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    page = write_report(tmp_path).read_text()
+    text = checked(page).text
+    table = page[page.index("Held-out prompts") : page.index("Configuration")]
+    assert "60.0 #### 2" in table and "60.1 #### 2" not in table and ">0.0 ####" not in table  # one of each prompt
+    assert "&lt;b&gt;1+1=" in table and "<th>answer</th>" in table and "3, cut off" in text
+    assert "..." + "x" * 400 in table and "x" * 401 not in table
 
 
 def test_report_stands_alone(tmp_path):

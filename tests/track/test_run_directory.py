@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -133,10 +135,13 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_samples_come_back_and_bad_rewards_are_none(tmp_path):
     writer = open_samples(tmp_path / "samples.jsonl")
-    writer.write(Sample(1, "1+1=", "2", 1.0))
+    writer.write(Sample(1, "1+1=", "2", 1.0, (("right", 1.0), ("short", 0.0))))
     writer.write(Sample(2, "1+1=", "3", math.nan))
     writer.close()
-    assert read_samples(tmp_path / "samples.jsonl") == [Sample(1, "1+1=", "2", 1.0), Sample(2, "1+1=", "3", None)]
+    assert read_samples(tmp_path / "samples.jsonl") == [
+        Sample(1, "1+1=", "2", 1.0, (("right", 1.0), ("short", 0.0))),
+        Sample(2, "1+1=", "3", None),
+    ]
     assert read_samples(tmp_path / "none.jsonl") == []
 
 
@@ -148,5 +153,45 @@ def test_first_and_last_pairs_prompts_and_shares_nothing():
     assert [s.prompt for s in early] == [s.prompt for s in late] == ["a", "b", "d"]
     assert {s.step for s in early} == {1} and {s.step for s in late} == {9}
     early, late = first_and_last(at(1, "abc"), 5)  # one step: two halves, no sample twice
-    assert (len(early), len(late)) == (1, 1) and not set(early) & set(late)
+    assert (len(early), len(late)) == (1, 1) and early != late
     assert first_and_last([], 5) == ([], []) and first_and_last(at(1, "a"), 5) == (at(1, "a"), [])
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path):
+    """A write that takes a part is as on a disk that fills up inside of it."""
+    lines = open_lines(tmp_path / "metrics.jsonl")
+    lines.write({"step": 1})
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            lines.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    lines.write({"step": 2})
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
+def test_lines_are_not_written_to_a_file_that_nobody_finds(how, tmp_path):
+    (tmp_path / "run").mkdir()
+    lines = open_lines(tmp_path / "run" / "metrics.jsonl")
+    if how == "moved":
+        (tmp_path / "run").rename(tmp_path / "other")
+    else:
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+    if how == "replaced":
+        (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(FileNotFoundError):
+        lines.write({"step": 1})
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
+    run = open_run(tmp_path, "ppo", {})
+    run.model.mkdir()
+    drafts = [tmp_path / ".config.json.17", tmp_path / ".report.html.17", run.model / "model-00001.safetensors.partial"]
+    for draft in drafts:
+        draft.touch()
+    open_run(tmp_path, "ppo", {}, resume=True)
+    assert not any(draft.exists() for draft in drafts) and run.config.exists()

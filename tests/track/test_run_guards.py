@@ -41,6 +41,7 @@ ILLS = {
     "equal_rewards": lambda n, row: {"reward/min": 0.0, "reward/max": 0.0, "reward/equal_groups": 1.0},
     "groups_without_difference": lambda n, row: {"reward/equal_groups": 0.9},
     "zero_gradient": lambda n, row: {"actor/grad_norm": 0.0},
+    "skipped_updates": lambda n, row: {"update/skipped": 1.0 if n == 3 else 0.0},
     "clipped_tokens": lambda n, row: {"actor/pg_clipfrac": 0.6},
     "falling_reward": lambda n, row: {"reward/mean": 0.5 * 0.9**n},
     "running_kl": lambda n, row: {"actor/kl_loss": 0.1 * n},

@@ -38,13 +38,18 @@ class Quiet:
     """An observer that keeps what it is told."""
 
     def __init__(self, folder=None):
-        self.notes, self.shown, self.losses, self.steps, self.folder = [], [], [], [], folder
+        self.notes, self.shown, self.parts, self.losses, self.steps, self.folder = [], [], [], [], [], folder
+        self.table = []
 
     def note(self, text):
         self.notes.append(text)
 
-    def samples(self, step, examples, texts, scores):
+    def samples(self, step, examples, texts, scores, parts):
         self.shown.append((step, [e.text for e in examples], list(texts), list(scores)))
+        self.parts.append(list(parts))
+
+    def evaluated(self, rows):
+        self.table += rows
 
     def supervised(self, step, steps, metrics):
         self.losses.append((step, metrics["train/loss"]))
@@ -52,7 +57,7 @@ class Quiet:
     def step(self, step, metrics, seconds):
         self.steps.append((step, metrics))
 
-    def resumed(self, step):
+    def resumed(self, step, metrics=None):
         self.steps = [pair for pair in self.steps if pair[0] <= step]
 
     def checkpoint_folder(self):
@@ -224,7 +229,7 @@ def assert_same(one, other, tolerance):
         for name in a.names():
             x, y = a.get(name), b.get(name)
             if x.is_floating_point():
-                assert (x - y).abs().max() < tolerance, name
+                assert torch.equal(x.isnan(), y.isnan()) and (x - y).nan_to_num(0).abs().max() < tolerance, name
             else:
                 assert torch.equal(x, y), name
     for a, b in zip(one["grads"], other["grads"], strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def run(folder, mesh="dp1", compose=PPO, stop_after=None, **settings):
 
 
 class Stopping(Quiet):
-    """An observer that ends the run after a step, as a crash would: before the step's checkpoint is written."""
+    """An observer that ends the run after a step, before the step's checkpoint is written."""
 
     def __init__(self, folder, stop_after):
         super().__init__(str(folder))
@@ -46,8 +47,10 @@ class Stopping(Quiet):
 
 
 def crash(folder, mesh="dp1", **settings):
+    """A run that crashes after its third step; what it saves when it fails is taken away, as by a power cut."""
     with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
         run(folder, mesh, stop_after=3, save_every="1", **settings)
+    shutil.rmtree(folder / "step-3", ignore_errors=True)
 
 
 def measured(name):
@@ -139,11 +142,27 @@ def test_what_an_interrupted_save_left_is_removed(tmp_path):
 
 
 def test_the_state_of_another_run_is_refused(tmp_path):
-    saved(tmp_path)
+    _, state = saved(tmp_path)
     run, wrong = begun(GRPO)
     with saver_of(run, wrong, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
         saver.resumed(wrong)
-    assert re.search("state of another run: missing .*, unknown .*critic", str(caught.value))
+    assert "step-7 is of a run with learns critic, policy, this one has policy; give the flags" in str(caught.value)
+    run, other = begun()
+    other = other._replace(advantage=(*state.advantage, 0.5))
+    with saver_of(run, other, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
+        saver.resumed(other)
+    assert re.search(
+        r"state of another run: missing \['advantage/\d'\], unknown \[\]; --resume needs the flags", str(caught.value)
+    )
+
+
+def test_weights_that_do_not_learn_must_be_those_of_the_beginning(tmp_path):
+    """A reference is not in a checkpoint: it is read again, and compared."""
+    run(tmp_path, compose=PPO, steps=2, save_every="1")
+    with pytest.raises(CheckpointError, match=r"other weights of its reference: --seed or the warm start has"):
+        run(tmp_path, compose=PPO, resume=True, run_dir="x", seed=1)
+    outcome, *_ = run(tmp_path, compose=PPO, resume=True, run_dir="x")
+    assert outcome.error is None
 
 
 def damage(path, how):

@@ -63,6 +63,11 @@ SOURCES = [  # kind, settings, what is said; "" for those that can work
     ("rl", {"reward_weights": "1,1"}, "give one number for each of the rewards (1)"),
     ("rl", {"prompts": "p", "reward": "r.py:f,r.py:g", "reward_weights": "1,-1"}, ""),
     ("rl", {"prompts": "p", "reward": "r.py:f", "reward_model": "d", "reward_weights": "1"}, "rewards (2)"),
+    ("rl", {"prompts": "p", "reward": "r.py:f@0.5,format", "reward_model": "d"}, ""),
+    ("rl", {"prompts": "p", "reward": "r.py:f@0.5,format", "reward_weights": "1,1"}, "gives weights too; give them in"),
+    ("rl", {"prompts": "p", "reward": "r.py:f@0,format@0"}, "--reward with weights=0,0: every score would be 0"),
+    ("rl", {"prompts": "p", "reward_model": "d", "on_reward_error": "skip"}, "=skip does nothing without --reward"),
+    (None, {"on_reward_error": "drop"}, "--on_reward_error=drop: it must be one of stop, zero, skip"),
 ]
 
 
@@ -100,7 +105,7 @@ def test_files_must_be_there(tmp_path):
         ({"teacher": "./not"}, "--teacher: ./not is not a directory"),
         ({"reward_model": f"{tmp_path}/there.jsonl"}, "is not a directory"),
         ({"reward": f"{tmp_path}/not.py:f"}, "not.py: no such file"),
-        ({"reward": "f"}, "--reward=f: write FILE.py:function"),
+        ({"reward": "f"}, "--reward=f: 'f' is not a verifier (exact, gsm8k"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             check_files(Settings(**values))

@@ -77,7 +77,7 @@ def test_the_number_at_the_end_of_the_whole_text_is_added_with_its_weight(reward
     torch.testing.assert_close(batch.scores[:, 1], by_hand(reward_model, batch), rtol=0, atol=1e-12)
     torch.testing.assert_close(batch.score, batch.scores @ torch.tensor([2.0, -0.5], dtype=torch.float64))
     assert batch.scores[:, 1].unique().numel() > 4
-    assert metrics["reward/2/mean"] == pytest.approx(batch.scores[:, 1].mean().item())
+    assert metrics["reward/reward_model/mean"] == pytest.approx(batch.scores[:, 1].mean().item())
     assert "score_reward_model" in run.clock.seconds
 
 

@@ -38,7 +38,9 @@ def _alone():
     return _steps(mesh="dp1")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param("tp8", marks=pytest.mark.slow) if name == "tp8" else name for name in LAYOUTS]
+)
 def test_ppo_is_the_same_in_every_layout(layout):
     assert_same(_steps(**LAYOUTS[layout]), _alone(), 1e-9)
 

@@ -30,7 +30,7 @@ def right_length(prompt, completion, **fields):
     return -abs(len(completion) - 3) / 3
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
 def test_bfloat16_learns_with_float32_weights(mesh):
     """The reward rises, and the weights hold what a bfloat16 weight could not."""
     settings = {"dtype": "bfloat16", "batch_prompts": 8, "samples_per_prompt": 8, "max_new_tokens": 6}

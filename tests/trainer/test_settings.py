@@ -130,8 +130,8 @@ def test_flags_without_a_meaning_have_the_value_that_changes_nothing():
 
 def test_the_number_of_new_tokens_is_the_tasks():
     assert resolved(Settings()).max_new_tokens == 6
-    assert resolved(Settings(prompts="p", reward="r", model="m")).max_new_tokens == 64
-    assert resolved(Settings(prompts="p", reward="r")).max_new_tokens == 32
+    assert resolved(Settings(prompts="p", reward="r.py:f", model="m")).max_new_tokens == 64
+    assert resolved(Settings(prompts="p", reward="r.py:f")).max_new_tokens == 32
     assert resolved(Settings(), given=True).max_new_tokens == 32
     assert resolved(Settings(max_new_tokens=9)).max_new_tokens == 9
 
@@ -149,7 +149,7 @@ def choices(name):
 def test_choices_are_those_of_the_modules_that_act_on_them():
     from funrl.cost.hardware import HARDWARE
     from funrl.models import remat
-    from funrl.rewards.load import LARGEST
+    from funrl.rewards.call import LARGEST
     from funrl.trainer import checks, offload
     from funrl.trainer.job import TORCH_DTYPES
     from funrl.trainer.roles import WRITES

@@ -12,9 +12,20 @@ import torch
 
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import layout
-from funrl.trainer import shards
+from funrl.mesh.sums import own_range
+from funrl.trainer import row_shards, shards
+from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
 from funrl.trainer.shard_server import Array, Commit, WriteShards
-from funrl.trainer.shards import Memory, ShardServer, chunk_shape, chunks, copy_to_memory, own_shards, read_tensors
+from funrl.trainer.shards import (
+    Memory,
+    ShardServer,
+    chunk_shape,
+    chunks,
+    copy_to_memory,
+    joined_shards,
+    own_shards,
+    read_tensors,
+)
 
 RULES = {"rows": ("data", "tensor"), "columns": "tensor", "whole": None, "both": "data"}
 AXES = {
@@ -134,6 +145,40 @@ def test_orbax_reads_what_ranks_write(tmp_path):
         "bfloat16", whole["roles/a"].tolist(), whole["roles/b"].float().tolist(), 3, 0.1, whole["flags"].tolist(),
         [0, 4],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["dp2,tp2", "dp3"])
+def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_shards, "gather_objects", lambda value, mesh: [value])
+    sizes, whole = parse(mesh), {"a/x": torch.rand(7, 3, 2), "a/y": torch.rand(7, 5) > 0.5, "a/none": torch.rand(0, 3)}
+    server, memories, arrays, written = ShardServer(), [], {}, 0
+    owner = {"a/x": np.array([1, 0, 1, 1, 0, 0, 1]), "a/none": np.zeros(0, np.int64)}
+    for rank in range(Mesh(sizes).world):
+        one, parts = Mesh(sizes, rank), []
+        for names in (("a/x", "a/y"), ("a/none",)):
+            held = HeldRows(frozenset(names), owner[names[0]], one)
+            mine = {name: whole[name][held.own] for name in names}
+            parts.append((held, mine, own_row_shards(mine, held)))
+        shards = joined_shards(parts[0][2], parts[1][2])
+        memory = Memory(shards.nbytes)
+        for held, mine, _ in parts:
+            copy_rows(shards, mine, held, memory)
+        written += shards.nbytes
+        names = {part.name for part in shards.parts} | shards.created
+        mine = {name: shards.arrays[name] for name in names}
+        server.send(WriteShards(str(tmp_path / "b"), rank, memory.path, mine, shards.parts, shards.created, {}))
+        arrays, memories = shards.arrays, [*memories, memory]
+    server.send(Commit(str(tmp_path / "b"), str(tmp_path / "step-1"), len(memories), arrays, {"step": 1}, (), (), 10.0))
+    assert server.answers(wait=True) == [] and written == 7 * 64 * 2, "each row once"
+    for ranks in ("dp1", "dp4,tp2"):
+        for rank in range(Mesh(parse(ranks)).world):
+            one = Mesh(parse(ranks), rank)
+            held = HeldRows(frozenset(whole), np.zeros(7, np.int64), one)
+            found = read_held_rows(str(tmp_path / "step-1"), arrays, held, one, server)
+            for name, x in whole.items():
+                share = own_range(len(x), one, one.row_axes)
+                assert torch.equal(found[name], x[share.start : share.stop]) and found[name].dtype == x.dtype
+    server.close()
 
 
 def test_a_rank_that_does_not_write_is_named(tmp_path):

@@ -24,7 +24,7 @@ def test_ids_that_nothing_uses_may_be_beyond():
 def test_an_added_token_beyond_the_vocabulary_is_named_with_the_way_out(added):
     tokenizer = character_tokenizer("abcd")
     tokenizer.add_special_tokens({added: "[NEW]"})
-    with pytest.raises(SettingsError, match=rf"the {added}_id of the tokenizer is 6, but .* below 6 .*resize_token"):
+    with pytest.raises(SettingsError, match=rf"the {added}_id of the tokenizer is 6, but .* below 6 .*--resize_vocab"):
         check_token_ids(task_with(2), tokenizer, Config(vocab=6, eos=(1,), **SIZES))
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -119,7 +120,24 @@ def shifted(file):
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
+def flipped(file):
+    """One bit, in the middle of the weights."""
+    data = file.read_bytes()
+    middle = len(data) * 3 // 4
+    file.write_bytes(data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :])
+
+
+def odd_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
 DAMAGES = {
+    "a bit flipped": lambda folder: flipped(folder / hf.WHOLE),
+    "no checksum": lambda folder: (folder / "sha256").unlink(),
+    "a config of odd types": lambda folder: odd_config(folder, hidden_size=[None], num_attention_heads={}),
+    "a config of absurd sizes": lambda folder: odd_config(folder, vocab_size=10**18, num_hidden_layers=10**9),
+    "a config nested deeply": lambda folder: (folder / "config.json").write_text("[" * 100_000),
     "weights cut short": lambda folder: cut(folder / hf.WHOLE, 0.5),
     "weights cut inside their table": lambda folder: cut(folder / hf.WHOLE, 0.01),
     "weights empty": lambda folder: cut(folder / hf.WHOLE, 0),
@@ -182,6 +200,7 @@ def test_runs_that_heal_one_cache_at_once_do_not_hurt_each_other(cache, monkeypa
         if not (stored / "config.json").exists():
             shutil.rmtree(stored, ignore_errors=True)
             save(stored, job.model, one, job.tokenizer)
+            (stored / warmstart.DIGEST).write_text(warmstart._digest(stored))
 
     def heal_after(act, *args):
         act(*args)
@@ -209,6 +228,35 @@ def test_a_cache_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path, mo
     weights, show = start(small_job(warmstart_steps=2))
     assert any("could not be cached" in note for note in show.notes)
     assert all(torch.isfinite(x).all() for x in trees.leaves(weights))
+
+
+def test_without_a_home_directory_the_cache_is_among_the_temporary_folders(tmp_path, monkeypatch):
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def nobody(_):
+        raise KeyError("uid not found")
+
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start(small_job(warmstart_steps=2))
+    folder = tmp_path / f"funrl-cache-{os.getuid()}"
+    (stored,) = (folder / "warmstart").iterdir()
+    assert stored.is_dir() and folder.stat().st_mode & 0o777 == 0o700
+    assert taken(start(small_job(warmstart_steps=2))[1])
+    folder.chmod(0o777)  # anybody may have put something there
+    _, show = start(small_job(warmstart_steps=2))
+    assert not taken(show)
+    assert f"the warm start is not cached: {folder} is not this user's own; XDG_CACHE_HOME may name" in show.notes[0]
+
+
+def test_drafts_that_nobody_finishes_are_removed(cache):
+    for age, name in ((0, "tmpnew"), (10**6, "tmpold")):
+        (cache / name / "made").mkdir(parents=True)
+        os.utime(cache / name, (time.time() - age,) * 2)
+    start(small_job(warmstart_steps=2))
+    assert (cache / "tmpnew").exists() and not (cache / "tmpold").exists()
 
 
 def test_no_steps_leave_the_weights_of_the_seed(cache):

@@ -21,6 +21,15 @@ def not_truncated() -> Filter:
     return chosen
 
 
+def rewarded() -> Filter:
+    """Keep the rows on which no reward function failed; groups lose the others. Needs: failed [B]."""
+
+    def chosen(batch: Batch) -> Tensor:
+        return ~batch.failed
+
+    return chosen
+
+
 def every(*filters: Filter) -> Filter:
     """Keep the rows that all filters keep.
 

@@ -30,7 +30,7 @@ from funrl.algos.losses.pairs import chosen, pair_metrics, pair_sums, pairs_pres
 from funrl.algos.losses.ratios import bounded_exp, either, sum_of_sequence
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.masks import sequence_sums, to_own_tokens, where_masked
-from funrl.algos.metrics import Mean
+from funrl.algos.metrics import Mean, token_mean_of
 from funrl.batch import Batch
 
 PairReward = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
@@ -257,12 +257,11 @@ def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
       beta: in 1 / nats.
       desirable, undesirable: w of either kind of sequence.
       baseline: take z from the batch; without it z = 0, which is APO-zero for unpaired data.
-    Needs: ref_logp, label [B, T] (above 1/2: desirable); kl_baseline [B, T] (z, see `reference_point`) if baseline.
-    Returns: a term; loss [B, T], the same on all tokens of a sequence: reduce by `sequence_mean`; metric
-      "preference/kto_reward" (beta h, a mean over tokens).
+    Needs: ref_logp, label [B, T] (above 1/2: desirable); kl_baseline [B, T] (z, of `reference_point`) if baseline.
+    Returns: a term; loss [B, T], the same on all tokens of a sequence: reduce by `sequence_mean`;
+      metrics "preference/chosen" and "preference/rejected" (beta h of the desirable and of the other sequences, means
+      over tokens).
     References: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306
-
-    Warning: TRL takes z anew in every micro-batch, from mismatched completions; here z is a constant of the batch.
     """
     check_beta(beta)
 
@@ -272,20 +271,7 @@ def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
         good_BT = batch.label > 0.5
         weight_BT = either(good_BT, desirable, undesirable, h_BT)
         loss_BT = weight_BT * torch.sigmoid(torch.where(good_BT, -gain_BT, gain_BT))
-        return loss_BT, {"preference/kto_reward": beta * h_BT}
+        kinds = {"chosen": batch.mask & good_BT, "rejected": batch.mask & ~good_BT}
+        return loss_BT, {f"preference/{name}": token_mean_of(beta * h_BT, of) for name, of in kinds.items()}
 
     return term
-
-
-def reference_point(logp_BT: Tensor, batch: Batch) -> Tensor:
-    """KTO's z: the mean over sequences of sum_t log pi/pi_ref, at least 0, as `kl_baseline` [B, T].
-
-    Args:
-      logp_BT: nats, of completions that were put behind other prompts than their own, over the whole mini-batch.
-      batch: those completions. Needs: ref_logp.
-    Returns: [B, T], the same number everywhere; no gradient.
-    """
-    moved_BT, segments_BT = (logp_BT - batch.ref_logp).detach(), batch.get("segments")
-    sums, lengths = (sequence_sums(x, batch.mask, segments_BT) for x in (moved_BT, torch.ones_like(moved_BT)))
-    mean = sums.sum() / (lengths > 0).sum().clamp_min(1)
-    return mean.clamp_min(0).expand(batch.mask.shape)

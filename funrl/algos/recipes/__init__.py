@@ -6,7 +6,8 @@ from typing import Any
 NAMES = (
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "remax", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "prime", "vapo", "pf_ppo", "sppo", "dppo", "otb",
-    "distillation", "gkd", "sft", "dpo", "simpo", "alphapo", "cpo", "orpo", "reward_model",
+    "distillation", "gkd", "sft", "dpo", "online_dpo", "kto", "simpo", "alphapo", "cpo", "orpo", "reward_model",
+    "process_reward_model",
 )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """GRPO: no critic; a completion is compared with the others of its prompt.
 
 References: Shao et al., 2024, https://arxiv.org/abs/2402.03300.
-verl: token-mean by default, KL factor 0.001, k3 clamped to +-10, a singleton group keeps its raw reward.
-TRL: no KL by default, loss_type dapo (token mean), eps 1e-4 below the advantage.
+verl: token-mean by default (`per_sequence=False`), KL factor 0.001, k3 clamped to +-10, a singleton group keeps its raw
+  reward. TRL: no KL by default, loss_type dapo (token mean), eps 1e-4 below the advantage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers
 from funrl.algos.core import Algorithm, chain, reduce
 from funrl.algos.losses.clipped import clipped_surrogate
-from funrl.algos.losses.reductions import sequence_mean
+from funrl.algos.losses.reductions import sequence_mean, token_mean
 
 
 def grpo(
@@ -22,6 +22,7 @@ def grpo(
     kl_coef: float = 0.01,
     kl_kind: str = "k3",
     entropy_coef: float = 0.0,
+    per_sequence: bool = True,
 ) -> Algorithm:
     """Group relative policy optimisation.
 
@@ -31,9 +32,11 @@ def grpo(
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       kl_kind: estimator of that KL: k1, k2, k3, abs, or one of them with + for the gradient of k2.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+      per_sequence: take the mean over each completion's tokens, then over completions; else over all tokens.
     """
     surrogate = clipped_surrogate(clip_low, clip_high, dual_clip)
+    term = with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind)
     return Algorithm(
         advantage=chain(group_center(), group_scale(), to_tokens()),
-        losses={"policy": reduce(with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind), sequence_mean())},
+        losses={"policy": reduce(term, sequence_mean() if per_sequence else token_mean())},
     )

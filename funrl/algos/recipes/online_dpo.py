@@ -1,0 +1,24 @@
+"""Online DPO: the best and the worst of the policy's own samples are a pair, which DPO learns from.
+
+References: Guo et al., 2024, https://arxiv.org/abs/2402.04792.
+verl: in a recipe. TRL: OnlineDPOTrainer, two samples a prompt, of which a judge or a reward model chooses; its ipo
+  takes the mean over tokens, which is `loss="ipo", per_token=True` here.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.core import Algorithm
+from funrl.algos.filters.by_group import unequal_scores
+from funrl.algos.recipes.dpo import dpo
+
+
+def online_dpo(loss: str = "sigmoid", beta: float = 0.1, per_token: bool = False) -> Algorithm:
+    """Direct preference optimisation of pairs that the policy writes and a reward tells apart.
+
+    Args:
+      loss: as in dpo: sigmoid, hinge, ipo and others, or a sum of some.
+      beta: how much a nat of log-ratio counts.
+      per_token: take the mean over a completion's tokens and not the sum, as IPO does.
+    """
+    pairs = dpo(loss, beta, per_token=per_token)
+    return Algorithm(None, pairs.losses, filter=unequal_scores(), example="pair")

@@ -1,0 +1,16 @@
+"""A process reward model: a number at the end of every step learns whether the solution is right so far.
+
+References: Lightman et al., 2023, https://arxiv.org/abs/2305.20050.
+verl: trains none. TRL: PRMTrainer, by the cross-entropy of two labels, which is this loss of their difference.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.core import Algorithm, reduce
+from funrl.algos.losses.reductions import token_mean
+from funrl.algos.losses.reward_models import step_reward
+
+
+def process_reward_model() -> Algorithm:
+    """Cross-entropy of the label of every step; a mean over steps."""
+    return Algorithm(None, {"process_reward_model": reduce(step_reward(), token_mean())}, example="steps")

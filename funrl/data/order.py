@@ -1,0 +1,131 @@
+"""The endless order in which training takes items: without a state, and with weights that choose among them.
+
+Position p of the order has an item that the seed and p fix: all items in a shuffled order, then all in another, and so
+on; of a mixture those of each part, by its share. A run that goes on at a position takes what it would have taken
+without a stop, whatever the batch sizes before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, overload
+
+import numpy as np
+
+from funrl.data.mixture import Mixture
+from funrl.seeds import derived_seed
+
+CHANCE_BLOCK = 1024  # positions whose chances are drawn together
+CHANCES = 0xC4A2CE  # sets their numbers apart from those that shuffle
+DrawnItem = TypeVar("DrawnItem")
+
+
+class Drawn(Sequence[DrawnItem]):
+    """Some items of a sequence, read when they are asked for and not before.
+
+    Args:
+      items: the sequence.
+      places: of the items in it.
+    """
+
+    def __init__(self, items: Sequence[DrawnItem], places: Sequence[int]):
+        self.items, self.places = items, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> DrawnItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Drawn[DrawnItem]: ...
+    def __getitem__(self, index: int | slice) -> DrawnItem | Drawn[DrawnItem]:
+        if isinstance(index, slice):
+            return Drawn(self.items, self.places[index])
+        return self.items[self.places[index]]
+
+
+class Taken(NamedTuple):
+    """Items that were taken from the order.
+
+    Attributes:
+      positions: [count] of each in the order, ascending.
+      places: [count] of each in the sequence of items.
+      end: where the order goes on.
+    """
+
+    positions: np.ndarray
+    places: np.ndarray
+    end: int
+
+
+def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) -> np.ndarray:
+    """[count] places of the items at the next positions of the order.
+
+    Args:
+      items: N of them, at least 1; a `Mixture` may have shares.
+      count: how many; may exceed N.
+      seed: of the shuffles.
+      position: where to begin.
+    """
+    if not isinstance(items, Mixture) or items.shares is None:
+        return _shuffled(len(items), count, seed, position)
+    part_C, earlier = items.drawn_parts(count, seed, position)
+    places_C = np.zeros(count, dtype=np.int64)
+    for number, part in enumerate(items.parts):
+        mine_C = part_C == number
+        own = _shuffled(len(part), int(mine_C.sum()), derived_seed(seed, number), int(earlier[number]))
+        places_C[mine_C] = items.starts[number] + own
+    return places_C
+
+
+def take_next(items: Sequence[Any], count: int, seed: int, position: int, weights: np.ndarray | None = None) -> Taken:
+    """The next items of the order, those that are passed over left out.
+
+    An item that comes up is taken with the probability weight / largest weight, by a number that the seed and the
+    position fix; otherwise it is passed over until it comes up again. So items of the largest weight are taken whenever
+    they come up, those of weight 0 never, and equal weights change nothing.
+
+    Args:
+      items, count, seed, position: as in `places_in_order`.
+      weights: [N] at least 0, one of them above; None: all equal.
+    """
+    if weights is None or not count:
+        return Taken(
+            np.arange(position, position + count), places_in_order(items, count, seed, position), position + count
+        )
+    chance_N, at, span = weights / weights.max(), position, 2 * count
+    positions, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    missing = count
+    while missing:
+        come_up = places_in_order(items, span, seed, at)
+        taken = np.flatnonzero(_chances(seed, at, span) < chance_N[come_up])[:missing]
+        positions.append(at + taken)
+        places.append(come_up[taken])
+        missing, at, span = missing - len(taken), at + span, min(2 * span, max(len(items), 2 * count))
+    found = np.concatenate(positions)
+    return Taken(found, np.concatenate(places), int(found[-1]) + 1)
+
+
+def order_digest(items: Sequence[Any], seed: int, lengths: Sequence[int] = ()) -> int:
+    """A number below 2^63 that tells orders apart: by the seed, the parts, their shares, and the lengths of items."""
+    parts, shares = (items.parts, items.shares) if isinstance(items, Mixture) else ([items], None)
+    facts = repr((seed, [len(part) for part in parts], shares and list(shares))).encode()
+    found = hashlib.sha256(facts + np.array(lengths, dtype=np.int64).tobytes()).digest()
+    return int.from_bytes(found[:8], "little") >> 1
+
+
+def _shuffled(total: int, count: int, seed: int, position: int) -> np.ndarray:
+    """[count] the next of an endless sequence of the places 0 to `total` - 1."""
+    epochs = range(position // total, -(-(position + count) // total))
+    orders = [np.random.default_rng((seed, epoch)).permutation(total) for epoch in epochs]
+    begin = position - epochs.start * total
+    return np.concatenate([np.zeros(0, np.int64), *orders])[begin : begin + count]
+
+
+def _chances(seed: int, position: int, count: int) -> np.ndarray:
+    """[count] numbers in [0, 1), one for each of the next positions."""
+    first, begin = divmod(position, CHANCE_BLOCK)
+    blocks = range(first, first - (-(begin + count) // CHANCE_BLOCK))
+    drawn = [np.random.default_rng((seed, CHANCES, block)).random(CHANCE_BLOCK) for block in blocks]
+    return np.concatenate(drawn)[begin : begin + count]

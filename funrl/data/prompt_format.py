@@ -1,0 +1,193 @@
+"""From a record's prompt to what a model reads: a text's template, a system message, solved examples, a chat template.
+
+| prompt | becomes |
+|---|---|
+| text | the solved examples, each with its completion and a blank line; the text |
+| text, where the format is a chat | a system message; the solved examples as turns; the text as the user's message |
+| messages | the system message, unless they begin with one; the solved examples as turns; the messages |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.data.columns import Fields, prompt_columns, renamed
+from funrl.data.json_lines import DataError
+from funrl.data.records import read_records, source_problem
+from funrl.data.tokenizer import encode_prompt
+
+Messages = list[dict[str, Any]]
+PROMPT_PLACE = "{prompt}"
+SEPARATOR = "\n"  # of steps, where nothing else is said
+OWN = "own"  # the tokenizer's chat template
+TEXT_FILES = (".txt", ".md", ".jinja")  # a value that ends so names a file
+COMPLETIONS = ("completion", "answer", "solution")  # columns, the first that is there
+
+
+class Shot(NamedTuple):
+    """A solved example."""
+
+    prompt: str | Messages
+    completion: str
+
+
+class PromptFormat(NamedTuple):
+    """The form of all prompts of a run.
+
+    Attributes:
+      chat: whether a prompt that is text is a user's message.
+      system: text of the system message; None: none is added.
+      text: with {prompt} where a prompt that is text goes.
+      shots: solved examples.
+      tools: JSON schemas of tools, for the chat template; a record's own `tools` come first.
+      arguments: further arguments of the chat template, by name.
+      step_separator: text between two steps of a solution.
+    """
+
+    chat: bool = False
+    system: str | None = None
+    text: str = PROMPT_PLACE
+    shots: tuple[Shot, ...] = ()
+    tools: tuple[Any, ...] = ()
+    arguments: Mapping[str, Any] = {}
+    step_separator: str = SEPARATOR
+
+
+PLAIN_PROMPTS = PromptFormat()
+
+
+def formatted(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> str | Messages:
+    """A prompt with everything that the format puts around it."""
+    if isinstance(prompt, str) and not form.chat:
+        shots = (f"{_in_template(shot.prompt, form)}{shot.completion}\n\n" for shot in form.shots)
+        return "".join((*shots, _in_template(prompt, form)))
+    turns = _turns(prompt, form)
+    own = turns[0]["role"] == "system"
+    first = turns[:1] if own else [] if form.system is None else [{"role": "system", "content": form.system}]
+    for shot in form.shots:
+        first += [*_turns(shot.prompt, form), {"role": "assistant", "content": shot.completion}]
+    return first + turns[own:]
+
+
+def encoded(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat, tools: Any = None
+) -> tuple[list[int], str]:
+    """Token ids of a prompt in its format, and their text; see `encode_prompt`.
+
+    Args:
+      tools: of the record, as a list or as JSON; None: those of the format.
+
+    Raises:
+      TokenizerError: as `encode_prompt`.
+      DataError: the tools are neither.
+    """
+    return encode_prompt(tokenizer, formatted(prompt, form), tools_of(tools, form), form.arguments)
+
+
+def tools_of(own: Any, form: PromptFormat) -> list[Any]:
+    """A record's own tools, else those of the format. Raises: DataError."""
+    return _tools(own) or list(form.tools)
+
+
+def read_shots(text: str, fields: Fields) -> tuple[Shot, ...]:
+    """The first n records of a file as solved examples, by "FILE:n".
+
+    The completion of a record is its column "completion", else "answer", else "solution".
+
+    Args:
+      fields: names of fields -> columns, as in `renamed`.
+
+    Raises:
+      DataError: the text is not of this form, the file cannot be read or has fewer records, or one is no such example.
+    """
+    path, _, count = text.rpartition(":")
+    if not path or not count.isdecimal() or int(count) < 1:
+        raise DataError(f"{text}: write FILE:n, such as examples.jsonl:4")
+    if problem := source_problem(path):
+        raise DataError(f"{path}: {problem}")
+    shots: list[Shot] = []
+    for where, record in read_records(path):
+        if len(shots) == int(count):
+            break
+        shots.append(_shot(where, record, fields))
+    if len(shots) < int(count):
+        raise DataError(f"{text}: the file has {len(shots)} records")
+    return tuple(shots)
+
+
+def text_of_flag(value: str) -> str:
+    """A text that a flag gives, or that of the .txt, .md or .jinja file that it names. Raises: DataError."""
+    return text_of_file(value) if value.endswith(TEXT_FILES) else value
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """The values in "enable_thinking:false,level:3,style:plain".
+
+    >>> template_arguments("enable_thinking:false,level:3,style:plain")
+    {'enable_thinking': False, 'level': 3, 'style': 'plain'}
+
+    Raises:
+      DataError: the text is not of this form, or names an argument twice.
+    """
+    pairs = [part.partition(":") for part in text.split(",") if part.strip()]
+    found = {name.strip(): _value(value.strip()) for name, _, value in pairs}
+    if not found or len(found) < len(pairs) or not all(name.isidentifier() and mark for name, mark, _ in pairs):
+        raise DataError(f"{text}: write NAME:VALUE, with commas between, as in enable_thinking:false")
+    return found
+
+
+def read_tools(path: str) -> tuple[Any, ...]:
+    """The tools of a JSON file, a list of schemas. Raises: DataError."""
+    return tuple(_tools(text_of_file(path)))
+
+
+def text_of_file(path: str) -> str:
+    """The text of a file. Raises: DataError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise DataError(f"{path}: it cannot be read: {reason}") from error
+
+
+def _tools(given: Any) -> list[Any]:
+    try:
+        found = json.loads(given) if isinstance(given, str) else given or []
+    except ValueError as error:
+        raise DataError(f"tools are a list of JSON schemas; this is not JSON: {error}") from error
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise DataError(f"tools are a list of JSON schemas, not {type(found).__name__}")
+    return found
+
+
+def _shot(where: str, record: Any, fields: Fields) -> Shot:
+    try:
+        record = prompt_columns(renamed(record, fields)) if isinstance(record, Mapping) else {}
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    completion = next((record[name] for name in COMPLETIONS if isinstance(record.get(name), str)), None)
+    if not record.get("prompt") or completion is None:
+        raise DataError(f"{where}: an example has a prompt, and a text as its {', '.join(COMPLETIONS)}")
+    return Shot(record["prompt"], completion)
+
+
+def _turns(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> Messages:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": _in_template(prompt, form)}]
+    return [dict(message) for message in prompt]
+
+
+def _in_template(prompt: Any, form: PromptFormat) -> str:
+    if not isinstance(prompt, str):
+        raise DataError("the examples of --few_shot are messages, but this prompt is text; give --chat_template=own")
+    return form.text.replace(PROMPT_PLACE, prompt)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,133 @@
+"""Files of flags: YAML, JSON or Python by hand, and the config.json of a run, which repeats it.
+
+A key is the name of a flag, of `Settings` or of the recipe; `experiment` names the program. Values are read as the
+command line reads them, so that bounds, types and hints are those of the flags.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import yaml
+
+from funrl.trainer.declaration import SettingsError
+
+NOT_REPEATED = ("run_dir", "resume")  # flags of a run that its repetition has for itself
+CONFIG_FILES = "a .yaml, .json or .py file, or the config.json of a run"
+
+
+class ConfigFile(NamedTuple):
+    """A file of flags.
+
+    Attributes:
+      path: as it was given.
+      values: text of each flag, as a command line has it behind the equals sign.
+      experiment: the program that it is for; None: any.
+      recorded: whether a run has written it. Then it has every flag, those without a meaning in the run included.
+      versions: of the packages that the run had.
+    """
+
+    path: str
+    values: Mapping[str, str]
+    experiment: str | None
+    recorded: bool
+    versions: Mapping[str, Any]
+
+    def flags(self) -> list[str]:
+        """The command line that it stands for."""
+        return [f"--{name}={text}" for name, text in self.values.items()]
+
+
+def read_config(path: str) -> ConfigFile:
+    """Read a file of flags. A Python file is run: its dict `config`, or else its public names, are the flags.
+
+    Raises:
+      SettingsError: it cannot be read, or has something that no flag can be.
+    """
+    content = _mapping(path)
+    experiment, versions = content.pop("experiment", None), {}
+    recorded = isinstance(content.get("flags"), dict) and "command" in content
+    if recorded:
+        versions, content = content.get("versions") or {}, content["flags"]
+        if given := content.get("given_in_python"):
+            raise SettingsError(
+                f"--config={path}: {given} of this run came from Python; only the program that made it can repeat it"
+            )
+        content = {name: value for name, value in content.items() if name not in NOT_REPEATED}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            raise SettingsError(
+                f"--config={path}: {name} has entries of its own, flags have none; `funrl import {path}` reads a "
+                "configuration of verl or TRL"
+            )
+        if not re.fullmatch(r"\w+", str(name)):
+            raise SettingsError(f"--config={path}: {name!r} is not the name of a flag")
+    texts = {str(name): _text(value) for name, value in content.items()}
+    return ConfigFile(path, texts, None if experiment is None else str(experiment), recorded, versions)
+
+
+def _mapping(path: str) -> dict[str, Any]:
+    """The content of a file, whatever its kind."""
+    file = Path(path)
+    if not file.is_file():
+        problem = "this is a directory, a file is needed" if file.is_dir() else "no such file"
+        raise SettingsError(f"--config={path}: {problem}; give {CONFIG_FILES}")
+    try:
+        if file.suffix == ".py":
+            return _names(runpy.run_path(path))
+        text = file.read_text(encoding="utf-8")
+        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, _Texts)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config={path}: {' '.join(str(error).split())}") from error
+    except (Exception, SystemExit) as error:  # of a Python file
+        raise SettingsError(f"--config={path}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"--config={path}: names of flags with values are needed, not {found!r:.60}")
+    return dict(found)
+
+
+def _names(module: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that a Python file gives."""
+    if isinstance(module.get("config"), dict):
+        return dict(module["config"])
+    public = {name: value for name, value in module.items() if not name.startswith("_")}
+    return {name: x for name, x in public.items() if not (isinstance(x, (ModuleType, type)) or callable(x))}
+
+
+def _text(value: Any) -> str:
+    """A value as the command line writes it; none at all is empty."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(_text(item) for item in value)
+    return str(value)
+
+
+class _Texts(yaml.BaseLoader):
+    """YAML whose values stay as they are written: 1e-5 is no text elsewhere, and `on` no truth value."""
+
+
+def _one_of_each(loader: _Texts, node: yaml.MappingNode) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node)
+        if key in found:
+            raise ValueError(f"{key!r} is there twice")
+        found[key] = loader.construct_object(value_node, deep=True)
+    return found
+
+
+def _scalar(loader: _Texts, node: yaml.ScalarNode) -> str | None:
+    return None if node.style is None and node.value in ("", "~", "null") else loader.construct_scalar(node)
+
+
+_Texts.add_constructor("tag:yaml.org,2002:map", _one_of_each)
+_Texts.add_constructor("tag:yaml.org,2002:str", _scalar)

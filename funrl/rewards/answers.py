@@ -1,0 +1,38 @@
+"""The answer that a completion ends with, by which several completions of a prompt are compared."""
+
+from __future__ import annotations
+
+import re
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+def final_answer(completion: str) -> str:
+    r"""The last \boxed{...}, else the last <answer>...</answer>, else the line behind the last "####", else all of it.
+
+    Blanks around it are left out, and of a number commas and a dollar sign.
+
+    >>> final_answer(r"so \boxed{\frac{1}{2}}."), final_answer("3 * 400 #### 1,200"), final_answer(" 4 ")
+    ('\\frac{1}{2}', '1200', '4')
+    """
+    boxed = completion.rfind(r"\boxed{")
+    tagged = _TAGGED.findall(completion)
+    if boxed >= 0:
+        found = _braced(completion[boxed + len(r"\boxed{") :])
+    elif tagged:
+        found = tagged[-1]
+    else:
+        _, mark, rest = completion.rpartition("####")
+        found = (rest.strip().splitlines() or [""])[0] if mark else completion
+    found = found.strip()
+    return re.sub(r"[$,]", "", found) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", found) else found
+
+
+def _braced(text: str) -> str:
+    """The text up to the brace that closes it; all of it where none does."""
+    depth = 1
+    for at, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:at]
+    return text

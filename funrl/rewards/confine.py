@@ -1,0 +1,229 @@
+"""The confined side of a sandboxed program: run as a script by `sandbox`, with Python's own modules only.
+
+    python -I confine.py TASK RESULT
+
+TASK is the descriptor of a file with the task in JSON, RESULT that of a pipe. The process takes its limits upon itself,
+which no program can take off again, says so in RESULT and runs the program. Of a program's tests, each that passes is a
+line there.
+
+What confines it, all of it by the kernel and as an ordinary user as well as root:
+
+- resource limits: memory, seconds of a core, size of a file, open files;
+- a seccomp filter: no other process, no socket, no signal to others, no memory that the limit does not count, nothing
+  that changes owners, modes or times of files, or the system;
+- Landlock: files are made, written and removed in the working directory only, and no folders. Where a kernel has no
+  Landlock, the filter refuses to open any file for writing.
+
+Files may be read as the user may.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import traceback
+import types
+
+# (x86_64, aarch64) numbers of system calls; None: the machine has none of that name.
+REFUSED = {  # with EPERM
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
+    "kcmp": (312, 272), "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241), "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217),
+    "request_key": (249, 218), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429), "open_tree": (428, 428),
+    "fsopen": (430, 430), "fsmount": (432, 432), "mount_setattr": (442, 442), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+    "acct": (163, 89), "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162), "syslog": (103, 116),
+    "quotactl": (179, 60), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53),
+    "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466),
+    "truncate": (76, 45), "utime": (132, None), "utimes": (235, None), "utimensat": (280, 88),
+    "futimesat": (261, None), "mknod": (133, None), "mknodat": (259, 33), "iopl": (172, None),
+    "ioperm": (173, None), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "move_pages": (279, 239), "migrate_pages": (256, 238),
+}  # fmt: skip
+BEGINS_A_PROCESS = {"fork": (57, None), "vfork": (58, None)}  # with EAGAIN, as where there are too many
+NEEDS_OTHER_CALLS = {"clone3": (435, 435), "openat2": (437, 437)}  # with ENOSYS: libraries then use clone and openat
+CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
+PRLIMIT, PRCTL, FCNTL = (302, 261), (157, 167), (72, 25)
+OPEN, OPENAT = (2, None), (257, 56)
+CHANGES_FOLDERS = {  # with EACCES where nothing may be written
+    "creat": (85, None), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None),
+    "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
+    "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
+}  # fmt: skip
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in the pairs above, and the kernel's number
+OPEN_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+CLONE_THREAD = 0x10000
+F_SETOWN, F_SETOWN_EX = 8, 15
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+# Rights to change files that a version of Landlock knows: to write, remove and make; to link, truncate, use devices.
+LANDLOCK_RIGHTS = (0b1_1111_1111_0010, 0b11_1111_1111_0010, 0b111_1111_1111_0010)
+WRITE_FILE, TRUNCATE = 1 << 1, 1 << 14
+FILES_ONLY = WRITE_FILE | 1 << 5 | 1 << 8 | TRUNCATE  # and remove and make them, but no folders, links and devices
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def confine(directory: str, limits: dict, parent: int, landlock: bool = True) -> None:
+    """Confine this process for good.
+
+    Args:
+      directory: where files may be written.
+      limits: memory_bytes, cpu_s, file_bytes, open_files.
+      parent: number of the process with which this one ends.
+      landlock: whether it is used where the kernel has it.
+
+    Raises:
+      OSError: the kernel refuses a part of it.
+    """
+    cpu_s = max(1, round(limits["cpu_s"]))
+    for what, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+    ):
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most + 1 if what == resource.RLIMIT_CPU and hard != most else most))
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    writes = landlock and _write_only_in(directory)
+    _drop_capabilities()
+    os.stat(json.__file__)  # which only root with its capabilities may read where Python is another user's
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    program = b"".join(struct.pack("<HBBI", *line) for line in filter_lines(platform.machine(), os.getpid(), writes))
+    buffer = ctypes.create_string_buffer(program, len(program))
+    pointer = struct.pack("<H6xQ", len(program) // 8, ctypes.addressof(buffer))
+    _prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(pointer, len(pointer)))
+
+
+def filter_lines(machine: str, pid: int, writes: bool) -> list:
+    """The seccomp filter, as instructions of the packet filter's machine: (code, jump if true, if false, number).
+
+    Args:
+      machine: one of `MACHINES`.
+      pid: number of the process.
+      writes: whether files may be opened for writing.
+    """
+    column, kernel = MACHINES[machine]
+    load, equal, some, give = 0x20, 0x15, 0x45, 0x06
+    allow, kill = 0x7FFF0000, 0x80000000
+
+    def refuse(calls: dict, error: int) -> list:
+        numbers = [pair[column] for pair in calls.values() if pair[column] is not None]
+        return [line for n in numbers for line in ((equal, 0, 1, n), (give, 0, 0, 0x50000 | error))]
+
+    def check(call: tuple, argument: int, test: int, values: tuple, error: int, ok: bool) -> list:
+        """Of one call: refuse it, or let it through (`ok`), where the argument fits one of the values; else not."""
+        if call[column] is None:
+            return []
+        results = (allow, 0x50000 | error) if ok else (0x50000 | error, allow)
+        tests = [(test, len(values) - i, 0, value) for i, value in enumerate(values)]
+        inside = [(load, 0, 0, 16 + 8 * argument), *tests, (give, 0, 0, results[1]), (give, 0, 0, results[0])]
+        return [(equal, 0, len(inside), call[column]), *inside]
+
+    return [
+        (load, 0, 0, 4), (equal, 1, 0, kernel), (give, 0, 0, kill), (load, 0, 0, 0),
+        (0x35, 0, 1, 0x40000000), (give, 0, 0, kill),  # numbers of another interface of the same machine
+        *refuse(REFUSED, errno.EPERM), *refuse(BEGINS_A_PROCESS, errno.EAGAIN),
+        *refuse(NEEDS_OTHER_CALLS, errno.ENOSYS),
+        *check(CLONE, 0, some, (CLONE_THREAD,), errno.EAGAIN, True),
+        *check(KILL, 0, equal, (pid,), errno.EPERM, True),
+        *check(TGKILL, 0, equal, (pid,), errno.EPERM, True),
+        *check(PRLIMIT, 0, equal, (0, pid), errno.EPERM, True),
+        *check(PRCTL, 0, equal, (PR_SET_PDEATHSIG,), errno.EPERM, False),
+        *check(FCNTL, 1, equal, (F_SETOWN, F_SETOWN_EX), errno.EPERM, False),
+        *([] if writes else [
+            *refuse(CHANGES_FOLDERS, errno.EACCES),
+            *check(OPEN, 1, some, (OPEN_TO_WRITE,), errno.EACCES, False),
+            *check(OPENAT, 2, some, (OPEN_TO_WRITE,), errno.EACCES, False),
+        ]),
+        (give, 0, 0, allow),
+    ]  # fmt: skip
+
+
+def _write_only_in(directory: str) -> bool:
+    """Let this process change files in a directory only; False where the kernel cannot do so."""
+    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return False
+    rights = LANDLOCK_RIGHTS[min(version, len(LANDLOCK_RIGHTS)) - 1]
+    ruleset = struct.pack("<QQQ", rights, 0, 3 if version >= 6 else 0)  # the last: sockets and signals beyond it
+    ruleset = ruleset[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    made = _checked(libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0))
+    for path, allowed in ((directory, FILES_ONLY), (os.devnull, WRITE_FILE | TRUNCATE)):
+        where = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        _checked(libc.syscall(LANDLOCK_ADD_RULE, made, 1, struct.pack("<Qi", rights & allowed, where), 0))
+        os.close(where)
+    _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, made, 0))
+    os.close(made)
+    return True
+
+
+def _drop_capabilities() -> None:
+    """Make root a user like others, who owns root's files."""
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    header, none = struct.pack("<Ii", 0x20080522, 0), bytes(24)
+    _checked(libc.capset(header, none))
+
+
+def _prctl(option: int, *arguments: object) -> None:
+    given = [ctypes.c_ulong(x) if isinstance(x, int) else x for x in (*arguments, 0, 0, 0)[:4]]
+    _checked(libc.prctl(option, *given))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def run(task: dict, result: int) -> None:
+    """Run a program, as a script or with tests behind it, which see its names."""
+    tests = task["tests"]
+    module = types.ModuleType("program" if tests else "__main__")
+    sys.modules[module.__name__] = module
+    sys.argv = ["program.py"]
+    exec(compile(task["program"], "program.py", "exec"), module.__dict__)
+    for number, test in enumerate(tests):
+        try:
+            exec(compile(test, f"test_{number}.py", "exec"), module.__dict__)
+        except (Exception, SystemExit):
+            traceback.print_exc()
+        else:
+            os.write(result, f"{task['token']} {number}\n".encode())
+
+
+def main() -> None:
+    task_file, result = map(int, sys.argv[1:3])
+    with open(task_file) as file:
+        task = json.load(file)
+    confine(os.getcwd(), task["limits"], task["parent"], task["landlock"])
+    os.write(result, b"confined\n")
+    run(task, result)
+
+
+if __name__ == "__main__":
+    main()

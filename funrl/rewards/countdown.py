@@ -1,0 +1,56 @@
+"""The countdown game: an expression of given numbers that has a given value."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LONGEST_EXPRESSION = 500  # characters of an expression
+
+
+def countdown(
+    prompt: str, completion: str, *, target: Any, nums: Sequence[Any] = (), numbers: Sequence[Any] = (), **fields: Any
+) -> float:
+    """1 if the completion's expression uses each of the numbers once and has the value of the target.
+
+    The expression is the last <answer>...</answer>, else the last line that is not empty; of an equation, its left
+    side. It may have +, -, *, / and parentheses, and is computed in fractions, so exactly.
+
+    Args:
+      target: a number.
+      nums, numbers: the numbers, by either name.
+
+    Example: countdown("...", "<answer>(4 - 1) * 8 = 24</answer>", target=24, nums=[1, 4, 8]) is 1.0.
+    References: the game as TinyZero trains it, https://github.com/Jiayi-Pan/TinyZero
+    """
+    tagged, lines = _ANSWER.findall(completion), completion.strip().splitlines()
+    text = tagged[-1] if tagged else lines[-1] if lines else ""
+    expression = text.split("=")[0].replace("\u00d7", "*").replace("\u00f7", "/").strip()
+    used: list[Fraction] = []
+    try:
+        value = _value(ast.parse(expression, mode="eval").body, used) if len(expression) <= LONGEST_EXPRESSION else None
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return 0.0
+    given = [Fraction(str(number)) for number in (nums if len(nums) else numbers)]
+    return float(value == Fraction(str(target)) and Counter(used) == Counter(given))
+
+
+def _value(node: ast.expr, used: list[Fraction]) -> Fraction:
+    """The value of an expression; the numbers that it names are put into `used`. Raises: ValueError."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        used.append(Fraction(str(node.value)))
+        return used[-1]
+    raise ValueError(ast.dump(node))

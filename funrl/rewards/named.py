@@ -1,0 +1,119 @@
+"""Rewards that a command line names: functions of files and packages, and verifiers. Nothing here imports torch.
+
+--reward=FILE.py:function,format@0.1     the function, and a tenth of the verifier `format`
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from funrl.loading import LoadError
+
+GOLD = ("answer", "solution", "ground_truth")  # fields that hold the right answer, the first of them that is there
+TESTS = ("tests", "test_list", "test_cases", "test", "ground_truth")  # the same of unit tests
+WEIGHTED_REWARD = re.compile(r"(?P<source>.*?)(?:@(?P<weight>[^@:/]*))?")
+
+
+class Verifier(NamedTuple):
+    """A verifier by its short name.
+
+    Attributes:
+      source: "module:function".
+      fields: of each tuple, a prompt's record has at least one field.
+      library: module that it imports; "": none but Python's own.
+      extra: of funrl, which installs the library.
+    """
+
+    source: str
+    fields: tuple[tuple[str, ...], ...] = ()
+    library: str = ""
+    extra: str = ""
+
+
+VERIFIERS: Mapping[str, Verifier] = {
+    "exact": Verifier("funrl.rewards.verifiers:exact_match", (GOLD,)),
+    "gsm8k": Verifier("funrl.rewards.verifiers:gsm8k", (GOLD,)),
+    "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", "math"),
+    "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", "math"),
+    "choice": Verifier("funrl.rewards.verifiers:multiple_choice", (GOLD,)),
+    "regex": Verifier("funrl.rewards.verifiers:matches_pattern", (("pattern",),)),
+    "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", "json"),
+    "format": Verifier("funrl.rewards.structure:think_then_answer"),
+    "length": Verifier("funrl.rewards.style:within_length", (("min_words", "max_words"),)),
+    "repetition": Verifier("funrl.rewards.style:repetition"),
+    "countdown": Verifier("funrl.rewards.countdown:countdown", (("target",), ("nums", "numbers"))),
+    "code": Verifier("funrl.rewards.unit_tests:code_tests", (TESTS,)),
+}
+
+
+class NamedReward(NamedTuple):
+    """One reward of a command line.
+
+    Attributes:
+      name: in metrics, samples and the report; no other reward of the line has it.
+      source: a name of `VERIFIERS`, "FILE.py:function" or "module:function".
+      weight: of its number in a completion's score; None: none is given.
+    """
+
+    name: str
+    source: str
+    weight: float | None
+
+
+def parse_rewards(text: str) -> tuple[NamedReward, ...]:
+    """The rewards that a text names, at least one.
+
+    >>> [tuple(one) for one in parse_rewards("own.py:score, format@0.1")]
+    [('score', 'own.py:score', None), ('format', 'format', 0.1)]
+
+    Raises:
+      LoadError: a weight is no finite number, or a name without a colon is not that of a verifier.
+    """
+    sources, weights = [], []
+    for part in (part.strip() for part in text.split(",")):
+        found = WEIGHTED_REWARD.fullmatch(part)
+        assert found is not None
+        sources.append(found["source"].strip())
+        weights.append(None if found["weight"] is None else _weight(text, found["weight"]))
+        if ":" not in sources[-1] and sources[-1] not in VERIFIERS:
+            raise LoadError(
+                f"--reward={text}: {sources[-1]!r} is not a verifier ({', '.join(VERIFIERS)}); of a function of your "
+                "own write FILE.py:function or module:function"
+            )
+    names = unique_names([source.rpartition(":")[2] for source in sources], [_place(source) for source in sources])
+    return tuple(map(NamedReward, names, sources, weights))
+
+
+def unique_names(names: Sequence[str], places: Sequence[str] = ()) -> list[str]:
+    """The names, those that several have with where each is from, or with their numbers.
+
+    >>> unique_names(["score", "score", "format"], ["a", "b", ""])
+    ['a.score', 'b.score', 'format']
+    >>> unique_names(["score", "score"])
+    ['score', 'score.2']
+    """
+    placed = [
+        f"{place}.{name}" if place and names.count(name) > 1 else name
+        for name, place in zip(names, places or [""] * len(names), strict=True)
+    ]
+    return [f"{name}.{n}" if (n := placed[: i + 1].count(name)) > 1 else name for i, name in enumerate(placed)]
+
+
+def _weight(text: str, given: str) -> float:
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise LoadError(f"--reward={text}: the weight {given!r} is no finite number; write such as format@0.1")
+    return weight
+
+
+def _place(source: str) -> str:
+    """The file or module of a function, without its folder; "" of a verifier."""
+    module = source.rpartition(":")[0]
+    return Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]

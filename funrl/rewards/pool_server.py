@@ -1,0 +1,333 @@
+"""The server of a rank's reward workers, and the workers.
+
+The server is single-threaded, so it can fork workers at any time. A worker runs one call after the other; functions
+that are awaited share one worker, whose event loop has many calls under way. Of a batched function a call takes the
+batches that wait, shared out among the workers. A worker that hangs or dies is replaced.
+
+Where the number of workers may vary, the server starts with one for each core and adds more while calls wait and those
+that have ended were mostly idle, such as for a model behind a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from funrl.rewards.call import (
+    RewardFunction,
+    RewardOutcome,
+    awaited_outcomes,
+    failure_of,
+    outcomes,
+    picklable,
+    too_slow,
+)
+
+IN_FLIGHT = 256  # calls of an event loop at once
+BATCH_ROWS = 1024  # of a call of a batched function, unless its group alone has more
+AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call by itself
+_PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 1.0
+_MEMORY = 0.9  # of how idle earlier calls were, against the latest
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Submission(NamedTuple):
+    """Rows for one function.
+
+    Attributes:
+      number: by which its answer is known; tasks are begun in the order of their numbers.
+      function: number of the function.
+      rows: pickled `Completed`s.
+    """
+
+    number: int
+    function: int
+    rows: tuple[bytes, ...]
+
+
+class _Call(NamedTuple):
+    """Tasks of one function that a worker has been given, and when it is to be ended."""
+
+    tasks: tuple[Submission, ...]
+    deadline: float
+
+
+class _Worker(NamedTuple):
+    """A worker, with its calls by the number of their first task."""
+
+    pid: int
+    connection: Connection
+    awaits: bool
+    calls: dict[int, _Call]
+
+    @property
+    def free(self) -> bool:
+        return len(self.calls) < (IN_FLIGHT if self.awaits else 1)
+
+
+class Server:
+    """The life of the server: calls to free workers, results to the rank.
+
+    Args:
+      parent: to the rank.
+      functions: of the pool.
+      least, most: workers of functions that are not awaited.
+      timeout_s: of a call.
+    """
+
+    def __init__(
+        self, parent: Connection, functions: Sequence[RewardFunction], least: int, most: int, timeout_s: float
+    ):
+        self.parent, self.functions, self.least, self.most = parent, tuple(functions), least, most
+        self.timeout_s = timeout_s
+        self.queues: list[deque[Submission]] = [deque() for _ in functions]
+        self.workers: list[_Worker] = []
+        self.cpu_s = self.wall_s = 0.0
+
+    def serve(self, rank: int) -> None:
+        """Serve until the rank ends or says so."""
+        try:
+            self._start(self.least if any(not one.awaited for one in self.functions) else 0, awaits=False)
+            self._start(int(any(one.awaited for one in self.functions)), awaits=True)
+            while os.getppid() == rank:
+                self._give_calls()
+                deadlines = [call.deadline for worker in self.workers for call in worker.calls.values()]
+                rest = min(deadlines, default=math.inf) - time.monotonic()
+                busy = {worker.connection: worker for worker in self.workers if worker.calls}
+                # Some process that the rank has started may keep the pipe open that would tell of the rank's end.
+                for ready in wait([self.parent, *busy], min(max(rest, 0), _LOOK_EVERY_S)):
+                    if ready is not self.parent:
+                        self._take_answer(busy[ready])  # type: ignore[index]
+                        continue
+                    task = self.parent.recv()
+                    if task is None:
+                        return
+                    self.queues[task.function].append(task)
+                self._end_overdue()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the rank is gone
+        finally:
+            for worker in self.workers:
+                _end(worker)
+
+    def _give_calls(self) -> None:
+        """Give all free workers what waits, the first tasks first."""
+        for worker in self.workers:
+            while worker.free and (task := self._first(worker.awaits)) is not None:
+                queue, one = self.queues[task.function], self.functions[task.function]
+                tasks = [queue.popleft()]
+                share = -(-(len(queue) + 1) // sum(other.awaits == worker.awaits for other in self.workers))
+                room = BATCH_ROWS - len(task.rows)
+                while one.batched and queue and len(tasks) < share and len(queue[0].rows) <= room:
+                    room -= len(queue[0].rows)
+                    tasks.append(queue.popleft())
+                grace = AWAITED_GRACE_S if worker.awaits else 0.0
+                worker.calls[task.number] = _Call(tuple(tasks), time.monotonic() + self.timeout_s + grace)
+                rows = tuple(row for task in tasks for row in task.rows)
+                with contextlib.suppress(OSError):  # it has died: that is seen when it is waited for
+                    worker.connection.send_bytes(pickle.dumps((task.number, task.function, rows)))
+
+    def _first(self, awaited: bool) -> Submission | None:
+        """The first task that waits for a worker of this kind."""
+        heads = [q[0] for q, one in zip(self.queues, self.functions, strict=True) if q and one.awaited == awaited]
+        return min(heads, default=None)
+
+    def _take_answer(self, worker: _Worker) -> None:
+        try:
+            number, found, cpu_s, wall_s = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            ended = _end(worker)
+            for call in worker.calls.values():
+                self._fail(call, f"ended its process ({ended})")
+            self._replace(worker)
+            return
+        self._answer(worker.calls.pop(number), found)
+        if not worker.awaits:
+            self.cpu_s, self.wall_s = self.cpu_s * _MEMORY + cpu_s, self.wall_s * _MEMORY + wall_s
+            self._grow()
+
+    def _grow(self) -> None:
+        """Add workers where calls wait and those that have ended were mostly idle."""
+        waiting = sum(len(q) for q, one in zip(self.queues, self.functions, strict=True) if not one.awaited)
+        here = [worker for worker in self.workers if not worker.awaits]
+        busy = max(self.cpu_s / max(self.wall_s, 1e-6), self.least / self.most)
+        wanted = min(self.most, math.ceil(self.least / busy), len(here) + waiting - sum(w.free for w in here))
+        self._start(wanted - len(here), awaits=False)
+
+    def _end_overdue(self) -> None:
+        """End the workers whose calls have taken too long; what was beside them in an event loop begins again."""
+        now = time.monotonic()
+        for worker in [one for one in self.workers if any(call.deadline <= now for call in one.calls.values())]:
+            _end(worker)
+            for call in reversed(worker.calls.values()):
+                if call.deadline <= now:
+                    self._fail(call, too_slow(self.timeout_s))
+                else:
+                    self.queues[call.tasks[0].function].extendleft(reversed(call.tasks))
+            self._replace(worker)
+
+    def _answer(self, call: _Call, found: Sequence[RewardOutcome]) -> None:
+        """Tell the rank of each task."""
+        at = 0
+        for task in call.tasks:
+            self.parent.send((task.number, list(found[at : at + len(task.rows)])))
+            at += len(task.rows)
+
+    def _fail(self, call: _Call, what: str) -> None:
+        one, rows = self.functions[call.tasks[0].function], [row for task in call.tasks for row in task.rows]
+        among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
+        self._answer(call, [failure_of(one, pickle.loads(rows[0]), what + among)] * len(rows))
+
+    def _replace(self, worker: _Worker) -> None:
+        self.workers.remove(worker)
+        self._start(1, worker.awaits)
+
+    def _start(self, count: int, awaits: bool) -> None:
+        for _ in range(count):
+            here, there = Pipe()
+            others = [here, self.parent, *(worker.connection for worker in self.workers)]
+            pid = fork(functools.partial(_work, there, others, self.functions, awaits, self.timeout_s))
+            _own_group(pid)
+            there.close()
+            self.workers.append(_Worker(pid, here, awaits, {}))
+
+
+def serve_rewards(
+    parent: Connection, theirs: Connection, rank: int, functions: Sequence[RewardFunction], least: int, most: int,
+    timeout_s: float,
+) -> None:  # fmt: skip
+    """The program of the server's process.
+
+    Args:
+      theirs: the rank's end of the pipe, which the fork has too.
+      rank: number of the rank's process.
+
+    The others: as in `Server`.
+    """
+    theirs.close()
+    _take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
+    Server(parent, functions, least, most, timeout_s).serve(rank)
+
+
+def fork(live: Callable[[], None]) -> int:
+    """Fork a process that lives and ends, and nothing else; return its number."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # not in between, in the rank's handlers
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            live()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            flush()
+            os._exit(status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def flush() -> None:
+    """Write out what Python has buffered, which a fork would write too."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # there is none, or its reader has gone
+            stream.flush()
+
+
+def _take_signals(handler: Any) -> None:
+    """Let a forked process take the signals that end programs in its own way, instead of in the rank's."""
+    for sign in _ENDING:
+        signal.signal(sign, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+def _work(
+    connection: Connection, others: Sequence[Connection], functions: Sequence[RewardFunction], awaits: bool,
+    timeout_s: float,
+) -> None:  # fmt: skip
+    """The life of a worker.
+
+    Args:
+      others: ends of pipes that it has by being a fork. While it had them open, nobody would see them end.
+      awaits: its functions are awaited, in one event loop.
+    """
+    for other in others:
+        other.close()
+    _own_group(0)
+    _take_signals(signal.SIG_DFL)  # and so do programs that a function starts
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)  # the threads of a pool of OpenMP do not survive a fork
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
+        if awaits:
+            asyncio.run(_answer_awaited(connection, functions, timeout_s))
+        while True:
+            number, function, rows = pickle.loads(connection.recv_bytes())
+            cpu_s, wall_s = _cpu_s(), time.monotonic()
+            found = outcomes(functions[function], [pickle.loads(row) for row in rows])
+            connection.send((number, [*map(picklable, found)], _cpu_s() - cpu_s, time.monotonic() - wall_s))
+
+
+async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunction], timeout_s: float) -> None:
+    """Answer calls side by side until the server is gone."""
+    loop = asyncio.get_running_loop()
+    gone, tasks = loop.create_future(), set[asyncio.Task[None]]()
+
+    async def answer(number: int, function: int, rows: Sequence[bytes]) -> None:
+        found = await awaited_outcomes(functions[function], [pickle.loads(row) for row in rows], timeout_s)
+        connection.send((number, [*map(picklable, found)], 0.0, 0.0))
+
+    def take() -> None:
+        try:
+            message = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            gone.set_exception(error)
+            loop.remove_reader(connection.fileno())
+            return
+        tasks.add(task := loop.create_task(answer(*message)))
+        task.add_done_callback(tasks.discard)
+
+    loop.add_reader(connection.fileno(), take)
+    await gone
+
+
+def _cpu_s() -> float:
+    """Seconds in which this process used a core or waited for one, and the programs that it has waited for used one."""
+    programs, queued = resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
+    with contextlib.suppress(OSError), open("/proc/self/schedstat") as file:
+        queued = int(file.read().split()[1]) / 1e9
+    return time.process_time() + programs.ru_utime + programs.ru_stime + queued
+
+
+def _own_group(pid: int) -> None:
+    """Make a worker a group of its own; it and the server both do, as neither knows which comes first."""
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+
+
+def _end(worker: _Worker) -> str:
+    """End a worker and what it has started, and say how it ended if it had done so itself."""
+    with contextlib.suppress(OSError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.connection.close()
+    _, status = os.waitpid(worker.pid, 0)
+    if os.WIFSIGNALED(status):
+        return f"by signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"with exit code {os.WEXITSTATUS(status)}"

@@ -1,0 +1,119 @@
+"""Rewards of programs: the share of their unit tests that pass, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from funrl.rewards.named import TESTS
+from funrl.rewards.sandbox import LIMITS, Limits, run_program
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+class UnitTests(NamedTuple):
+    """Tests of a program.
+
+    Attributes:
+      sources: texts that run behind it, each a test.
+      pairs: what it reads and has to print, each a test.
+    """
+
+    sources: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
+
+
+def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., float]:
+    """A reward of 1.0 for a program that passes all of its tests; or, with `share`, of the share of those that pass.
+
+    The program is the completion's last fenced block, where it has one, else all of it. Where a field "entry_point"
+    names a function that the program lacks, the program goes on behind the prompt.
+
+    The tests are the first of the fields "tests", "test_list", "test_cases", "test" and "ground_truth" that the record
+    has: Python text; a list of such texts, each a test, such as "assert f(2) == 4"; or {"inputs": [...], "outputs":
+    [...]}, what a script reads and has to print, blanks at ends of lines aside. Either may be JSON text. Of a "test"
+    that defines `check`, it is called with the `entry_point`, as HumanEval's. A field "test_setup_code" runs before.
+
+    Args:
+      share: of the tests, instead of all or nothing.
+      limits: of each run of the program: of all texts together, and of every input.
+
+    Raises:
+      ValueError: the tests are in none of these forms.
+      SandboxError: programs cannot be confined on this machine.
+
+    Example:
+      >>> double = "```python\\ndef double(x):\\n    return x + x\\n```"
+      >>> unit_tests(share=True)("", double, tests=["assert double(2) == 4", "assert double('a') == 'b'"])
+      0.5
+    """
+
+    def reward(prompt: str, completion: str, **fields: Any) -> float:
+        tests, program = read_tests(fields), program_of(prompt, completion, fields)
+        setup = str(fields.get("test_setup_code") or "")
+        passed = len(run_program(f"{setup}\n{program}", tests.sources, limits=limits).passed) if tests.sources else 0
+        for stdin, wanted in tests.pairs:
+            ended = run_program(program, stdin=stdin, limits=limits)
+            right = not ended.problem and _lines(ended.stdout) == _lines(wanted)
+            passed += right
+            if not (right or share):
+                return 0.0
+        count = len(tests.sources) + len(tests.pairs)
+        return passed / count if share else float(passed == count)
+
+    return reward
+
+
+code_tests = unit_tests()
+
+
+def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
+    """The program that a completion holds."""
+    blocks = _FENCED.findall(completion)
+    program, entry = blocks[-1] if blocks else completion, fields.get("entry_point")
+    lacks = entry is not None and not re.search(rf"^\s*def\s+{re.escape(str(entry))}\b", program, re.MULTILINE)
+    return prompt + program if lacks else program
+
+
+def read_tests(fields: Mapping[str, Any]) -> UnitTests:
+    """The tests of a record. Raises: ValueError, it has none that can be read."""
+    name = next((name for name in TESTS if fields.get(name)), None)
+    if name is None:
+        raise ValueError(f"one of the fields {', '.join(TESTS)} is needed; there are {', '.join(fields) or 'none'}")
+    given = fields[name]
+    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError:
+            given = fields[name]  # Python that begins so
+    if isinstance(given, str):
+        call = f"\ncheck({fields['entry_point']})" if "entry_point" in fields and "def check(" in given else ""
+        return UnitTests((given + call,))
+    if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given) and not given.get("fn_name"):
+        return UnitTests(pairs=_pairs(given["inputs"], given["outputs"]))
+    if isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given):
+        return UnitTests(tuple(given))
+    if isinstance(given, Sequence) and given and all(isinstance(one, Mapping) and "input" in one for one in given):
+        return UnitTests(pairs=_pairs([one["input"] for one in given], [one.get("output", "") for one in given]))
+    raise ValueError(
+        f"the field {name!r} holds no tests: Python text, a list of such texts, or {{'inputs': [...], 'outputs': "
+        f"[...]}} is needed, not {str(given)[:200]}"
+    )
+
+
+def _pairs(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    if not len(inputs) or len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs are no tests; as many of each are needed")
+    return tuple((_joined(given), _joined(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
+
+
+def _joined(lines: Any) -> str:
+    """Text, or the lines of a list."""
+    return "\n".join(map(str, lines)) if isinstance(lines, (list, tuple)) else str(lines)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without blanks at their ends, and without empty ones at the end of the text."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

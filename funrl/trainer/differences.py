@@ -1,0 +1,155 @@
+"""Numbers of two runs compared by their bits: how many differ, by how much, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.batch import FIELDS
+
+BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the first that fits
+    "sync/": "verify", "eval/": "eval", "rollout/logprob_gap": "score_policy", "rollout/": "generate",
+    "critic/advantages/": "advantage", "critic/values/": "advantage", "critic/returns/": "advantage",
+    "critic/vf_explained_var": "advantage", "critic/": "update_critic", "actor/": "update_policy",
+    "implicit_reward/": "update_implicit_reward", "train/": "update", "reward/": "generate",
+    "response_length/": "generate", "filter_groups/": "generate", "partial/": "generate", "perf/": "generate",
+}  # fmt: skip
+MEASURED = ("time_s/", "memory/", "perf/tokens_per_s")  # of the machine and its load, not of the run
+KINDS = ("field", "weights", "digests", "metric")
+PHASE_ORDER = (  # in the order of a step
+    "generate", "score_policy", "score_critic", "score_implicit_reward", "score_reference", "score_teacher",
+    "advantage", "update_implicit_reward", "update_critic", "update_policy", "update", "verify", "eval",
+)  # fmt: skip
+
+
+class Difference(NamedTuple):
+    """Comparison of two tensors, or of parts of them.
+
+    Attributes:
+      phase: of the step that makes it.
+      kind: "field" of the rows, "metric", "weights", or "digests" of weights, whose differences have no size.
+      name: of the field, metric or weight.
+      total: numbers that were compared.
+      count: those of other bits.
+      largest: the largest difference, infinite where one of two is no number.
+      where: place of that one, with both numbers.
+    """
+
+    phase: str
+    kind: str
+    name: str
+    total: int
+    count: int = 0
+    largest: float = 0.0
+    where: str = ""
+
+    def agrees(self, tolerance: float = 0.0) -> bool:
+        """True if all bits are equal, or within a tolerance above 0 all numbers."""
+        return self.count == 0 or (tolerance > 0 and self.largest <= tolerance)
+
+    def __str__(self) -> str:
+        if not self.count:
+            return f"{self.name}: equal"
+        if self.total == 1:
+            return f"{self.name} differs by {self.largest:.3g}: {self.where}"
+        return f"{self.name}: {self.count} of {self.total} differ, the largest by {self.largest:.3g} at {self.where}"
+
+
+def difference(
+    phase: str,
+    kind: str,
+    name: str,
+    one: Tensor,
+    other: Tensor,
+    place: Callable[[tuple[int, ...]], str] | None = None,
+) -> Difference:
+    """Compare two tensors.
+
+    Args:
+      place: index of a number -> words for it; None: the index as it is.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        total = max(one.numel(), other.numel())
+        return Difference(phase, kind, name, total, max(total, 1), math.inf, f"{_kind(one)} and {_kind(other)}")
+    unlike = _bits(one) != _bits(other)
+    count = int(unlike.count_nonzero())
+    if not count:
+        return Difference(phase, kind, name, one.numel())
+    gap = (one.double() - other.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    at = int(torch.where(unlike, gap, gap.new_full((), -1.0)).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), one.shape)) if one.ndim else ()
+    where = place(index) if place is not None else f"at {list(index)}" if index else ""
+    values = f"{one.flatten()[at].item()} and {other.flatten()[at].item()}"
+    told = f"{where}: {values}" if where else values
+    return Difference(phase, kind, name, one.numel(), count, float(gap.flatten()[at]), told)
+
+
+def joined_differences(parts: Iterable[Difference]) -> list[Difference]:
+    """One for each phase and name, of parts that were compared one by one or by several ranks."""
+    found: dict[tuple[str, str], Difference] = {}
+    for part in parts:
+        key = part.phase, part.name
+        before = found.get(key, part._replace(total=0, count=0))
+        larger = part if part.count and (not before.count or part.largest > before.largest) else before
+        found[key] = larger._replace(total=before.total + part.total, count=before.count + part.count)
+    return list(found.values())
+
+
+def metric_differences(one: Mapping[str, float | None], other: Mapping[str, float | None]) -> list[Difference]:
+    """Compare metrics, but for times and memory; one that is not in both differs. None stands for what is no number."""
+    found = []
+    for name in dict.fromkeys((*one, *other)):
+        if name == "step" or name.startswith(MEASURED):
+            continue
+        phase = phase_of_metric(name)
+        if name not in one or name not in other:
+            lacks = "first" if name not in one else "second"
+            found.append(Difference(phase, "metric", name, 1, 1, math.inf, f"the {lacks} has no such metric"))
+            continue
+        found.append(difference(phase, "metric", name, _number(one[name]), _number(other[name])))
+    return found
+
+
+def phase_of_metric(name: str) -> str:
+    """Phase of a step that makes a metric."""
+    return next((phase for prefix, phase in METRIC_PHASES.items() if name.startswith(prefix)), "update")
+
+
+def phase_of_field(name: str, stage: str) -> str:
+    """Phase of a step that writes a field of the rows, which are at the stage "drawn" or "scored"."""
+    if stage == "drawn":
+        return "generate"
+    writer = FIELDS[name].writer
+    return "advantage" if writer in ("source", "advantage", "trainer") else f"score_{writer}"
+
+
+def by_phase(found: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
+    """The phases of a step in their order, each with what was compared in it: tensors first, metrics last."""
+    phases: dict[str, list[Difference]] = {}
+    for one in sorted(found, key=lambda one: KINDS.index(one.kind)):
+        phases.setdefault(one.phase, []).append(one)
+    known = [*PHASE_ORDER, *sorted(set(phases) - set(PHASE_ORDER))]
+    return [(phase, phases[phase]) for phase in known if phase in phases]
+
+
+def first_phase(found: Iterable[Difference]) -> list[Difference]:
+    """The differences of the first phase of a step that has some."""
+    unlike = by_phase(one for one in found if one.count)
+    return unlike[0][1] if unlike else []
+
+
+def _number(x: float | None) -> Tensor:
+    return torch.tensor(math.nan if x is None else float(x), dtype=torch.float64)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(BIT_VIEWS[x.element_size()]) if x.is_floating_point() else x
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

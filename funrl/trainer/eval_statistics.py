@@ -1,0 +1,92 @@
+"""Numbers of an evaluation with several samples of each prompt: P prompts, N samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Z = 1.959963984540054  # of a normal distribution, 95 % are within so many deviations
+
+
+class Interval95(NamedTuple):
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
+def best_at(values_PN: np.ndarray, k: int) -> np.ndarray:
+    """[P] the expected largest of k different samples of each prompt; of verdicts (0 or 1), pass@k.
+
+    The mean over all subsets of k samples, sum_i C(i - 1, k - 1) / C(N, k) x_(i) with x_(i) the i-th smallest: no
+    subset is drawn. For verdicts with c of N right it is 1 - C(N - c, k) / C(N, k).
+
+    Args:
+      values_PN: what each sample got.
+      k: from 1 (the mean) to N (the largest).
+
+    >>> best_at(np.array([[0.0, 0.0, 1.0, 0.0]]), 2)
+    array([0.5])
+
+    References: Chen et al., 2021, https://arxiv.org/abs/2107.03374
+    """
+    count = values_PN.shape[1]
+    share_N = np.array([math.comb(i, k - 1) / math.comb(count, k) for i in range(count)])
+    return np.sort(values_PN, 1) @ share_N
+
+
+def majority_at(answers: Sequence[str], values_N: np.ndarray, k: int) -> float:
+    """The expected value of the most frequent answer among k samples of one prompt.
+
+    The mean over N // k blocks of k samples each. Of equally frequent answers the one that came first counts; its value
+    is that of its first sample.
+
+    Args:
+      answers: of the N samples.
+      values_N: what each got.
+    """
+    found = []
+    for begin in range(0, len(answers) // k * k, k):
+        block = list(answers[begin : begin + k])
+        chosen = max(block, key=block.count)  # max gives the first of several
+        found.append(values_N[begin + block.index(chosen)])
+    return float(np.mean(found))
+
+
+def interval(values_P: np.ndarray, verdicts: bool) -> Interval95 | None:
+    """The interval of the mean over prompts, which are independent of each other as samples of one prompt are not.
+
+    With m the mean and s / sqrt(P) its standard error, m +- 1.96 s / sqrt(P). Of numbers between 0 and 1 (verdicts and
+    shares of them) Wilson's interval for the number of draws that would have this error, m (1 - m) P / s^2, and P where
+    s is 0: it stays within 0 and 1, and has a width where all prompts are alike.
+
+    Args:
+      values_P: one number a prompt.
+      verdicts: whether each is from 0 to 1.
+
+    Returns: None where one prompt tells nothing of the spread.
+
+    References: Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953; Miller, 2024,
+      https://arxiv.org/abs/2411.00640 (errors clustered by prompt)
+    """
+    count, mean = len(values_P), float(values_P.mean())
+    variance = float(values_P.var(ddof=1)) / count if count > 1 else 0.0
+    if not verdicts:
+        return None if count < 2 else Interval95(mean - Z * math.sqrt(variance), mean + Z * math.sqrt(variance))
+    draws = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else count
+    centre = (mean + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
+    reach = Z / (1 + Z * Z / draws) * math.sqrt(mean * (1 - mean) / draws + Z * Z / (4 * draws * draws))
+    return Interval95(max(0.0, centre - reach) if mean > 0 else 0.0, min(1.0, centre + reach) if mean < 1 else 1.0)
+
+
+def sample_counts(samples: int) -> list[int]:
+    """The k of pass@k: powers of two below the number of samples, and that number; none of one sample.
+
+    >>> sample_counts(12)
+    [2, 4, 8, 12]
+    """
+    powers = [2**n for n in range(1, samples.bit_length()) if 2**n < samples]
+    return [*powers, samples] if samples > 1 else []

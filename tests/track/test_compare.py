@@ -1,0 +1,70 @@
+"""`funrl compare` and `funrl report`: pages about runs that are there."""
+
+import json
+import os
+
+import pytest
+from test_report import checked
+
+from funrl.experiments import cli
+from funrl.track.compare import _names
+from funrl.track.report import ReportError
+from funrl.track.run_directory import open_run
+from funrl.track.samples import Sample, open_samples
+from funrl.track.trackers import jsonl
+
+
+def a_run(path, reward, lr, supervised=False):
+    run = open_run(path, "grpo", {"mesh": "dp1", "seed": 3, "task": "sums", "steps": 4, "lr": lr, "run_dir": str(path)})
+    tracker, samples = jsonl(run.metrics), open_samples(run.samples)
+    for step in range(1, 5):
+        row = {"train/loss": 1 / step} if supervised else {"reward/mean": reward * step, "actor/ppo_kl": 1e-3}
+        tracker(step, row | {"eval/loss" if supervised else "eval/reward": reward, "time_s/step": 1.0})
+        samples.write(Sample(step, "1<2 & 3", f"answer {step} of {reward}", reward))
+    tracker.close()
+    samples.close()
+    return str(path)
+
+
+def test_runs_are_compared_on_one_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [
+        a_run(tmp_path / "a/run", 0.1, 1e-3),
+        a_run(tmp_path / "b/run", 0.2, 1e-4),
+        a_run(tmp_path / "c", 0.3, 1e-4, True),
+    ]
+    assert cli.main(["funrl", "compare", *runs]) == 0 and capsys.readouterr().out == "open compare.html\n"
+    page = (tmp_path / "compare.html").read_text()
+    said = checked(page)
+    assert "script" not in {tag for tag, _ in said.tags} and "3 runs" in said.text
+    for text in ("a/run", "b/run", "Reward, sampled", "Reward, held out", "Loss, batch", "0.001", "0.0001",
+                 "answer 4 of 0.1", "answer 4 of 0.2", "1<2 & 3"):  # fmt: skip
+        assert text in said.text, text
+    table = page.split("What differs in the configuration")[1].split("</table>")[0]
+    assert ">lr<" in table and ">seed<" not in table and ">run_dir<" not in table
+    labels = [attributes["aria-label"] for tag, attributes in said.tags if tag == "svg"]
+    assert any(x.startswith("Reward, sampled: a/run 0.1 to 0.4, b/run 0.2 to 0.8") for x in labels)
+
+
+def test_what_cannot_be_compared_is_said(tmp_path, capsys):
+    one = a_run(tmp_path / "a", 0.1, 1e-3)
+    for argv, says in (
+        (["compare", one], "1 runs: two to 8 can be compared"),
+        (["compare", one, one], "a: is given twice"),
+        (["compare", one, str(tmp_path / "none")], "none: no such directory"),
+        (["compare"], "usage: funrl compare RUN RUN"),
+        (["report", "--steps=3"], "usage: funrl report RUN"),
+    ):
+        assert cli.main(["funrl", *argv]) == 2
+        assert says in capsys.readouterr().err
+    assert _names(["x/a/r", "x/b/r"]) == ["a/r", "b/r"]
+
+
+def test_a_report_is_written_again(tmp_path, capsys):
+    run = a_run(tmp_path / "a", 0.1, 1e-3)
+    assert cli.main(["funrl", "report", run]) == 0
+    assert capsys.readouterr().out == f"open {run}{os.sep}report.html\n" and (tmp_path / "a/report.html").exists()
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    assert config["experiment"] == "grpo"
+    with pytest.raises(ReportError, match="is given twice"):
+        _names(["a", "./a"])

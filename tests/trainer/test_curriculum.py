@@ -1,0 +1,200 @@
+"""Curricula and difficulty: which prompts a step takes, the same on every mesh and after a resumption."""
+
+import numpy as np
+import pytest
+import torch
+from small_runs import GRPO, Quiet, begin, small_job
+from test_checkpoint import assert_equal_steps, crash, run
+
+from funrl.data.order import places_in_order
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.trainer.checks import Difficulty, difficulty_of
+from funrl.trainer.curriculum import CurriculumError, names_taken, weighing
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.generation import Example
+from funrl.trainer.loop import draw_batch
+
+PROMPTS = [Example([1] * n, str(n), {"level": n % 3}) for n in range(1, 7)]
+FILE = """
+def short_first(prompts, metrics, step, state, pass_rates):
+    longest = state.get("longest", 5) + (metrics.get("reward/mean", 0) > 0.1)
+    assert len(pass_rates) == len(prompts) and all("answer" in one for one in prompts)
+    return [float(len(one["prompt"]) <= longest) for one in prompts], {"longest": longest, "seen": sorted(metrics)[:3]}
+"""
+PARTIAL = {"max_new_tokens": 12, "new_tokens_per_step": 3, "minibatches": 1}
+
+
+def weigh(function, **given):
+    return weighing(PROMPTS, function, given.pop("difficulty", None), given.pop("weights", (1.0,)), single())
+
+
+def test_a_function_is_given_what_it_names_and_its_state_comes_back():
+    def by_level(prompts, state, step):
+        assert prompts[2] == {"prompt": "3", "level": 0}
+        return [one["level"] == len(state.get("steps", [])) for one in prompts], {
+            "steps": [*state.get("steps", []), step]
+        }
+
+    made = weigh(by_level)
+    told = made.init()
+    for step, level in ((1, 0), (2, 1), (3, 2)):
+        weights, told, metrics = made.weights(told, step)
+        assert weights.tolist() == [one.fields["level"] == level for one in PROMPTS]
+        assert metrics == {"curriculum/chosen_share": pytest.approx(1 / 3)}
+        told = made.observed(told, {"x": 1.0})
+    assert all(isinstance(x, torch.Tensor) for x in told.values())
+
+
+def test_metrics_are_those_of_the_last_step_and_of_the_newest_evaluation():
+    seen = []
+    made = weigh(lambda metrics: seen.append(dict(metrics)) or np.ones(6))
+    told = made.init()
+    for step, metrics in enumerate(({"a": 1.0, "eval/reward": 0.5}, {"a": 2.0}, {"b": float("nan")}), 1):
+        _, told, _ = made.weights(told, step)
+        told = made.observed(told, metrics)
+    made.weights(told, 4)
+    assert seen[:3] == [{}, {"a": 1.0, "eval/reward": 0.5}, {"a": 2.0, "eval/reward": 0.5}]
+    assert seen[3]["eval/reward"] == 0.5 and np.isnan(seen[3]["b"]) and "a" not in seen[3]
+
+
+def test_pass_rates_are_measured_and_forgotten_by_halves():
+    rates = []
+    made = weigh(lambda pass_rates: rates.append(pass_rates.tolist()) or np.ones(6), weights=(2.0, -1.0))
+    told = made.init()
+    scores = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.5, 0.0], [1.0, 2.0], [1.0, 0.0], [1.0, 0.0]])
+    told = made.measured(told, np.array([1, 4, 1]), scores)  # the same prompt twice
+    told = made.measured(told, np.array([4]), torch.tensor([[1.0, 0.0], [1.0, float("nan")]]))
+    made.weights(told, 1)
+    nan = float("nan")
+    assert np.allclose(rates, [[nan, 0.75, nan, nan, (0.5 / 2 + 2) / (1 + 2), nan]], equal_nan=True)
+
+
+def test_prompts_outside_of_the_difficulty_have_less_weight():
+    made = weigh(None, difficulty=Difficulty(0.25, 0.75, 0.1))
+    told = made.init()
+    assert made.weights(told, 1)[0].tolist() == [1.0] * 6  # nothing is measured yet
+    told = made.measured(told, np.arange(4), torch.tensor([0.0, 0, 0, 1, 1, 1, 0.5, 0])[:, None])
+    weights, _, metrics = made.weights(told, 2)
+    assert weights.tolist() == [0.1, 1.0, 0.1, 1.0, 1.0, 1.0]
+    assert metrics == {"difficulty/measured_share": pytest.approx(4 / 6), "difficulty/outside_share": 0.5}
+    both = weighing(PROMPTS, lambda: np.arange(6), Difficulty(0.25, 0.75, 0.1), (1.0,), single())
+    assert both.weights({**told, "curriculum": torch.zeros(0, dtype=torch.uint8)}, 2)[0][[0, 2, 5]].tolist() == [
+        0,
+        0.2,
+        5,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda prompts: [1.0], r"gave weights of shape \[1\]; 6 finite numbers"),
+        (lambda prompts: [-1.0] * 6, "of at least 0 are needed"),
+        (lambda prompts: 1 / 0, "failed at step 3:\nTraceback(.|\n)*ZeroDivisionError"),
+        (lambda state: ([1.0] * 6, {1, 2}), "not JSON serializable"),
+        (lambda prompts: [0] * 6, "step 3: every prompt has weight 0"),
+    ],
+)
+def test_a_curriculum_that_fails_says_why(function, said):
+    made = weigh(function)
+    with pytest.raises(CurriculumError, match=said):
+        made.weights(made.init(), 3)
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(
+        SettingsError, match="takes 'model'; what it may take is prompts, metrics, step, pass_rates, state"
+    ):
+        names_taken(lambda prompts, model: 0)
+    with pytest.raises(SettingsError, match="need a --reward of positive weight"):
+        weigh(None, difficulty=Difficulty(0.1, 0.9, 0.1), weights=(-1.0,))
+    assert difficulty_of("0.1,0.9") == (0.1, 0.9, 0.1) and difficulty_of("0,1,0") == (0, 1, 0)
+    for text in ("", "0.5", "0.9,0.1", "0,2", "0,1,1", "a,b", "0,1,0,0"):
+        with pytest.raises(SettingsError, match="write LOW,HIGH or LOW,HIGH,WEIGHT"):
+            difficulty_of(text)
+
+
+def drawn_texts(job, steps=3):
+    """The prompts of some steps' batches, and their metrics."""
+    started, state = begin(job, single())
+    found = []
+    for _ in range(steps):
+        rows, state, metrics = draw_batch(started, state)
+        batch = rows.batch
+        texts = [job.tokenizer.decode(row[~mask][: text.index("=") + 1].tolist()) for row, mask, text in zip(
+            batch.tokens, batch.mask, map(job.tokenizer.decode, batch.tokens.tolist()), strict=True)]  # fmt: skip
+        found.append((sorted(texts), metrics))
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, PARTIAL], ids=["whole", "partial"])
+def test_a_step_takes_the_prompts_that_the_weights_choose(more):
+    job = small_job(GRPO, batch_prompts=3, **more)
+    longest = max(len(one.text) for one in job.task.prompts)
+    chosen = job._replace(
+        task=job.task._replace(curriculum=lambda prompts: [float(len(one["prompt"]) == longest) for one in prompts])
+    )
+    plain, weighted = drawn_texts(job), drawn_texts(chosen)
+    assert any(len(text) < longest for texts, _ in plain for text in texts)
+    assert all(len(text) == longest for texts, _ in weighted for text in texts)
+    assert weighted[0][1]["curriculum/passed_over"] > 0
+    everything = job._replace(task=job.task._replace(curriculum=lambda prompts: np.full(len(prompts), 3.0)))
+    assert [texts for texts, _ in drawn_texts(everything)] == [texts for texts, _ in plain]
+
+
+@pytest.mark.parametrize("more", [{}, PARTIAL], ids=["whole", "partial"])
+def test_prompts_that_are_solved_are_left_alone_from_then_on(more):
+    def solved(prompt, completion, **fields):
+        return float(len(prompt) % 2)
+
+    job = small_job(GRPO, reward=solved, batch_prompts=6, difficulty="0.1,0.9,0", **more)
+    job = job._replace(task=job.task._replace(prompts=job.task.prompts[:40]))
+    started, state = begin(job, single())
+    seen = []
+    for _ in range(3):
+        before = state.source["prompts_consumed"]
+        _, state, metrics = draw_batch(started, state)
+        after = state.source["prompts_consumed"]
+        measured = state.source["told"]["samples"].nonzero().flatten().tolist()
+        assert set(seen) <= set(measured)
+        seen, passed = measured, metrics["curriculum/passed_over"]
+        assert passed == 0 or after - before > passed
+    assert metrics["difficulty/outside_share"] == 1.0 and len(seen) >= 18  # every prompt is new
+    assert len(set(places_in_order(job.task.prompts, 18, 0, 0).tolist())) == 18
+
+
+@pytest.mark.parametrize("more", [{}, PARTIAL], ids=["whole", "partial"])
+def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(more, tmp_path):
+    (tmp_path / "own.py").write_text(FILE)
+    settings = {"compose": GRPO, "curriculum": f"{tmp_path}/own.py:short_first", "difficulty": "0.2,0.8", **more}
+    _, steps, _, weights = run(tmp_path / "whole", **settings)
+    assert sum(metrics["curriculum/passed_over"] for _, metrics in steps) > 3
+    crash(tmp_path / "run", **settings)
+    _, resumed, notes, ends = run(tmp_path / "run", resume=True, run_dir="x", **settings)
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    assert all(map(torch.equal, ends, weights)) and not any("another order" in note for note in notes)
+
+
+def test_a_resumed_run_with_other_prompts_is_told(tmp_path):
+    crash(tmp_path / "run", compose=GRPO)
+    _, _, notes, _ = run(tmp_path / "run", compose=GRPO, resume=True, run_dir="x", seed=1)
+    assert any("it goes on at the same place of another order" in note for note in notes)
+
+
+@pytest.mark.gloo
+def test_every_rank_takes_the_prompts_that_the_first_one_chooses():
+    def random(prompts):  # of numbers that differ by rank
+        return np.random.random(len(prompts))
+
+    job = small_job(GRPO, mesh="dp2")
+    job = job._replace(task=job.task._replace(curriculum=random))
+
+    def program(mesh):
+        started, state = begin(job, mesh, Quiet())
+        _, state, _ = draw_batch(started, state)
+        return gather_objects(state.source["prompts_consumed"], mesh)
+
+    first, second = launch(program, job.sizes, "cpu")
+    assert first == second

@@ -1,0 +1,148 @@
+"""A step is made again from a checkpoint and saved rows, bit by bit; what differs is named."""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from small_runs import GRPO, PPO, Quiet, small_job
+from test_checkpoint import SETTINGS, measured
+
+from funrl.algos.recipes.dpo import dpo
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.trainer.loop import train_loop
+from funrl.trainer.replay_source import replay, replay_source
+from funrl.trainer.saved_rows import keep_newest, open_rows, read_rows, saved_steps
+from funrl.trainer.shard_server import CheckpointError, DamagedError
+
+TEXTS = {"reward": None, "batch_prompts": 4, "eval_prompts": 4}
+RUNS = {"ppo": (PPO, {}), "grpo": (GRPO, {}), "dpo": (dpo, TEXTS | {"minibatches": 1, "epochs": 1})}
+
+
+def job_of(name, **settings):
+    compose, own = RUNS[name]
+    return small_job(compose, **SETTINGS | {"save_rollouts": 1, "save_every": "2"} | own | settings)
+
+
+def trained(folder, job):
+    """Train; metrics by step."""
+
+    def program(mesh):
+        observer = Quiet(str(folder / "checkpoints"))
+        train_loop(job, mesh, observer)
+        return observer.steps
+
+    return launch(program, job.sizes, "cpu")
+
+
+def replayed(folder, job, step):
+    return launch(lambda mesh: replay(job, folder, step, mesh, Quiet()), job.sizes, "cpu")
+
+
+def unlike(done, tolerance=0.0):
+    return [(one.step, part.name) for one in done for part in one.found if not part.agrees(tolerance)]
+
+
+@pytest.mark.parametrize("name", ["ppo", "dpo"])
+def test_a_step_made_again_has_the_same_bits(name, tmp_path):
+    job = job_of(name, dtype="float32")
+    trained(tmp_path, job)
+    done = replayed(tmp_path, job, 4)
+    assert [one.step for one in done] == [3, 4] and unlike(done) == []
+    compared = {part.name for part in done[1].found}
+    lead = job.lead
+    assert {f"weights of {lead} by their digests", "state of the checkpoint"} <= compared
+    fields = {"ppo": ("old_logp", "ref_logp", "value", "returns", "advantage", "actor/pg_loss")}
+    assert compared >= set(fields.get(name, ("ref_logp", "train/loss")))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run on four ranks, its job and its metrics."""
+    folder, job = tmp_path_factory.mktemp("saved"), job_of("ppo", mesh="dp2,tp2")
+    return folder, job, trained(folder, job)
+
+
+@pytest.mark.gloo
+def test_rows_of_four_ranks_are_replayed_on_four_and_on_one(saved):
+    folder, job, _ = saved
+    assert sorted(path.name for path in (folder / "rollouts/step-4").iterdir()) == [
+        "record.json", "rows-0.safetensors", "rows-1.safetensors", "table.safetensors"
+    ]  # fmt: skip
+    assert unlike(replayed(folder, job, 4)) == []
+    alone = replayed(folder, job_of("ppo"), 4)
+    assert [part.name for part in alone[1].found if part.kind == "weights" and part.count], "other roundings"
+    sizes = [part.largest for one in alone for part in one.found if part.kind != "digests"]
+    assert 0 < max(sizes) < 1e-9
+
+
+@pytest.mark.gloo
+def test_saved_rows_are_a_source_like_any_other(saved):
+    folder, _, steps = saved
+    observer = Quiet()
+    train_loop(job_of("ppo", save_rollouts=0), single(), observer, replay_source(folder / "rollouts"))
+    for (step, metrics), (number, expected) in zip(observer.steps, steps, strict=True):
+        names = [name for name in expected if not measured(name) and not name.startswith(("eval/", "sync/"))]
+        assert step == number
+        assert [metrics[name] for name in names] == pytest.approx([expected[n] for n in names], rel=1e-9, abs=1e-9)
+
+
+def rewrite(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.gloo
+def test_what_differs_is_named(saved):
+    folder, _, _ = saved
+    one = open_rows(folder / "rollouts", 1)
+    rows = read_rows(one, single())
+    number, token = int(rows.batch.length.argmax()), 2
+    owner, job = int(one.owner("scored")[number]), job_of("ppo")
+    own = [n for n in range(8) if one.owner("scored")[n] == owner]
+    place = sum(int(rows.lengths[n]) for n in own if n < number) + token
+
+    def change(tensors):
+        tensors["scored/old_logp"][place] += 0.5
+
+    rewrite(one.path / f"rows-{owner}.safetensors", change)
+    try:
+        found = [part for part in replayed(folder, job, 1)[0].found if not part.agrees(1e-6) and part.kind != "digests"]
+    finally:
+        rewrite(one.path / f"rows-{owner}.safetensors", lambda tensors: tensors["scored/old_logp"][place].sub_(0.5))
+    assert [(part.name, part.phase) for part in found] == [("old_logp", "score_policy")]
+    assert abs(found[0].largest - 0.5) < 1e-6 and found[0].where.startswith(f"row {number}, token {token}: ")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        (lambda path: (path / "record.json").unlink(), DamagedError, "step-2: it cannot be read: "),
+        (lambda path: (path / "record.json").write_text('{"format": 2}'), DamagedError, "its format is 2, this"),
+        (lambda path: (path / "rows-1.safetensors").write_bytes(b"x" * 99), DamagedError, "rows-1.safetensors: it can"),
+        (lambda path: path.rename(path.with_name("gone")), CheckpointError, "no rows of step 2, which --save_rollouts"),
+    ],
+    ids=["no record", "later format", "damaged rows", "not there"],
+)
+def test_rows_that_cannot_be_read(damage, error, said, saved, tmp_path):
+    shutil.copytree(saved[0] / "rollouts", tmp_path / "rollouts")
+    damage(tmp_path / "rollouts/step-2")
+    with pytest.raises(error, match=said):
+        read_rows(open_rows(tmp_path / "rollouts", 2), single())
+
+
+def test_which_steps_are_kept(tmp_path):
+    job = job_of("grpo", save_rollouts=2, keep_rollouts=1, save_every="1")
+    trained(tmp_path, job)
+    assert list(saved_steps(tmp_path / "rollouts")) == [4]
+    (tmp_path / "rollouts/.step-9").mkdir()
+    (tmp_path / "rollouts/step-9").mkdir()
+    trained(tmp_path, job_of("grpo", save_rollouts=2, steps=6, resume=True, run_dir="x"))
+    assert list(saved_steps(tmp_path / "rollouts")) == [4, 6]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step-4", "step-6"]
+    keep_newest(tmp_path / "rollouts", 1)
+    assert list(saved_steps(tmp_path / "rollouts")) == [6]
+    with pytest.raises(CheckpointError, match=r"no rows of step 5, .*there are: 6"):
+        replayed(tmp_path, job, 6)

@@ -1,0 +1,101 @@
+"""An update that is not finite is left out, explained by the number that caused it, and its rows are kept."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from small_runs import Quiet, small_job
+
+from funrl import trees
+from funrl.algos.recipes.rloo import rloo
+from funrl.batch import Batch
+from funrl.data.prompts import prompt_batch
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.trainer import skipped
+from funrl.trainer.loop import train_loop
+from funrl.trainer.skipped import Skips, cause_in
+from funrl.trainer.step import NotFiniteError
+from funrl.trainer.step_rows import rows_of
+
+SETTINGS = {"dtype": "float32", "compose": rloo, "batch_prompts": 4, "eval_every": 9, "steps": 4, "queue": "fixed"}
+
+
+def run(folder, huge, **settings):
+    """A run whose reward is huge on some prompts."""
+    job = small_job(reward=lambda prompt, text, **_: len(text) * (1e30 if prompt in huge else 1), **SETTINGS | settings)
+
+    def program(mesh):
+        observer = Quiet(str(folder / "checkpoints"))
+        outcome = train_loop(job, mesh, observer)
+        whole = all(bool(x.isfinite().all()) for x in trees.leaves(observer.params))
+        return outcome, observer.steps, observer.notes, whole
+
+    return launch(program, job.sizes, "cpu")
+
+
+@pytest.mark.gloo
+def test_a_huge_reward_leaves_its_update_out_and_is_named_with_its_row(tmp_path):
+    prompt = prompt_batch(small_job().task.prompts, 4, 0, 4)[3].text  # of step 2
+    outcome, steps, notes, whole = run(tmp_path, {prompt}, mesh="dp2", minibatches=1)
+    assert outcome.error is None and whole
+    assert [metrics["update/skipped"] for _, metrics in steps] == [0, 1, 0, 0]
+    assert ["actor/pg_loss" in metrics for _, metrics in steps] == [True, False, True, True]
+    (note,) = [note for note in notes if "left out" in note]
+    assert note.startswith("step 2, policy: the gradient's norm is ") and "--lr" not in note
+    assert "score of row " in note and "e+30: the reward function gave it" in note
+    (file,) = (tmp_path / "skipped").iterdir()
+    assert file.name == "step-2-policy-1.safetensors" and str(file) in note
+    with safe_open(file, "pt") as found:
+        rows, scores = found.get_tensor("rows"), found.get_tensor("score")
+        assert rows.tolist() and set(rows.tolist()) <= {6, 7} and (scores > 1e29).any()
+        assert found.get_tensor("tokens").shape[0] == len(rows) and "advantage" in found.keys()  # noqa: SIM118
+        assert found.metadata()["update"] == "step 2, policy" and found.metadata()["rank"] in "01"
+
+
+def test_too_many_in_a_row_stop_the_run_with_its_state_saved(tmp_path):
+    prompts = {example.text for example in small_job().task.prompts}
+    outcome, steps, notes, whole = run(tmp_path, prompts, minibatches=2, max_skipped=3)
+    assert (
+        outcome.error.startswith("step 2, policy: ") and "3 in a row were left out (--max_skipped=3)" in outcome.error
+    )
+    assert "the reward function gave it" in outcome.error and whole
+    assert [metrics["update/skipped"] for _, metrics in steps] == [2, 2]
+    assert (tmp_path / "checkpoints" / "step-2").exists()
+    assert len([note for note in notes if "left out" in note]) == 4
+
+
+def rows_with(**fields):
+    size = {"tokens": torch.ones(3, 4, dtype=torch.int32), "mask": torch.ones(3, 4, dtype=torch.bool)}
+    return rows_of(Batch(**size, length=torch.full((3,), 4), **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "suspects", "rows", "says"),
+    [
+        ({"score": [1, 2.0, 1e30], "advantage": float("nan")}, [], (2,), "score of row 2, on rank 0, is 1e+30: the "),
+        ({"score": [1.0, 2.0, 3.0], "advantage": float("inf")}, [], (0, 1, 2), "advantage of row 0, on rank 0, is inf"),
+        ({"ref_logp": float("nan")}, [], (0, 1, 2), "ref_logp of row 0, on rank 0, is nan: the reference"),
+        ({"score": [1.0, 2.0, 3.0]}, [1], (1,), "the loss on rows 1 of rank 0 is not finite; no number that w"),
+        ({}, [], (0, 1, 2), "a lower --lr or --max_grad_norm"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, rows, says):
+    made = {name: torch.tensor(x) if isinstance(x, list) else torch.full((3, 4), x) for name, x in fields.items()}
+    cause = cause_in(rows_with(**made), np.arange(3), np.array(suspects, dtype=np.int64), 0)
+    assert cause.rows == rows and says in cause.text
+
+
+def test_what_is_saved_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(skipped, "FILES", 2)
+    monkeypatch.setattr(skipped, "FILE_ROWS", 2)
+    notes = []
+    skips = Skips(9, single(), str(tmp_path / "checkpoints"), notes.append)
+    rows = rows_with(score=torch.full((3,), torch.inf))
+    for step in range(3):
+        skips.add(NotFiniteError("x"), f"step {step}, policy", "policy", rows, np.arange(3), np.arange(0))
+    files = sorted((tmp_path / "skipped").iterdir())
+    assert [file.name for file in files] == ["step-0-policy-1.safetensors", "step-1-policy-2.safetensors"]
+    with safe_open(files[0], "pt") as found:
+        assert found.get_tensor("rows").tolist() == [0, 1]
+    assert len(notes) == 3 and skips.take() == {"update/skipped": 3.0} and skips.take() == {"update/skipped": 0.0}
