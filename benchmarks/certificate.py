@@ -27,6 +27,7 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Rules
 from funrl.models import decoder_model, place
 from funrl.models.config import Config
+from funrl.models.deployed import deployed
 from funrl.rollout.certificate import compare_weights, probe_gap
 from funrl.rollout.native import native_engine
 
@@ -60,7 +61,7 @@ def measure(sizes: str, stored: Rules, dtype: torch.dtype, mesh: Mesh) -> list[f
         engine.load(engine.weights.named(reshard(params, to_engine, mesh)), turn)
         at.append(clock(mesh))
         cpu.append(time.process_time())
-        assert compare_weights(params, placed.stored, engine, turn, mesh)
+        assert compare_weights(deployed(placed, params), engine, turn)
         cpu.append(time.process_time())
         at.append(clock(mesh))
         held = {id(x): x for x in (*trees.leaves(params), *(x for _, x in engine.held_weights()))}

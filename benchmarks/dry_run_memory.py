@@ -92,7 +92,7 @@ def measure(shape: str) -> None:
         parts = build(job, mesh, lambda _: None)
         ranks = mesh.size(mesh.row_axes)
         rows = [full_rows(job, parts, PROMPT, SHAPES[shape.partition("/")[0]][1] // ranks)]
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now what is resident
+        clear_peak()
         before = resident("VmHWM")
         generator = torch.Generator().manual_seed(0)
         begin = trees.map(lambda x, layout: _piece(x, layout, mesh, generator), job.model.shapes, parts.begin.stored)
@@ -111,6 +111,11 @@ def measure(shape: str) -> None:
 
 def _piece(x: torch.Tensor, layout, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:
     return shard(torch.randn(x.shape, generator=generator) * 0.02, layout, mesh)
+
+
+def clear_peak() -> None:
+    """Set the high-water mark of this process to what is resident."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident(name: str) -> int:

@@ -75,7 +75,7 @@ def _wave(
     Args:
       count: rows that are decoded together.
     """
-    model, mesh, wanted = job.models["policy"], generator.mesh, generator.engine.weights.layouts
+    model, mesh, wanted = job.model, generator.mesh, generator.engine.weights.layouts
     page = _page_tokens(hardware)
     length = prompt_tokens + sampling.max_new_tokens
     each = -(-length // page)

@@ -60,8 +60,9 @@ def title(found: Estimate, settings: Settings) -> str:
         train += f" ({settings.fsdp_models})"
     generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
     world = meshes.Mesh(job.sizes).world
+    trained = "" if job.lora is None else f", of which {found.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
     return (
-        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters, {settings.dtype}, "
+        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, {settings.dtype}, "
         f"{world} device{'s' * (world > 1)} ({settings.hardware}): train {train}{generate}\n"
         f"a step: {found.step}"
     )

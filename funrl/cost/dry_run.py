@@ -16,46 +16,38 @@ import functools
 import math
 from pathlib import Path
 
-import torch
-
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, token_fields
-from funrl.cost.costs import UPDATES, Costs, Traffic, plus, times
+from funrl.cost.costs import UPDATES, Costs, plus, times
 from funrl.cost.decoding import generation
 from funrl.cost.estimate import (
     MOVES,
-    RESHARD,
     TRACED,
     Estimate,
     Trace,
     TracedClock,
     at_rows,
     axes_of,
-    make_weights,
     of_all_layers,
     pretended,
     rows_of_a_pass,
-    stage_of,
     tracer_of,
 )
 from funrl.cost.full_rows import full_rows, rows_to_read
-from funrl.cost.hardware import USABLE, Hardware, op_seconds
+from funrl.cost.hardware import USABLE, Hardware
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
+from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import AXES
-from funrl.mesh.plan import held, received_bytes, volume
-from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model, hf
 from funrl.models.config import ModelError
-from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.rollout.native import FREE_SHARE
 from funrl.tasks import arithmetic
 from funrl.trainer import job as jobs
-from funrl.trainer import loop, offload
-from funrl.trainer.build import Generator, Parts, build, first_state
+from funrl.trainer import loop
+from funrl.trainer.build import Parts, build, first_state
 from funrl.trainer.checks import check_settings
 from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
@@ -101,7 +93,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
         dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
         rates=jobs.learning_rates(settings, algorithm), tokenizer=None, task=task, algorithm=algorithm,
-        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0,
+        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=jobs.lora_of(settings, model),
     )  # fmt: skip
 
 
@@ -154,14 +146,14 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         axes, rests = axes_of(mesh), found.pop("rests").peak
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
-            engine, _ = _engine_bytes(parts.generator, job.master)
+            engine, _ = engine_bytes(job, parts, parts.generator)
             found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
-            found["reshard"] = _resharding(parts.generator, rests, engine)
+            found["reshard"] = resharding(job, parts, parts.generator, rests)
             if job.settings.verify_sync:
-                found["verify"] = _verifying(parts, job.master, found["reshard"].peak, hardware)
+                found["verify"] = verifying(job, parts, parts.generator, found["reshard"].peak, hardware)
         useful = useful_shares(job, parts, plan)
         if job.settings.offload and hardware.accelerator:
-            found = _without_offloaded(job, parts, found, rests)
+            found = without_offloaded(job, parts, found, rests)
     return Estimate(
         job=job,
         roles=tuple(parts.roles),
@@ -170,6 +162,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         phases=found,
         axes=axes,
         parameters=trees.count(job.models[job.lead].shapes),
+        trained=trees.count(parts.roles[job.lead].stored),
         useful={name: share for name, share in useful.items() if name in found},
         left_out=_left_out(job, hardware),
     )
@@ -281,11 +274,7 @@ def trace_step(
         name: role if role.optimizer is None else role._replace(optimizer=tracer.marked(role.optimizer))
         for name, role in parts.roles.items()
     }
-    weights = {
-        name: make_weights(tracer, role.placed.stored, job.dtype if role.loss is None else job.master)
-        for name, role in roles.items()
-    }
-    frozen = {name: weights.pop(name) for name, role in roles.items() if role.loss is None}
+    weights, frozen = role_weights(tracer, job, parts)
     made, learning = [rows], _learning_step(parts) - 1
     del rows  # they are gone when they have been moved
     no_source = Source(dict, lambda state, step: (made.pop(), state, {}), lambda roles, step: {})
@@ -323,66 +312,3 @@ def _token_bytes(rows: Rows) -> int:
 def _learning_step(parts: Parts) -> int:
     """The first step in which every role learns."""
     return max(role.first_step for role in parts.roles.values())
-
-
-def _engine_bytes(generator: Generator, master: torch.dtype) -> tuple[float, float]:
-    """Bytes that the engine holds beside the trainer's weights, and of them: leaves that keep their box and dtype."""
-    own, shared, made = 0.0, 0.0, generator.to_engine
-    for has, dtype in zip(held(made, 0), made.dtypes, strict=True):
-        nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        if has.old == has.new and dtype == master:
-            shared += nbytes
-        else:
-            own += nbytes
-    return own, shared
-
-
-def _without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
-    """The phases without the bytes that are off the device while they run.
-
-    Args:
-      rests: bytes of weights and optimizers, by kind.
-    """
-    stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
-    stored = {name: trees.leaves(role.placed.stored) for name, role in parts.roles.items() if role.loss is None}
-    frozen = {
-        name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
-    }
-    shared = 0.0 if parts.generator is None else _engine_bytes(parts.generator, job.master)[1]
-    of_part = {
-        "optimizer": {"optimizer": rests["optimizer"]},
-        "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
-    }
-    away = offload.offloaded_parts(job.settings.offload)
-    for name, costs in found.items():
-        stage = "update" if stage_of(name) == "reshard" else stage_of(name)
-        stage = "generate" if name == MOVES[0] else stage
-        for part in away.difference(offload.NEEDS[stage], ["reference"]):
-            costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
-        if "reference" in away:
-            gone = sum(nbytes for role, nbytes in frozen.items() if stage not in stages.get(role, {stage}))
-            costs = plus(costs, {"weights": -gone})
-        found[name] = costs
-    return found
-
-
-def _resharding(generator: Generator, kept: dict[str, float], engine: float) -> Costs:
-    """The engine's new copy is made when its old one is gone; a few buckets are on their way."""
-    most = max(received_bytes(generator.to_engine), default=0)
-    peak = kept | {"weights": kept["weights"] + engine, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
-    traffic = {(RESHARD, "all"): Traffic(1, float(most))} if most else {}
-    return Costs({"other": peak}, 0.0, 0.0, traffic)
-
-
-def _verifying(parts: Parts, master: torch.dtype, kept: dict[str, float], hardware: Hardware) -> Costs:
-    """Digests of the trainer's and of the engine's weights, and their one sum over all ranks."""
-    assert parts.generator is not None
-    mesh, made, seconds = parts.mesh, parts.generator.to_engine, 0.0
-    for has, dtype in zip(held(made, 0), made.dtypes, strict=True):
-        boxes = [has.new] if has.old == has.new and dtype == master else [has.old, has.new]
-        numbers = sum(volume(box) for box in boxes if box is not None)
-        seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
-    traffic = {}
-    if mesh.world > 1:
-        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(made.names)))
-    return Costs({"other": kept | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)

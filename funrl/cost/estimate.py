@@ -41,6 +41,7 @@ class Estimate(NamedTuple):
       phases: by name, in the order of a step.
       axes: name of each process group -> the mesh axes it is over, such as "tp8", and the axes' sizes.
       parameters: of the model that learns.
+      trained: those of them that learn.
       useful: by phase that packs rows, the share of useful FLOPs in those that all ranks have time for: micro-batch i
         begins when all ranks have done i - 1.
       left_out: what the numbers do not have in them, in words.
@@ -53,6 +54,7 @@ class Estimate(NamedTuple):
     phases: dict[str, Costs]
     axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
     parameters: int
+    trained: int
     useful: dict[str, float]
     left_out: tuple[str, ...]
 

@@ -105,17 +105,19 @@ def _name_in_config(argv: Sequence[str]) -> str:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Run `funrl export RUN [--step=N] [--to=DIR]`; return the exit status."""
+    """Run `funrl export RUN [--step=N] [--to=DIR] [--adapter]`; return the exit status."""
     step = Flag("step", None, int, True, "of the checkpoint", bounds=(at_least(0),))
     to = Flag("to", None, str, True, "the directory to write")
+    adapter = Flag("adapter", False, bool, False, "adapters alone, as PEFT has them, instead of merged")
     try:
-        given = flags.read([step, to], argv)
+        given = flags.read([step, to, adapter], argv)
         places = [text for text in given.unknown if not text.startswith("-")]
         if len(places) != 1 or len(given.unknown) > 1:
-            raise SettingsError("usage: funrl export RUN_DIR [--step=N] [--to=DIR]")
+            raise SettingsError("usage: funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter]")
         from funrl.trainer.export import export_checkpoint
 
-        print(f"the model is in {export_checkpoint(places[0], given.values['step'], given.values['to'])}")
+        what = "adapter" if given.values["adapter"] else "model"
+        print(f"the {what} is in {export_checkpoint(places[0], **given.values)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -198,7 +200,7 @@ def listing() -> str:
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
     parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
     parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
-    parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR]"]
+    parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter]"]
     parts += [
         "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
     ]

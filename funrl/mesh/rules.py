@@ -30,7 +30,8 @@ class IfDivides(str):
     """A mesh axis to split over where the size divides, and to replicate over where it does not."""
 
 
-# Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts [E]; norms are ("norm",).
+# Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts [E], rank of adapters [R]; norms
+# are ("norm",).
 COMPUTE: Rules = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -42,6 +43,7 @@ COMPUTE: Rules = {
     "head": None,
     "norm": None,
     "value": None,
+    "rank": None,
 }
 STORED: Rules = dict(COMPUTE)
 GENERATE: Rules = dict(COMPUTE)
@@ -51,7 +53,7 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
     """The table with `embed` split over `over` too: all matrices are then split over it, norms and biases are not.
 
     Every matrix has exactly one dim `embed`, or `expert_embed` if it has a dim `experts`; the latter is split over
-    those of the axes that do not split `experts`.
+    those of the axes that do not split `experts`. Of the two factors of an adapter one has it, and the other is small.
 
     Args:
       rules: how parameters are stored, such as `STORED`.

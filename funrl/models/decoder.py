@@ -18,7 +18,6 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
-from funrl.compiled_kernels.linear import linear
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.paged_attention import Paging, paged_attention
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
@@ -27,6 +26,7 @@ from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, LayerKind, ModelError
 from funrl.models.fsdp import regathering
+from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
 
@@ -217,8 +217,8 @@ def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor,
     x_BTD = _add(config, x_BTD, _attend(config, mesh, params["attn"], h_BTD, context), params.get("attn_out_norm"))
     h_BTD = pbroadcast(_norm(config, x_BTD, params.get("mlp_norm")), mesh, "tensor")
     mlp = params["mlp"]
-    inner_BTF = _ACTIVATIONS[config.activation](linear(h_BTD, mlp["gate"])) * linear(h_BTD, mlp["up"])
-    return _add(config, x_BTD, psum(linear(inner_BTF, mlp["down"]), mesh, "tensor"), params.get("mlp_out_norm"))
+    inner_BTF = _ACTIVATIONS[config.activation](multiply(h_BTD, mlp["gate"])) * multiply(h_BTD, mlp["up"])
+    return _add(config, x_BTD, psum(multiply(inner_BTF, mlp["down"]), mesh, "tensor"), params.get("mlp_out_norm"))
 
 
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -274,7 +274,7 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window, **how)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
-    out_BTD = psum(linear(out_BTHN.flatten(2), params["o"].flatten(1)), mesh, "tensor")
+    out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
 
 
@@ -297,7 +297,7 @@ def _normed_keys(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, 
     """Keys of this rank's heads, normalised together with those of all heads."""
     weight, bias, norm = params["k"], params.get("k_bias"), params["k_norm"]
     if used is not None:  # every rank norms all of them; its gradient is that of those it uses
-        weight, norm = pbroadcast(weight, mesh, "tensor"), pbroadcast(norm, mesh, "tensor")
+        weight, norm = used_by_parts(weight, mesh), pbroadcast(norm, mesh, "tensor")
         bias = None if bias is None else pbroadcast(bias, mesh, "tensor")
     k_BTKN = _norm_all_heads(config, mesh, _project(h_BTD, weight, bias), norm, config.kv_heads)
     return k_BTKN if used is None else k_BTKN.index_select(2, used)
@@ -314,10 +314,9 @@ def _norm_all_heads(config: Config, mesh: Mesh, x_BTHN: Tensor, weight_HN: Tenso
     return (wide_BTHN * torch.rsqrt(mean_BT11 + config.norm_eps)).to(x_BTHN.dtype) * weight_HN
 
 
-def _project(h_BTD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _project(h_BTD: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Hidden states to heads [B, T, H, N], by a weight [H, N, D] and a bias [H, N]."""
-    out = linear(h_BTD, weight.flatten(0, 1), None if bias is None else bias.flatten())
-    return out.unflatten(-1, weight.shape[:2])
+    return multiply(h_BTD, weight, bias).unflatten(-1, weight.shape[:2])
 
 
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
@@ -344,7 +343,7 @@ def _kv_count(heads: int, group: int) -> int:
     return 1 if group % heads == 0 else heads // group if heads % group == 0 else heads
 
 
-def _used_kv_heads(config: Config, mesh: Mesh, heads: int, weight: Tensor) -> Tensor | None:
+def _used_kv_heads(config: Config, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
     """Numbers of the key-value heads that this rank's `heads` query heads use, where every rank holds all of them;
     None: it uses those that it holds."""
     if mesh.size("tensor") == 1 or weight.shape[0] != config.kv_heads:
@@ -355,13 +354,13 @@ def _used_kv_heads(config: Config, mesh: Mesh, heads: int, weight: Tensor) -> Te
     return torch.div(first, group, rounding_mode="floor")
 
 
-def _own_heads(params: trees.Tree, name: str, used: Tensor | None, mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+def _own_heads(params: trees.Tree, name: str, used: Tensor | None, mesh: Mesh) -> tuple[Weight, Tensor | None]:
     """Weight and bias of keys or values: of the used heads, where every rank holds all of them."""
     weight, bias = params[name], params.get(f"{name}_bias")
     if used is None:
         return weight, bias
     # Each rank's gradient reaches the heads it used; their sum is the whole one.
-    own = pbroadcast(weight, mesh, "tensor").index_select(0, used)
+    own = select_rows(used_by_parts(weight, mesh), used)
     return own, None if bias is None else pbroadcast(bias, mesh, "tensor").index_select(0, used)
 
 

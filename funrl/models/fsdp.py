@@ -39,11 +39,13 @@ class Bucket(NamedTuple):
       axes: in the order of the mesh.
       sizes: of these axes.
       elements: of one rank's buffer.
+      trained: whether the leaves have gradients.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     elements: int
+    trained: bool
 
     @property
     def ranks(self) -> int:
@@ -102,7 +104,8 @@ def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: 
     `tree[name]` one leaf or group, iterating over a tuple of layers one layer after the other. Each look gathers again.
 
     Args:
-      params: this rank's shards; gradients reach them summed over the axes that are gathered, and over no others.
+      params: this rank's shards; gradients reach them summed over the axes that are gathered, and over no others. Those
+        that require none are gathered and nothing else: nothing is computed, kept or sent for a gradient of theirs.
       stored, compute: layouts of the same structure, of the shards and of the result.
       mesh: the mesh of both.
       dtype: floating point, of the results and of what is sent; gradients are reduced in the dtype of `params`.
@@ -136,7 +139,8 @@ def _numbered(params: Any, stored: Any, compute: Any, number: Any) -> Any:
 
 def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
     names = tuple(name for name, _ in trees.named(stored))
-    buffers = _buffers(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)))
+    trained = tuple(x.requires_grad for x in trees.leaves(shards))
+    buffers = _buffers(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained)
     groups.append(Group(shards, buffers, mesh, dtype))
     return len(groups) - 1
 
@@ -217,7 +221,8 @@ class GatherSchedule:
 
     Attributes:
       groups: the shards.
-      handles: of every group the shards to gather, as autograd sees them: their gradients have landed at the end.
+      handles: of every group the trained shards to gather, as autograd sees them: their gradients have landed at the
+        end.
       arriving: gathers that have begun, by group.
       looks: how often each group's weights were made.
       leaving: gradients on their way: the summed shards, and what is sent, which must stay until then.
@@ -226,18 +231,23 @@ class GatherSchedule:
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
         split = [
-            [x for x, place in zip(trees.leaves(group.shards), group.buffers.places, strict=True) if place is not None]
+            [
+                x
+                for x, place in zip(trees.leaves(group.shards), group.buffers.places, strict=True)
+                if place is not None and group.buffers.buckets[place.bucket].trained
+            ]
             for group in groups
         ]
         self.leaving: list[tuple[Tensor, Tensor]] = []
-        handles = iter(_Landed.apply(self.leaving, *(x for group in split for x in group)))
+        every = [x for group in split for x in group]
+        handles = iter(_Landed.apply(self.leaving, *every) if every else ())
         self.handles = [[next(handles) for _ in group] for group in split]
         self.arriving: dict[int, list[Tensor]] = {}
         self.looks = collections.Counter[int]()
 
     def start(self, i: int) -> None:
         """Begin to gather a group, unless that is on its way or nothing of it is gathered."""
-        if i not in self.arriving and self.handles[i]:
+        if i not in self.arriving and self.groups[i].buffers.buckets:
             self.arriving[i] = start(self.groups[i])
 
     def land(self, i: int) -> list[Tensor]:
@@ -247,7 +257,7 @@ class GatherSchedule:
 
     def after(self, i: int) -> int | None:
         """The next group that is gathered, if nobody has looked at it before."""
-        j = next((j for j in range(i + 1, len(self.groups)) if self.handles[j]), None)
+        j = next((j for j in range(i + 1, len(self.groups)) if self.groups[j].buffers.buckets), None)
         return j if j is not None and self.looks[j] == 0 else None
 
     def weights(self, i: int, following: int | None) -> tuple[trees.Tree, list[Tensor]]:
@@ -257,11 +267,20 @@ class GatherSchedule:
         self.start(i)
         if following is not None:
             self.start(following)
-        landed: list[Tensor] = []  # made in the forward pass of `_Gather`: to autograd they come from the shards
-        whole = iter(_Gather.apply(self, i, landed, *self.handles[i]) if self.handles[i] else ())
+        landed: list[Tensor] = []
+        if self.handles[i]:  # made in the forward pass of `_Gather`: to autograd the trained ones come from the shards
+            trained = iter(_Gather.apply(self, i, landed, *self.handles[i]))
+        else:
+            landed, trained = self.land(i) if group.buffers.buckets else [], iter(())
+
+        def value(x: Tensor, place: Place | None) -> Tensor:
+            if place is None:
+                return x.to(group.dtype)
+            bucket = group.buffers.buckets[place.bucket]
+            return next(trained) if bucket.trained else _whole(landed[place.bucket], place, bucket)
+
         leaves = zip(trees.leaves(group.shards), group.buffers.places, strict=True)
-        values = [x.to(group.dtype) if place is None else next(whole) for x, place in leaves]
-        return trees.fill(group.shards, values), landed
+        return trees.fill(group.shards, [value(*leaf) for leaf in leaves]), landed
 
 
 def start(group: Group) -> list[Tensor]:
@@ -313,7 +332,7 @@ class _Gather(torch.autograd.Function):
     def forward(schedule, i, landed, *shards):
         buffers = schedule.groups[i].buffers
         landed.extend(schedule.land(i))
-        places = filter(None, buffers.places)
+        places = _trained_places(buffers)
         return tuple(_whole(landed[place.bucket], place, buffers.buckets[place.bucket]) for place in places)
 
     @staticmethod
@@ -325,16 +344,21 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, *grads):
         schedule, group = ctx.schedule, ctx.schedule.groups[ctx.i]
         buffers, mesh = group.buffers, group.mesh
-        places = [place for place in buffers.places if place is not None]
-        rows = [torch.zeros(b.ranks, b.elements, dtype=ctx.dtype, device=mesh.device) for b in buffers.buckets]
+        places = _trained_places(buffers)
+        rows = {
+            number: torch.zeros(bucket.ranks, bucket.elements, dtype=ctx.dtype, device=mesh.device)
+            for number, bucket in enumerate(buffers.buckets)
+            if bucket.trained
+        }
         for grad, place in zip(grads, places, strict=True):
             if grad is not None:
                 bucket = buffers.buckets[place.bucket]
                 _rows(rows[place.bucket], place, bucket).copy_(_grid(grad.contiguous(), place))
         _land(schedule.leaving)
-        for x, bucket in zip(rows, buffers.buckets, strict=True):
-            schedule.leaving.append((collectives.start_psum_scatter(x.view(-1), mesh, bucket.axes), x))
-        summed = [flat for flat, _ in schedule.leaving]
+        for number, x in rows.items():
+            axes = buffers.buckets[number].axes
+            schedule.leaving.append((collectives.start_psum_scatter(x.view(-1), mesh, axes), x))
+        summed = dict(zip(rows, (flat for flat, _ in schedule.leaving), strict=True))
         if schedule.looks[ctx.i] > 1:  # autograd adds what comes from each look
             _land(schedule.leaving)
         shards = [summed[p.bucket].narrow(0, p.begin, math.prod(p.shard)).view(p.shard) for p in places]
@@ -359,6 +383,10 @@ class _Landed(torch.autograd.Function):
         return None, *grads
 
 
+def _trained_places(buffers: Buffers) -> list[Place]:
+    return [place for place in buffers.places if place is not None and buffers.buckets[place.bucket].trained]
+
+
 def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
     for summed, _ in leaving:
         collectives.wait(summed)
@@ -366,23 +394,26 @@ def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _buffers(names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...]) -> Buffers:
-    """Buffers for leaves of these layouts: one for each distinct set of axes to gather over."""
-    buckets: dict[tuple[str, ...], Bucket] = {}
+def _buffers(
+    names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...], trained: tuple[bool, ...]
+) -> Buffers:
+    """Buffers for leaves of these layouts: one for each distinct set of axes to gather over, trained and not."""
+    buckets: dict[tuple[tuple[str, ...], bool], Bucket] = {}
     places: list[Place | None] = []
-    for name, have, want in zip(names, stored, compute, strict=True):
+    for name, have, want, learns in zip(names, stored, compute, trained, strict=True):
         over = gather_axes(name, have, want)
         sizes = dict(zip(AXES, have.sizes, strict=True))
         axes = tuple(axis for axis in AXES if any(axis in dims for dims in over))
         if not axes:
             places.append(None)
             continue
-        bucket = buckets.get(axes) or Bucket(axes, tuple(sizes[axis] for axis in axes), 0)
+        key = axes, learns
+        bucket = buckets.get(key) or Bucket(axes, tuple(sizes[axis] for axis in axes), 0, learns)
         shard, whole = have.local_shape(), want.local_shape()
         grid = [part for dim, dims in enumerate(over) for part in (*dims, dim)]
         lengths = tuple(shard[part] if isinstance(part, int) else sizes[part] for part in grid)
         order = tuple(grid.index(part) for part in (*axes, *range(len(shard))))
-        places.append(Place(list({**buckets, axes: bucket}).index(axes), bucket.elements, shard, whole, lengths, order))
+        places.append(Place(list({**buckets, key: bucket}).index(key), bucket.elements, shard, whole, lengths, order))
         elements = bucket.elements + -(-math.prod(shard) // ALIGNMENT) * ALIGNMENT
-        buckets[axes] = bucket._replace(elements=elements)
+        buckets[key] = bucket._replace(elements=elements)
     return Buffers(tuple(buckets.values()), tuple(places))

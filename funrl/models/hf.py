@@ -169,27 +169,42 @@ def load(
     Raises:
       ModelError: as `check_directory`.
     """
-    folder = Path(path)
-    model = check_directory(folder) if model is None else model
+    model = check_directory(path) if model is None else model
     wanted = dtype or getattr(torch, model.config.dtype)
     device = torch.device("cpu") if mesh is None else mesh.device
-    where = {name: file for file, table in weight_tables(folder).items() for name in table}
-    opened: dict[Path, Any] = {}
-    stored = _stored(model, where)
+    read = weight_reader(path, model, wanted)
 
-    def read(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
+    def part(name: str, x: Tensor, layout: Layout | None = None) -> Tensor:
+        box = layout.box(mesh.rank) if layout is not None and mesh is not None else None
+        return read(name, box).to(device)
+
+    rest = () if layouts is None else (layouts,)
+    return model, trees.map_named(part, model.shapes, *rest)
+
+
+def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A function (name of a weight, box=None) -> the weight, or the part of it in the box, in a dtype.
+
+    Args:
+      path: a Hugging Face directory.
+      model: by `check_directory`; `with_vocabulary` may have given it more token ids.
+    """
+    where = {name: file for file, table in weight_tables(Path(path)).items() for name in table}
+    opened: dict[Path, Any] = {}
+    stored, shapes = _stored(model, where), {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
+
+    def read(name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
         one = stored[name]
         file = where[one.name]
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
-        box = layout.box(mesh.rank) if layout is not None and mesh is not None else tuple((0, n) for n in x.shape)
-        if is_of_vocabulary(name) and opened[file].get_slice(one.name).get_shape()[0] < x.shape[0]:
-            return extended(opened[file].get_slice(one.name), box, wanted).to(device)
-        part = _slice(opened[file].get_slice(one.name), one, tuple(x.shape), box)
-        return part.to(device=device, dtype=wanted)
+        whole = tuple((0, n) for n in shapes[name])
+        box, held = whole if box is None else box, opened[file].get_slice(one.name)
+        if is_of_vocabulary(name) and held.get_shape()[0] < shapes[name][0]:
+            return extended(held, box, dtype)
+        return _slice(held, one, shapes[name], box).to(dtype)
 
-    rest = () if layouts is None else (layouts,)
-    return model, trees.map_named(read, model.shapes, *rest)
+    return read
 
 
 def save(

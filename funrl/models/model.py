@@ -78,6 +78,27 @@ class InitCache(Protocol):
     ) -> trees.Tree: ...
 
 
+class Lora(NamedTuple):
+    """Adapters of low rank: W + alpha / rank B A instead of each adapted weight W, of which B and A learn.
+
+    Attributes:
+      rank: columns of B and rows of A.
+      alpha: the larger, the more the adapters count.
+      targets: last parts of the names of adapted weights, such as "q".
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+class Adapters(NamedTuple):
+    """Adapters of a model, and the model without them."""
+
+    lora: Lora
+    plain: Model
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """An architecture of given sizes.
@@ -100,6 +121,7 @@ class Model:
         tree of tensors [pages, page_tokens, ...].
       rebuild: `(config)` -> the same architecture of another size.
       packs: whether `compiled_kernels.decode_step` computes what `apply` and `unembed` do.
+      adapters: of a model that `with_lora` has made; None: all weights learn.
     """
 
     config: Config
@@ -114,6 +136,7 @@ class Model:
     init_cache: InitCache
     rebuild: Callable[[Config], Model]
     packs: bool = False
+    adapters: Adapters | None = None
 
     def with_layers(self, layers: int) -> Model:
         """The same model with only its first `layers` layers."""

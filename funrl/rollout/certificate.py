@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ from funrl.mesh.collectives import gather_objects, pmax, psum
 from funrl.mesh.mesh import AXES, Mesh, Ranks, coordinates
 from funrl.mesh.plan import Box
 from funrl.mesh.rules import Layout
+from funrl.models.deployed import Deployed, deployed
 from funrl.models.placed import Placed
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
@@ -73,7 +74,8 @@ def certify(
     """Compare the engine's weights with the trainer's. All ranks of the trainer's mesh call it together.
 
     Args:
-      placed, params: the model that was synced, and this rank's shards of its weights.
+      placed, params: the model that was synced, and this rank's shards of its weights. What the engine has of one with
+        adapters are its merged weights.
       engine: on the devices of `placed.mesh`.
       version: that the engine ought to have.
       digests, probes: which of the two to compare.
@@ -85,7 +87,7 @@ def certify(
     Raises:
       SyncError: they differ. Raised on every rank; the message names the weight.
     """
-    whole = digests and compare_weights(params, placed.stored, engine, version, placed.mesh)
+    whole = digests and compare_weights(deployed(placed, params), engine, version)
     if not probes:
         return {"sync/verified": float(whole)}
     gap, bound = probe_gap(placed, params, engine), PROBE_BOUNDS[placed.dtype]
@@ -99,21 +101,21 @@ def certify(
     return {"sync/verified": 1.0 if whole else 0.5, "sync/probe_gap": gap}
 
 
-def compare_weights(params: trees.Tree, stored: trees.Tree, engine: Engine, version: int, mesh: Mesh) -> bool:
+def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     """Compare the digests of every weight that the engine can show, and the versions.
 
     Args:
-      params, stored: the trainer's weights and their layouts, by the names of `engine.weights.layouts`.
+      source: the trainer's weights, by the names of `engine.weights.layouts`; one at a time is made.
+      engine: on a mesh over the same processes.
       version: that the engine ought to have.
-      mesh: the trainer's; the engine's is over the same processes.
 
     Returns: whether all weights could be read.
 
     Raises:
       SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
     """
-    trained, placed = dict(trees.named(stored)), dict(trees.named(engine.weights.layouts))
-    digests, faults = _own_digests(dict(trees.named(params)), trained, engine, mesh)
+    trained, placed, mesh = source.stored, dict(trees.named(engine.weights.layouts)), source.mesh
+    digests, faults = _own_digests(source, engine)
     if engine.version != version:
         faults.insert(0, f"the version is {engine.version}")
     # A row for each weight: the trainer's digest, that of all its copies, the engine's two, and whether it is unread.
@@ -214,12 +216,11 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
     return tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device)
 
 
-def _own_digests(
-    params: Mapping[str, Tensor], trained: Mapping[str, Layout], engine: Engine, mesh: Mesh
-) -> tuple[dict[str, Tensor], list[str]]:
+def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
     are compared."""
     spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
+    trained, mesh = source.stored, source.mesh
     awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for there, held in engine.held_weights():
@@ -232,12 +233,12 @@ def _own_digests(
         if held.numel() != math.prod(shape) or held.dtype != spec.dtype:
             faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {spec.dtype} {list(shape)}")
             continue
-        held, own = held.reshape(shape), params[name]
-        trainer = digest(own, trained[name], mesh.rank, spec.dtype).to(mesh.device)
+        held, own = held.reshape(shape), source.weight(name)
+        ours = digest(own, trained[name], mesh.rank, spec.dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
-        theirs = trainer if same else digest(held, placed[name], spec.mesh.rank, spec.dtype).to(mesh.device)
+        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, spec.dtype).to(mesh.device)
         first, engine_first = first_copy(trained[name], mesh), first_copy(placed[name], spec.mesh)
-        found[name] = torch.stack([trainer * first, trainer, theirs * engine_first, theirs, none])
+        found[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
     return found, faults + [f"{name} is missing" for name in awaited.values()]
 
 

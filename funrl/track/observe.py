@@ -11,8 +11,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from funrl import trees
-from funrl.mesh.reshard import export_weights
+from funrl.mesh.reshard import unshard
 from funrl.models import Placed, hf
+from funrl.models.deployed import deployed
+from funrl.models.lora import trained_part
+from funrl.models.peft_files import write_peft
 from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
 from funrl.track.report import ORDER
@@ -155,20 +158,34 @@ class RunObserver:
         return None if self.run is None else str(self.run.checkpoints)
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
-        """Write the model; every rank takes part, as its weights come one by one from all ranks.
+        """Write the model; every rank takes part, as its weights come one by one from all ranks. Adapters are merged
+        in it, and written by themselves too.
 
         Args:
           placed, params: the trained model and this rank's weights.
           error: what ended the run early.
         """
-        named = export_weights(params, placed.stored, placed.mesh, placed.model.names)
+        found = deployed(placed, params)
+        named = found.exported(found.model.names)
         if self.run is None:
             collections.deque(named, maxlen=0)
+        else:
+            with _writing(self.run):
+                hf.write(self.run.model, found.model, named, self.job.tokenizer)
+        if placed.model.adapters is not None:
+            self._write_adapters(placed, params)
+        if self.run is None:
             return
-        with _writing(self.run):
-            hf.write(self.run.model, placed.model, named, self.job.tokenizer)
         if error:
             self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
+
+    def _write_adapters(self, placed: Placed, params: trees.Tree) -> None:
+        model, (own, stored) = placed.model, (trained_part(placed.model, x) for x in (params, placed.stored))
+        whole = dict(trees.named(unshard(own, stored, placed.mesh)))
+        if self.run is not None:
+            base = Path(self.job.settings.model or self.run.base).absolute()
+            with _writing(self.run):
+                write_peft(self.run.adapter, model, whole, base, self.job.tokenizer)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@
 | eval_samples.jsonl | one object a completion of an evaluation | at every evaluation |
 | tensorboard/ | the metrics as TensorBoard events | after every step |
 | model/ | the trained policy as a Hugging Face directory | at the end |
+| adapter/ | with --lora_rank, the adapters that are merged in it, as PEFT has them | at the end |
+| base/ | with --lora_rank and without --model, the model that the adapters stand on | before the first step |
 | trackers.json | what the trackers of --report_to call this run | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
@@ -71,6 +73,14 @@ class RunDirectory:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def base(self) -> Path:
+        return self.path / "base"
 
     @property
     def report(self) -> Path:
@@ -274,7 +284,8 @@ def _new_default(experiment: str) -> Path:
 def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
     files = (run.metrics, run.samples, run.eval_samples, run.report)
-    written = (*files, run.tensorboard, run.model, run.checkpoints, run.rollouts, run.skipped)
+    models = (run.model, run.adapter, run.base)
+    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funrl import trees
@@ -13,22 +14,26 @@ from funrl.algos.core import reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
-from funrl.mesh.reshard import export_weights, reshard
+from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
+from funrl.models.deployed import deployed
+from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
+from funrl.models.value_head import BIAS, HEAD
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.vllm_client import vllm_client
 from funrl.rollout.vllm_engine import vllm_engine
+from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
 from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
 from funrl.trainer.judging import Judge, open_judge
 from funrl.trainer.optimizer import make_optimizer
-from funrl.trainer.roles import LOSS_METRICS, Companion, Role, RoleState, writes_of
+from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.sharding import stored_rules
 from funrl.trainer.state import State
 
@@ -40,7 +45,7 @@ class Generator(NamedTuple):
 
     Attributes:
       engine: on `mesh`.
-      to_engine: the plan from the policy's stored layouts to the engine's.
+      to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
     """
 
     engine: Engine
@@ -82,16 +87,17 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         layer = rematerialized(layer_of(model), settings.remat)
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
 
+    begin = placed(job.lead, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
     roles = {name: _role(job, name, places) for name in places}
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
-    generator = _generator(job, roles["policy"], compiled[job.model.layer], note) if job.generates else None
+    generator = _generator(job, begin, compiled[job.model.layer], note) if job.generates else None
     judge = None
     if job.judge is not None and generator is not None:
         layer = layer_of(job.judge.model)
         judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.decode_rows, layer, note)
-    return Parts(mesh, placed(job.lead, job.model), ordered, generator, judge=judge)
+    return Parts(mesh, begin, ordered, generator, judge=judge)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -100,7 +106,8 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     if name == "policy" and not needs_old_scores(job):
         writes = {}
     topk = min(settings.teacher_top_k, placed.model.config.vocab)
-    common = {"temperature": settings.temperature if job.generates else 1.0, "topk": topk}
+    common: dict[str, Any] = {"temperature": settings.temperature if job.generates else 1.0, "topk": topk}
+    common["on_base"] = job.lora is not None and name not in job.directories
     if loss is None:
         return Role(placed, writes, **common)
     companion, divergence = None, job.algorithm.divergence
@@ -119,8 +126,12 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     )  # fmt: skip
 
 
-def _generator(job: Job, policy: Role, layer: Layer, note: Callable[[str], None]) -> Generator:
-    placed = policy.placed
+def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
+    """The engine of a run.
+
+    Args:
+      placed: the model that the run begins with; adapters are merged for the engine.
+    """
     mesh = view(placed.mesh, job.generate_sizes)
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
@@ -153,11 +164,15 @@ def needs_old_scores(job: Job) -> bool:
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
-    """This rank's weights of every role. Those that begin as the policy are copies, for it is updated in place.
+    """This rank's own weights of every role. Those that begin as the policy are copies, for it is updated in place.
+
+    With adapters, what the run begins with is the one base of all roles, under the name `BASE`.
 
     Args:
       begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.lead` takes them over.
     """
+    if job.lora is not None:
+        return _weights_on_base(job, parts, begin)
     weights = {}
     for name, role in parts.roles.items():
         placed, dtype = role.placed, job.dtype if role.loss is None else job.master
@@ -168,6 +183,32 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
         else:
             weights[name] = placed.copy_from(parts.begin, begin, dtype)
     return weights
+
+
+def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
+    """`first_weights` of a run with adapters."""
+    base = trees.cast(decoder_of(begin), job.dtype)
+    if not needs_unembedding(parts):
+        base = {name: x for name, x in base.items() if name != "unembed"}
+    weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, BIAS) if name in begin}
+    for name, role in parts.roles.items():
+        placed, generator = role.placed, torch.Generator()
+        if not role.on_base:
+            weights[name] = hf.load(job.directories[name], job.dtype, parts.mesh, placed.stored, placed.model)[1]
+        elif role.loss is not None:
+            generator.manual_seed(derived_seed(job.settings.seed, list(WRITES).index(name)))
+            weights[name] = first_trained(placed.model, role.stored, parts.mesh, generator, job.master, head)
+    return weights
+
+
+def needs_unembedding(parts: Parts) -> bool:
+    """True if a role on the base gives probabilities."""
+    return any(role.placed.model.unembed is not None for role in parts.roles.values() if role.on_base)
+
+
+def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
+    """Of a rank's `first_weights` those that do not learn."""
+    return {name: tree for name, tree in weights.items() if name == BASE or parts.roles[name].loss is None}
 
 
 def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], source: trees.Tree) -> State:
@@ -185,18 +226,25 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
     return State(states, advantage, source)
 
 
-def sync(parts: Parts, state: State, clock: Clock | None = None) -> State:
-    """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated."""
+def sync(
+    parts: Parts, state: State, clock: Clock | None = None, frozen: Mapping[str, trees.Tree] | None = None
+) -> State:
+    """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated.
+
+    Args:
+      frozen: weights that do not learn, by name, among them the base of adapters.
+    """
     if parts.generator is None:
         return state
     engine, _, to_engine = parts.generator
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        params = state.roles["policy"].params
+        role = parts.roles["policy"]
+        found = deployed(role.placed, role.whole(state.roles["policy"].params, frozen or {}))
         if engine.weights.streamed:
-            yield from export_weights(params, parts.roles["policy"].placed.stored, parts.mesh, engine.weights.names)
+            yield from found.exported(engine.weights.names)
         else:
-            yield from engine.weights.named(reshard(params, to_engine, parts.mesh))
+            yield from engine.weights.named(reshard(found.tree(), to_engine, parts.mesh, donate=bool(found.merged)))
 
     with (clock or Clock()).phase("reshard"):
         engine.load(weights(), state.version + 1)

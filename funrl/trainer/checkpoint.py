@@ -47,7 +47,7 @@ def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
     """The layouts of the tensors of a state that are split over ranks, by name; the others are whole on every rank."""
     found = {}
     for name, role in state.roles.items():
-        stored = parts.roles[name].placed.stored
+        stored = parts.roles[name].stored
         trees_of = {"params": stored, "opt_state": layouts_of(role.opt_state, stored)}
         for part, tree in trees_of.items():
             found |= {f"roles/{name}/{part}/{leaf}": layout for leaf, layout in trees.named(tree)}
@@ -114,7 +114,7 @@ def recorded(path: str | Path) -> Recorded:
             raise ValueError(f"it is of step {facts['step']}")
         if not arrays or not files:
             raise ValueError(f"it has no {'files' if arrays else 'arrays'}")
-        for name in ("first", "last", "run", "frozen"):
+        for name in ("first", "last", "run", "frozen", "lora", "base"):
             dict(facts.get(name, {}).items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):

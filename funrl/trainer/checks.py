@@ -63,6 +63,7 @@ def check_together(settings: Settings) -> None:
         _check_remat,
         _check_generate_mesh,
         _check_sharding,
+        _check_lora,
         _check_reward_timeout,
         _check_trackers,
         _check_difficulty,
@@ -298,6 +299,21 @@ def _check_sharding(settings: Settings) -> None:
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
+        )
+
+
+def _check_lora(settings: Settings) -> None:
+    if settings.lora_rank is None:
+        return
+    if settings.optimizer == "muon":
+        raise SettingsError(
+            f"--optimizer=muon with --lora_rank={settings.lora_rank}: Muon makes updates of whole matrices orthogonal, "
+            "not those of thin factors; use --optimizer=adamw"
+        )
+    if settings.fsdp_models is not None:
+        raise SettingsError(
+            f"--fsdp_models={settings.fsdp_models} with --lora_rank={settings.lora_rank}: all models share one base, "
+            "which is sharded or is not; leave it out"
         )
 
 

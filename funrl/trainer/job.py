@@ -20,6 +20,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model, decoder_model, hf, with_value_head
 from funrl.models.config import ModelError, architecture
 from funrl.models.generation_config import GENERATION, sampling_defaults
+from funrl.models.lora import targets_of, with_lora
+from funrl.models.model import Lora
 from funrl.models.resize import with_vocabulary
 from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
@@ -57,7 +59,7 @@ class Job(NamedTuple):
 
     Attributes:
       model: the one that the run begins with.
-      models: of every role, by name.
+      models: of every role, by name; those that learn with adapters, where `lora` is given.
       directories: of the roles that do not begin as `model`.
       rates: peak learning rates of the roles that learn.
       task: prompts to complete, or texts to learn from.
@@ -81,6 +83,7 @@ class Job(NamedTuple):
     pad: int
     warmstart_steps: int
     judge: JudgeJob | None = None
+    lora: Lora | None = None
 
     @property
     def master(self) -> torch.dtype:
@@ -190,6 +193,7 @@ def job_of(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
         learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
         judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
+        lora_of(settings, model),
     )  # fmt: skip
 
 
@@ -240,7 +244,7 @@ def models_of(
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
       read: (directory, --model_code) -> model.
     """
-    models, directories = {}, {}
+    models, directories, lora = {}, {}, lora_of(settings, model)
     names = role_names(algorithm)
     names += tuple(name for name in READERS if getattr(settings, name) is not None and name not in names)
     for name in names:
@@ -259,6 +263,8 @@ def models_of(
             if name not in VALUES and model.unembed is None:
                 raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
             models[name] = with_head_of(name, model) if name in VALUES and model.value is None else model
+            if lora is not None and name in algorithm.losses:
+                models[name] = with_lora(models[name], lora)
     if algorithm.divergence is not None and "teacher" in models:
         sizes = [models[name].config.vocab for name in ("teacher", "policy")]
         if sizes[0] != sizes[1]:
@@ -267,6 +273,27 @@ def models_of(
                 "divergence over the whole vocabulary needs as many"
             )
     return models, directories
+
+
+def lora_of(settings: Settings, model: Model) -> Lora | None:
+    """The adapters that the flags describe; None: all weights learn.
+
+    Args:
+      model: the one that the run begins with.
+
+    Raises:
+      SettingsError: the model has no such projections, or takes no adapters.
+    """
+    rank = settings.lora_rank
+    if rank is None:
+        return None
+    if model.config.module:
+        raise SettingsError(
+            f"--lora_rank={rank}: the model is {architecture(model.config)}, transformers' own code, which takes no "
+            "adapters here; leave it out"
+        )
+    with blaming(f"lora_targets={settings.lora_targets}"):
+        return Lora(rank, settings.lora_alpha or float(rank), targets_of(settings.lora_targets, model))
 
 
 def with_head_of(name: str, model: Model) -> Model:
@@ -508,7 +535,8 @@ def inherited(job: Job) -> dict[str, float]:
 
 def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]:
     """Peak learning rates of the roles that learn."""
-    lr = settings.lr if settings.lr is not None else (1e-3 if settings.model is None else 1e-5)
+    scratch, given = (1e-3, 1e-5) if settings.lora_rank is None else (3e-3, 1e-4)
+    lr = settings.lr if settings.lr is not None else (scratch if settings.model is None else given)
     critic = 2 * lr if settings.critic_lr is None else settings.critic_lr
     implicit = lr if settings.implicit_reward_lr is None else settings.implicit_reward_lr
     own = {"critic": critic, "implicit_reward": implicit}

@@ -80,7 +80,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
-            scoring_budget(settings), clock, show, job.algorithm.advantage, text_samples(job, parts, show),
+            scoring_budget(settings), clock, show, job.algorithm.advantage, text_samples(job, parts, frozen, show),
         )  # fmt: skip
     generation = generation_of(job, parts, frozen, clock, show)
     for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
@@ -269,7 +269,9 @@ def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
     return solved
 
 
-def text_samples(job: Job, parts: Parts, show: Show) -> Callable[[Mapping[str, RoleState], int], None]:
+def text_samples(
+    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show
+) -> Callable[[Mapping[str, RoleState], int], None]:
     """A function that shows how the policy continues held-out prompts, where a policy learns: at the first and the last
     evaluation, and at those of a step that --sample_every divides."""
     settings, task = job.settings, job.task
@@ -281,8 +283,9 @@ def text_samples(job: Job, parts: Parts, show: Show) -> Callable[[Mapping[str, R
     def sample(states: Mapping[str, RoleState], step: int) -> None:
         if step % settings.sample_every and step != settings.steps:
             return
-        placed, ids = parts.roles["policy"].placed, [prompt.tokens for prompt in prompts]
-        found = greedy_continuations(placed, states["policy"].params, ids, count, job.sampling.stop, job.pad)
+        role, ids = parts.roles["policy"], [prompt.tokens for prompt in prompts]
+        params = role.whole(states["policy"].params, frozen)
+        found = greedy_continuations(role.placed, params, ids, count, job.sampling.stop, job.pad)
         texts = [
             text_after(decode([prompt[-1]]), prompt[-1], written, decode)
             for prompt, written in zip(ids, found, strict=True)

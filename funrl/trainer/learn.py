@@ -44,7 +44,7 @@ def learn(
       minibatches: optimizer steps a pass.
       token_budget: tokens in one forward pass of one device.
       clock: told the phases, "update_policy" and so on.
-      frozen: weights of the companions, where roles have some.
+      frozen: weights of the base and of the companions, where roles have some.
       cost: how the work of a row grows with its length; None: as in the model that learns last.
       skips: told the updates whose loss or gradient is not finite, which are left out; None: that is an error.
 
@@ -65,12 +65,11 @@ def learn(
         for part, packing, total in zip(plan.parts, plan.packings, totals, strict=True):
             for name, role in learning.items():
                 pieces = (piece.batch for piece in packed(rows, packing, part, most, role.mask))
-                beside = (frozen or {})[role.companion.name] if role.companion is not None else None
                 what = f"step {step}, {name}"
                 with clock.phase(f"update_{name}"):
                     dens, tokens = total[name]
                     try:
-                        states[name], metrics = train_step(role, states[name], pieces, dens, tokens, what, beside)
+                        states[name], metrics = train_step(role, states[name], pieces, dens, tokens, what, frozen)
                     except NotFiniteError as error:
                         if skips is None:
                             raise

@@ -23,7 +23,8 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload, warmstart
 from funrl.trainer.advantage_phase import advantages, describe
-from funrl.trainer.build import Parts, build, first_state, first_weights, sync
+from funrl.trainer.base_model import adapter_facts, keep_base, kept_already, own_base
+from funrl.trainer.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.clock import Clock, memory_metrics
 from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
@@ -32,6 +33,7 @@ from funrl.trainer.learn import learn
 from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.observing import Observer
 from funrl.trainer.rescue import WholeState, saved_on_failure
+from funrl.trainer.roles import BASE, weights_of
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.score import score
 from funrl.trainer.settings import scoring_budget
@@ -96,16 +98,20 @@ def train_loop(
     with heartbeat.phase("load"):
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
         frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
+        adapters = {}
+        if job.lora is not None and trainer.folder is not None:
+            adapters = adapter_facts(job, trainer.parts, trainer.frozen[BASE])
     with (
-        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen) as saver,
+        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
         stops_when_asked(),
         saved_on_failure(saver) as held,
     ):
         state, evaluations = saver.resumed(state)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, held)
         if outcome.stopped is None:
+            role = trainer.parts.roles[job.lead]
             with heartbeat.phase("finish"):
-                observer.finish(trainer.parts.roles[job.lead].placed, state.roles[job.lead].params, outcome.error)
+                observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
             saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
@@ -120,7 +126,8 @@ def run_steps(
       held: given the state whenever it is whole.
     """
     settings, parts = trainer.job.settings, trainer.parts
-    state = sync(parts, state if evaluations is None else state._replace(version=state.version - 1))
+    begun = state if evaluations is None else state._replace(version=state.version - 1)
+    state = sync(parts, begun, frozen=trainer.frozen)
     move = offload.mover(settings.offload, parts, observer.note)
     done, before = evaluations or Evaluations({}, {}), state._replace(roles={})
     error = stopped = None
@@ -146,7 +153,7 @@ def run_steps(
             rows, state, scored = score_batch(trainer, state, drawn)
             trainer, state = place(trainer, state, "update")
             state, learned = learn_batch(trainer, state, rows)
-            state = sync(parts, state, trainer.clock)
+            state = sync(parts, state, trainer.clock, trainer.frozen)
             stages = {"drawn": metrics, "scored": scored, "learned": learned}
             metrics = metrics | scored | learned | verify(trainer, state)
             if step == 1:  # as it was before the first update
@@ -189,12 +196,25 @@ def begin_run(
 ) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
     clock, parts = clock or Clock(), build(job, mesh, observer.note)._replace(pool=pool)
-    weights = first_weights(job, parts, warmstart.initial_weights(job, parts.begin, observer))
-    frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
+    weights = first_weights(job, parts, first_base(job, parts, observer))
+    frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
     folder = shared_folder(observer, mesh)
     skips = Skips(job.settings.max_skipped, mesh, folder, observer.note)
     return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
+
+
+def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
+    """The weights that a run begins with; those that adapters stand on are kept beside the run where it made them."""
+    if job.lora is None:
+        return warmstart.initial_weights(job, parts.begin, observer)
+    kept = own_base(job, shared_folder(observer, parts.mesh))
+    if job.settings.resume and kept_already(kept, parts.mesh):
+        return warmstart.initial_weights(job, parts.begin, observer, kept)
+    begin = warmstart.initial_weights(job, parts.begin, observer)
+    if kept is not None:
+        keep_base(kept, job, parts, begin)
+    return begin
 
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
@@ -226,7 +246,7 @@ def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | N
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
-    weights = {**trainer.frozen, **{name: role.params for name, role in state.roles.items()}}
+    weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
         here, names = on_cpu(rows), trainer.job.reward_names
@@ -263,6 +283,7 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     probes = every > 0 and (first or state.step % every == 0)
     if generator is None or not (settings.verify_sync or probes):
         return {}
-    placed, params = trainer.parts.roles["policy"].placed, state.roles["policy"].params
+    role = trainer.parts.roles["policy"]
+    params = role.whole(state.roles["policy"].params, trainer.frozen)
     with trainer.clock.phase("verify"):
-        return certify(placed, params, generator.engine, state.version, settings.verify_sync, probes)
+        return certify(role.placed, params, generator.engine, state.version, settings.verify_sync, probes)

@@ -1,4 +1,5 @@
 """Offloading: optimizer states, frozen weights and the policy's own leave the accelerator while a phase needs them not.
+The base of adapters goes with the policy's.
 
 Copies go through pinned memory on a stream of their own. Offloading costs no time, for the phase that follows
 computes beside the copy; what is onloaded is waited for by the device, not by the program.
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.plan import Plan
+from funrl.models.lora import merged_weights
 from funrl.trainer.build import Parts
-from funrl.trainer.roles import READERS, Role, RoleState
+from funrl.trainer.roles import BASE, READERS, Role, RoleState
 from funrl.trainer.state import State
 
 PARTS = ("optimizer", "reference", "params")
@@ -53,7 +55,8 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     generator = parts.generator
     keeps = generator is not None and not generator.engine.weights.streamed
     to_engine = generator.to_engine if generator is not None and keeps else None
-    stages = frozen_stages(parts.roles)
+    stages, model = frozen_stages(parts.roles), parts.roles["policy"].placed.model
+    adapted, made = model.adapters is not None, merged_weights(model)
 
     def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
@@ -61,6 +64,8 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
         return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
 
     def moved_frozen(name: str, tree: trees.Tree, stage: str) -> trees.Tree:
+        if name == BASE:  # the policy's weights but for its adapters
+            return moved("params", tree, stage, shared(tree, to_engine, made) if to_engine is not None else ())
         if "reference" not in away or name not in stages:
             return tree
         return onload(tree, device) if stage in stages[name] else offload(tree)
@@ -68,7 +73,8 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
         for name, role in state.roles.items():
-            stays = shared(role.params, to_engine) if name == "policy" and to_engine is not None else ()
+            own = name == "policy" and not adapted
+            stays = shared(role.params, to_engine) if own and to_engine is not None else ()
             params = moved("params", role.params, stage, stays)
             roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
         frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
@@ -78,20 +84,25 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
 
 
 def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
-    """The stages that need each frozen role's weights. Reward models, which the source has, are not among them: they
-    stay on the device."""
+    """The stages that need the weights of each frozen role that has its own. Reward models, which the source has, are
+    not among them: they stay on the device."""
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
         for name, role in roles.items()
-        if role.loss is None and name not in READERS
+        if role.loss is None and name not in READERS and not role.on_base
     }
 
 
-def shared(params: trees.Tree, plan: Plan) -> list[bool]:
-    """Mask of the policy's weights that are the engine's too: those that keep box and dtype in the plan to it."""
+def shared(params: trees.Tree, plan: Plan, made: Collection[str] = ()) -> list[bool]:
+    """Mask of the policy's weights that are the engine's too: those that keep box and dtype in the plan to it.
+
+    Args:
+      made: names of weights that are made for the engine.
+    """
     return [
-        plan.route(leaf).way == "alias" and plan.dtypes[leaf] == x.dtype for leaf, x in enumerate(trees.leaves(params))
+        plan.route(leaf).way == "alias" and plan.dtypes[leaf] == x.dtype and name not in made
+        for leaf, (name, x) in enumerate(trees.named(params))
     ]
 
 

@@ -192,7 +192,7 @@ def _compare_weights(trainer: Trainer, state: State, saved: SavedRows) -> list[D
     """Compare the digests of all weights after a step."""
     found = []
     for name, role in state.roles.items():
-        digests = weight_digests(role.params, trainer.parts.roles[name].placed.stored, trainer.parts.mesh)
+        digests = weight_digests(role.params, trainer.parts.roles[name].stored, trainer.parts.mesh)
         theirs = saved.record["weights"].get(name, {})
         unlike = [leaf for leaf in {**digests, **theirs} if digests.get(leaf) != theirs.get(leaf)]
         phase, what = f"update_{name}", f"weights of {name} by their digests"

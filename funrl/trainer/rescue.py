@@ -168,7 +168,7 @@ class WholeState:
                 numbers if mesh.rank == 0 else {},
             ))  # fmt: skip
             if mesh.rank == 0:
-                facts = facts_of(saver.job, mesh, state.step, self.evaluations, None, saver.frozen)
+                facts = facts_of(saver.job, mesh, state.step, self.evaluations, None, saver.frozen, saver.adapters)
                 facts |= {"metrics": dict(self.metrics)} if self.metrics else {}
                 path = str(Path(folder) / f"step-{state.step}")
                 server.send(Commit(beside, path, mesh.world, arrays, facts, (), (), ARRIVE_S))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from funrl.trainer.base_model import check_lora
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.job import Job
 from funrl.trainer.shard_server import CheckpointError, DamagedError
@@ -43,7 +44,8 @@ def check_resume(job: Job, run_dir: str | Path) -> None:
 
 
 def check_facts(found: Recorded, job: Job) -> None:
-    """Raise CheckpointError where a checkpoint is of a run of other roles, another model or another optimizer."""
+    """Raise CheckpointError where a checkpoint is of a run of other roles, another model, optimizer or adapters."""
+    check_lora(found.path, found.facts, job.lora)
     theirs, mine = found.facts.get("run", {}), run_facts(job)
     for name, value in mine.items():
         if name in theirs and theirs[name] != value:

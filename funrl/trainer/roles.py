@@ -23,6 +23,7 @@ from funrl import trees
 from funrl.algos.core import Algorithm, Divergence, Loss, reads
 from funrl.algos.reading import run_advantage
 from funrl.batch import FIELDS
+from funrl.models.lora import on_base, trained_part
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 
@@ -39,6 +40,7 @@ WRITES: Mapping[str, Mapping[str, str]] = {
 READERS = ("reward_model", "process_reward_model")
 FROZEN = ("reference", "teacher", *READERS)  # where the algorithm gives them no loss
 VALUES = ("critic", *READERS)  # a value head instead of an unembedding
+BASE = "base"  # of the frozen weights, those that adapters stand on, and that a role without any is
 LOSS_METRICS = {"policy": "actor/pg_loss", "critic": "critic/vf_loss"}  # of the others: ROLE/loss
 TOPK = 64
 
@@ -77,6 +79,7 @@ class Role(NamedTuple):
       metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
       watch_entropy: whether its mean entropy is among the metrics of an update.
       companion: what its loss reads the `divergence` from; None: it reads none.
+      on_base: whether its weights are those of the run's base, with adapters of its own beside them where it learns.
     """
 
     placed: Placed
@@ -90,13 +93,46 @@ class Role(NamedTuple):
     metric: str = "actor/pg_loss"
     watch_entropy: bool = False
     companion: Companion | None = None
+    on_base: bool = False
+
+    @property
+    def stored(self) -> trees.Tree:
+        """Layouts of its own weights, which are those in `RoleState`, between steps."""
+        return trained_part(self.placed.model, self.placed.stored)
+
+    @property
+    def compute(self) -> trees.Tree:
+        """Layouts of its own weights while their layer runs."""
+        return trained_part(self.placed.model, self.placed.compute)
+
+    def whole(self, own: trees.Tree, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
+        """Weights as `placed` takes them.
+
+        Args:
+          own: its own weights; None where all of them are the base's.
+          frozen: weights of the run that do not learn, by name.
+        """
+        return on_base(self.placed.model, frozen[BASE], own) if self.on_base else own
 
 
 class RoleState(NamedTuple):
-    """State of a role that learns: this rank's shards of its weights, and its optimizer's state."""
+    """State of a role that learns: this rank's shards of its own weights, and its optimizer's state."""
 
     params: trees.Tree
     opt_state: trees.Tree
+
+
+def weights_of(
+    roles: Mapping[str, Role], states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]
+) -> dict[str, trees.Tree]:
+    """Weights of every role as its model takes them.
+
+    Args:
+      states: of the roles that learn.
+      frozen: weights of the run that do not learn, by name.
+    """
+    own = {**frozen, **{name: state.params for name, state in states.items()}}
+    return {name: role.whole(own.get(name), frozen) for name, role in roles.items()}
 
 
 def fields_read(algorithm: Algorithm) -> frozenset[str]:

@@ -44,9 +44,7 @@ class RowKeeper:
         """
         assert self.folder is not None
         roles, mesh = self.parts.roles, self.parts.mesh
-        weights = {
-            name: weight_digests(role.params, roles[name].placed.stored, mesh) for name, role in state.roles.items()
-        }
+        weights = {name: weight_digests(role.params, roles[name].stored, mesh) for name, role in state.roles.items()}
         told = {stage: {name: float(x) for name, x in of_stage.items()} for stage, of_stage in metrics.items()}
         record = {"step": state.step, "metrics": told, "weights": weights, "dtype": self.settings.dtype}
         nbytes = save_rows(self.folder, drawn, scored, record)

@@ -14,6 +14,7 @@ from funrl.mesh.collectives import gather_objects, pmax
 from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.processes import stop_asked
 from funrl.mesh.rules import Layout
+from funrl.trainer.base_model import check_base
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import (
     CHECKPOINT_FORMAT,
@@ -77,6 +78,7 @@ class Saver:
         folder: str | None,
         observer: Observer,
         frozen: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Any] | None = None,
     ) -> None:
         """Collective.
 
@@ -85,13 +87,16 @@ class Saver:
           frozen: digests of the weights that do not learn, by role.
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
+          adapters: by `adapter_facts`, of a run in which adapters learn.
 
         Raises:
           CheckpointError: the state has a leaf that cannot be saved.
         """
         self.job, self.settings, self.mesh = job, job.settings, parts.mesh
-        self.model = parts.roles[job.lead].placed.model
+        model = parts.roles[job.lead].placed.model
+        self.model = model if model.adapters is None else model.adapters.plain
         self.source, self.folder, self.observer, self.frozen = source, folder, observer, dict(frozen or {})
+        self.adapters = dict(adapters or {})
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.save_every)
         self.server, self.memory, self.reserved = ShardServer(), None, 0
@@ -124,6 +129,8 @@ class Saver:
                 break
             check_facts(found, self.job)
             check_frozen(found, self.frozen, self.job)
+            if self.adapters:
+                check_base(found.path, found.facts, self.adapters["base"]["digests"], self.settings.model)
             try:
                 state = load(found, state, self.layouts, self.mesh, self.server, self._held(state))
             except DamagedError as error:
@@ -236,7 +243,7 @@ class Saver:
         scores = {old: self.scores[old] for old in there if old != step} | {step: score}
         self.scores, kept = scores, kept_steps(scores, self.settings.keep_checkpoints)
         removed = [str(there[old]) for old in there if old != step and old not in kept]
-        facts = facts_of(self.job, self.mesh, step, evaluations, score, self.frozen)
+        facts = facts_of(self.job, self.mesh, step, evaluations, score, self.frozen, self.adapters)
         synced = tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl")))
         path = str(folder / f"step-{step}")
         timeout_s = 60.0 * self.settings.timeout
@@ -327,17 +334,24 @@ class Saver:
 
 
 def facts_of(
-    job: Job, mesh: Mesh, step: int, evaluations: Evaluations, score: float | None, frozen: Mapping[str, str]
+    job: Job,
+    mesh: Mesh,
+    step: int,
+    evaluations: Evaluations,
+    score: float | None,
+    frozen: Mapping[str, str],
+    adapters: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The record of a checkpoint but for its arrays and files.
 
     Args:
       frozen: digests of the weights that do not learn, by role.
+      adapters: by `adapter_facts`; {} where all weights learn.
     """
     return {
         "format": CHECKPOINT_FORMAT, "step": step, "score": score, "mesh": str(mesh), "world": mesh.world,
         "dtype": job.settings.dtype, "lead": job.lead, "run": run_facts(job), "frozen": dict(frozen),
-        **evaluations._asdict(),
+        **evaluations._asdict(), **adapters,
     }  # fmt: skip
 
 

@@ -352,7 +352,7 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch, 1e-5 with --model",
+        chosen="1e-3 from scratch, 1e-5 with --model; with --lora_rank 3e-3 and 1e-4",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL
@@ -361,6 +361,18 @@ class Settings:
         None, "update", "peak learning rate of the implicit reward model", above(0), chosen="the policy's", kinds=RL
     )
     critic_warmup_steps: int = flag(0, "update", "first steps in which only the critic learns", at_least(0), kinds=RL)
+    lora_rank: int | None = flag(
+        None, "update", "rank of adapters (LoRA) that learn instead of the weights, which stay as they are and are the "
+        "reference too; adapters are merged for the engine and in the saved model",
+        at_least(1), chosen="all weights learn",
+    )  # fmt: skip
+    lora_alpha: float | None = flag(
+        None, "update", "adapters count by alpha / rank", above(0), chosen="the rank", requires="lora_rank"
+    )
+    lora_targets: str = flag(
+        "all-linear", "update", "projections that have adapters, as PEFT names them: q_proj,v_proj; all-linear: all",
+        requires="lora_rank",
+    )  # fmt: skip
     optimizer: str = flag("adamw", "update", "muon is for matrices; the rest takes adamw", one_of("adamw", "muon"))
     lr_schedule: str = flag("constant", "update", "after the warm-up", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = flag(0, "update", "optimizer steps of linear warm-up", at_least(0))

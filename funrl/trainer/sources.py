@@ -25,7 +25,7 @@ from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, parts_of_sc
 from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
-from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.roles import Role, RoleState, weights_of
 from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.score import score
 from funrl.trainer.step import NotFiniteError, loss_value
@@ -228,8 +228,8 @@ def text_source(
       sample: called with the states of the roles and the step at every evaluation.
     """
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
-    scoring = {n: r for n, r in roles.items() if n in frozen}
-    held = score(scoring, frozen, to_rows(heldout), token_budget)
+    scoring = {n: r for n, r in roles.items() if r.loss is None}
+    held = score(scoring, weights_of(scoring, {}, frozen), to_rows(heldout), token_budget)
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
@@ -242,12 +242,11 @@ def text_source(
         with clock.phase("eval"):
             rows = held
             if chain is not None:
-                scored = score({name: role}, {name: states[name].params}, held, token_budget)
+                scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget)
                 rows, _, _ = advantages(chain, chain.init(), scored)
             pieces = (piece.batch for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)))
-            beside = None if role.companion is None else frozen[role.companion.name]
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
-            metrics, value = loss_value(role, states[name].params, pieces, dens, beside)
+            metrics, value = loss_value(role, states[name].params, pieces, dens, frozen)
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise NotFiniteError(f"the held-out loss is {value.item()} {when}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def train_step(
     denominators: Sequence[Tensor],
     tokens: Tensor,
     what: str = "update",
-    beside: trees.Tree = None,
+    frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[RoleState, dict[str, Tensor]]:
     """One optimizer step on a mini-batch, in place: the state is donated.
 
@@ -55,7 +55,7 @@ def train_step(
       tokens: how many are trained on, over the rows of all ranks. Where there is none, nothing moves, not even the
         optimizer's momentum.
       what: name of the update, for the message of an error.
-      beside: this rank's weights of the role's companion, if it has one.
+      frozen: this rank's weights that do not learn, by name: the base and the companion of the role, if it has them.
 
     Returns: the state after it, and the metrics' values, which are still on the device.
 
@@ -63,8 +63,8 @@ def train_step(
       NotFiniteError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
     """
     each: list[Tensor] = []
-    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, beside, each)
-    norm = global_norm(grads, role.placed.stored, role.placed.mesh)
+    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each)
+    norm = global_norm(grads, role.stored, role.placed.mesh)
     told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
     if not (math.isfinite(told[0].item()) and math.isfinite(told[1].item())):
         text = f"{what}: the gradient's norm is {told[1].item():.4g} and the loss {told[0].item():.4g}"
@@ -83,19 +83,19 @@ def gradient(
     params: trees.Tree,
     micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
-    beside: trees.Tree = None,
+    frozen: Mapping[str, trees.Tree] | None = None,
     each: list[Tensor] | None = None,
 ) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
-    """The gradient of a role's loss over a mini-batch, summed over micro-batches and ranks.
+    """The gradient of a role's loss by its own weights over a mini-batch, summed over micro-batches and ranks.
 
     Args:
       each: given the loss on each of this rank's micro-batches.
 
-    Returns: the gradient tree, as the weights are stored; the metrics' values; the loss.
+    Returns: the gradient tree, as these weights are stored; the metrics' values; the loss.
     """
     grads, found = None, None
     for rows in micro_batches:
-        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, beside)
+        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, frozen)
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
         if each is not None:
@@ -103,7 +103,7 @@ def gradient(
         beat()
         found = _joined(found, numerators, metrics)
     assert found is not None
-    grads, sums = sum_rest(grads, found[0], role.placed.stored, role.placed.compute, role.placed.mesh)
+    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh)
     return grads, *_values(role, sums, found[1], metrics, denominators)
 
 
@@ -113,12 +113,12 @@ def loss_value(
     params: trees.Tree,
     micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
-    beside: trees.Tree = None,
+    frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The metrics' values and the loss of a role over some rows; the arguments are those of `gradient`."""
     found = None
     for rows in micro_batches:
-        _, (numerators, metrics) = objective(params, role, rows, denominators, beside)
+        _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
         found = _joined(found, numerators, metrics)
     assert found is not None
     sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.token_axes)
@@ -126,7 +126,11 @@ def loss_value(
 
 
 def objective(
-    params: trees.Tree, role: Role, rows: Batch, denominators: Sequence[Tensor], beside: trees.Tree = None
+    params: trees.Tree,
+    role: Role,
+    rows: Batch,
+    denominators: Sequence[Tensor],
+    frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
     """A role's loss on some rows of a mini-batch, and its numerators and metrics.
 
@@ -134,15 +138,16 @@ def objective(
     such as the divergence from its companion; one with a value head for values. Where sampled rows have no old
     log-probabilities, this is the only update on them: the present ones are the old ones.
     """
-    loss, placed = role.loss, role.placed
+    loss, placed, frozen = role.loss, role.placed, frozen or {}
     assert loss is not None
+    params = role.whole(params, frozen)
     if placed.model.unembed is None:
         numerators, metrics = loss.numerators(placed.values(params, rows), rows)
         return value_of(numerators, tuple(denominators)), (numerators, metrics)
     read = fields_of(loss)
     want = ("logp", "entropy") if role.watch_entropy or "entropy" in read else ("logp",)
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
-    teacher = None if role.companion is None else role.companion.teacher(beside)
+    teacher = None if role.companion is None else role.companion.teacher(frozen[role.companion.name])
     scores = placed.token_scores(params, rows, want, role.temperature, ids, teacher)
     logp_BT, seen = scores.logp, dict[str, Metric]()
     assert logp_BT is not None

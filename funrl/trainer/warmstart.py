@@ -49,17 +49,21 @@ ABANDONED_S = 86400.0  # a draft of a cached warm start that is older is nobody'
 VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
 
 
-def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver) -> trees.Tree:
+def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: str | Path | None = None) -> trees.Tree:
     """This rank's shards of the weights that a run begins with, in the dtype of the master weights.
+
+    Those that adapters stand on, and that do not learn, are in the dtype to compute in where they are read.
 
     Args:
       job: says which model, and how many warm-start steps.
       placed: that model on the train mesh.
       stage: shows progress.
+      kept: directory in which this run has kept them, if it has.
     """
-    mesh = placed.mesh
-    if job.settings.model is not None:
-        return hf.load(job.settings.model, job.master, mesh, placed.stored, job.model)[1]
+    mesh, directory = placed.mesh, kept or job.settings.model
+    if directory is not None:
+        dtype = job.master if job.lora is None else job.dtype
+        return hf.load(directory, dtype, mesh, placed.stored, job.model)[1]
     generator = torch.Generator().manual_seed(job.settings.seed)
     weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:

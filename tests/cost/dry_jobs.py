@@ -7,6 +7,7 @@ from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
 from funrl.cost.hardware import HARDWARE
 from funrl.models import decoder_model, with_value_head
+from funrl.models.lora import with_lora
 from funrl.trainer.settings import Settings
 
 H100, CPU = HARDWARE["h100"], HARDWARE["cpu"]
@@ -33,6 +34,7 @@ def small(algorithm="ppo", arguments=None, sizes=None, **given):
     model = decoder_model(dataclasses.replace(job.model.config, **SIZES | (sizes or {})))
     valued = with_value_head(model)
     own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
+    own |= {n: with_lora(own[n], one.adapters.lora) for n, one in job.models.items() if one.adapters is not None}
     return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
 
 

@@ -36,10 +36,17 @@ def model(folder):
     return {file.name: file.read_bytes() for file in (folder / "model").glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("name", ["grpo", "sft", "dpo", "reward_model"])
-def test_every_kind_of_run_goes_on_with_the_same_bits(name, tmp_path, monkeypatch, capsys):
+LORA = ("--lora_rank=2", "--lora_alpha=3", "--lora_targets=q_proj,down_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("grpo", ()), ("sft", ()), ("dpo", ()), ("reward_model", ()), ("grpo", LORA), ("reward_model", LORA)],
+    ids=["grpo", "sft", "dpo", "reward_model", "grpo with adapters", "reward_model with adapters"],
+)
+def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    more = RL if name == "grpo" else ()
+    more = (RL if name == "grpo" else ()) + lora
     assert run(name, tmp_path / "whole", "--steps=3", *more) == 0
     assert run(name, tmp_path / "run", "--steps=2", "--resume", *more) == 0
     assert "there is no checkpoint in" in capsys.readouterr().out
@@ -51,6 +58,12 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(name, tmp_path, monkeypatc
     assert cli.main(["funrl", "export", str(tmp_path / "run"), f"--to={tmp_path / 'exported'}"]) == 0
     exported = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
     assert exported == {file.name: file.read_bytes() for file in (tmp_path / "run" / "model").iterdir()}
+    status = cli.main(["funrl", "export", str(tmp_path / "run"), f"--to={tmp_path / 'peft'}", "--adapter"])
+    if lora:
+        peft = {file.name: file.read_bytes() for file in (tmp_path / "peft").iterdir()}
+        assert status == 0 and peft == {f.name: f.read_bytes() for f in (tmp_path / "run" / "adapter").iterdir()}
+    else:
+        assert status == 2 and "step-3 holds all weights and no adapters; leave it out" in capsys.readouterr().err
     if name == "grpo":
         assert lines(tmp_path / "run", "samples.jsonl")[-8:] == lines(tmp_path / "whole", "samples.jsonl")[-8:]
 

@@ -14,6 +14,7 @@ from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import STORED, fully_sharded
 from funrl.models import Config, decoder_model, place
+from funrl.models.deployed import deployed
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, compare_weights, digest, probe_gap
 from funrl.rollout.native import NativeEngine, native_engine
@@ -119,7 +120,7 @@ def test_a_wrong_rank_is_found_by_all(mesh, sizes, damage, said):
         placed, params, engine = resharded(mesh, sizes)
         mine = trees.clone(dict(engine.held_weights()))  # memory of its own, which may be damaged
         engine.load(mine.items(), 3)
-        compare_weights(params, placed.stored, engine, 3, mesh)
+        compare_weights(deployed(placed, params), engine, 3)
         damage(mesh, placed, params, engine)
         try:
             certify(placed, params, engine, 3, probes=True)
@@ -140,7 +141,7 @@ def test_equal_errors_of_all_copies_do_not_cancel():
         placed, params, engine = resharded(mesh, "dp4", dtype=torch.bfloat16)
         off = {x.data_ptr() for _, x in engine.held_weights()}
         certificate.digest = lambda x, *args: digest(x, *args) + (x.data_ptr() in off) * (1 << 62)  # four of them are 0
-        compare_weights(params, placed.stored, engine, 3, mesh)
+        compare_weights(deployed(placed, params), engine, 3)
 
     with pytest.raises(WorkerError, match=r"SyncError: .* embed differs on rank 0"):
         launch(program, parse("dp4"), "cpu")

@@ -17,6 +17,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder_model, with_value_head
+from funrl.models.lora import with_lora
 from funrl.trainer import loop
 from funrl.trainer.build import sync
 from funrl.trainer.job import prepare
@@ -87,6 +88,8 @@ def resized(job, sizes):
     layouts(model.shapes, model.axes, STORED, job.sizes)
     valued = with_value_head(model)
     own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
+    adapted = {name: one for name, one in job.models.items() if one.adapters is not None}
+    own |= {name: with_lora(own[name], one.adapters.lora) for name, one in adapted.items()}
     return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
@@ -110,7 +113,7 @@ def uneven(job):
 def begin(job, mesh, show=None):
     """A run and its first state on one rank, with weights in the engine."""
     run, state = loop.begin_run(job, mesh, show or Quiet())
-    return run, sync(run.parts, state)
+    return run, sync(run.parts, state, frozen=run.frozen)
 
 
 def scored_batch(run, state):
@@ -124,7 +127,7 @@ def one_step(run, state):
     """The state after a step, and its metrics."""
     batch, state, told = scored_batch(run, state)
     state, learned = loop.learn_batch(run, state, batch)
-    return sync(run.parts, state), told | learned
+    return sync(run.parts, state, frozen=run.frozen), told | learned
 
 
 class Gradient(NamedTuple):
@@ -143,9 +146,8 @@ def gradients(run, state, rows, token_budget=None):
             budget = token_budget or run.job.settings.token_budget
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             rows_of_rank = [piece.batch for piece in own_micro_batches(rows, budget, mask=role.mask)]
-            beside = None if role.companion is None else run.frozen[role.companion.name]
-            grads, metrics, loss = gradient(role, state.roles[name].params, rows_of_rank, dens, beside)
-            whole = unshard(grads, role.placed.stored, run.parts.mesh)
+            grads, metrics, loss = gradient(role, state.roles[name].params, rows_of_rank, dens, run.frozen)
+            whole = unshard(grads, role.stored, run.parts.mesh)
             found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
     return found
 
@@ -167,9 +169,9 @@ def whole_batch(rows):
 
 
 def whole_weights(run, state):
-    """The weights of every role that learns."""
+    """The own weights of every role that learns."""
     mesh = run.parts.mesh
-    return {n: unshard(r.params, run.parts.roles[n].placed.stored, mesh) for n, r in state.roles.items()}
+    return {n: unshard(r.params, run.parts.roles[n].stored, mesh) for n, r in state.roles.items()}
 
 
 def steps_program(job, steps):
@@ -186,7 +188,7 @@ def steps_of(run, state, steps):
         batches.append(whole_batch(batch))
         grads.append(gradients(run, state, batch))
         state, learned = loop.learn_batch(run, state, batch)
-        state = sync(run.parts, state)
+        state = sync(run.parts, state, frozen=run.frozen)
         metrics.append(told | learned)
     return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
 

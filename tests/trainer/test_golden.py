@@ -1,4 +1,4 @@
-"""Five PPO steps with fixed seeds, in float64 on the CPU, against numbers in tests/golden/ppo.json.
+"""PPO steps with fixed seeds, in float64 on the CPU, against numbers in tests/golden: of all weights, and of adapters.
 
 A change of the program that is meant to keep the numbers keeps them on every mesh. One that is meant to change them
 writes them anew, and the difference is looked at:
@@ -18,8 +18,10 @@ from small_runs import PPO, small_job, steps_program
 from funrl import trees
 from funrl.mesh.launch import launch
 
-FILE = Path(__file__).parent.parent / "golden" / "ppo.json"
+FOLDER = Path(__file__).parent.parent / "golden"
+FILE = FOLDER / "ppo.json"
 STEPS = 5
+RUNS = {"ppo": {}, "lora": {"lora_rank": 3, "lora_alpha": 6.0, "lr": 0.1, "steps": 3}}  # further flags of each file
 METRICS = (
     "reward/mean", "reward/max", "response_length/mean", "critic/advantages/max", "critic/returns/mean",
     "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy",
@@ -27,15 +29,16 @@ METRICS = (
 )  # fmt: skip
 
 
-def golden_run(mesh):
+def golden_run(mesh, name="ppo", **more):
     """Metrics of each step, and of the sampled tokens and the final weights what tells them apart."""
     compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
-    job = small_job(
-        compose, mesh=mesh, batch_prompts=8, samples_per_prompt=4, max_new_tokens=6, warmstart_steps=20, epochs=2,
-        lr_schedule="linear", lr_warmup_steps=2, weight_decay=0.01, token_budget=160, steps=STEPS, reward=None,
-    )  # fmt: skip
+    settings = {
+        "batch_prompts": 8, "samples_per_prompt": 4, "max_new_tokens": 6, "warmstart_steps": 20, "epochs": 2,
+        "lr_schedule": "linear", "lr_warmup_steps": 2, "weight_decay": 0.01, "token_budget": 160, "steps": STEPS,
+    }  # fmt: skip
+    job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
     job = job._replace(task=job.task._replace(rewards=(answer_reward,)))
-    done = launch(steps_program(job, STEPS), job.sizes, "cpu")
+    done = launch(steps_program(job, job.settings.steps), job.sizes, "cpu")
     steps = []
     for metrics, batch in zip(done["metrics"], done["batches"], strict=True):
         tokens = batch.tokens[batch.mask]
@@ -66,21 +69,36 @@ def answer_reward(prompt, completion, answer, **fields):
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
 def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run, golden = golden_run(mesh), json.loads(FILE.read_text())
-    assert len(run["steps"]) == len(golden["steps"]) == STEPS
+    assert_golden(golden_run(mesh), FILE, STEPS, 1e-12)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh,fsdp", [("dp1", False), ("dp2,tp2", False), ("dp2", True)])
+def test_three_steps_of_ppo_with_adapters(mesh, fsdp, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert_golden(golden_run(mesh, "lora", fsdp=fsdp), FOLDER / "lora.json", 3, 1e-9)
+
+
+def assert_golden(run, file, steps, tolerance):
+    golden = json.loads(file.read_text())
+    assert len(run["steps"]) == len(golden["steps"]) == steps
     for step, (ours, theirs) in enumerate(zip(run["steps"], golden["steps"], strict=True), 1):
         for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), f"step {step}, {name}"
+            assert ours[name] == pytest.approx(value, rel=tolerance, abs=tolerance), f"step {step}, {name}"
+    assert run["end"].keys() == golden["end"].keys()
     for model, values in golden["end"].items():
-        assert run["end"][model] == pytest.approx(values, rel=1e-12, abs=1e-12)
+        assert run["end"][model] == pytest.approx(values, rel=tolerance, abs=tolerance)
 
 
-def test_the_golden_run_is_one_that_would_notice():
+@pytest.mark.parametrize("name", RUNS)
+def test_the_golden_run_is_one_that_would_notice(name):
     """It samples, clips, moves and rewards: no number is the same at every step or 0 throughout."""
-    steps = json.loads(FILE.read_text())["steps"]
-    for name in {*METRICS, "sampled/number"} - {"reward/max"}:
-        values = [step[name] for step in steps]
-        assert len(set(values)) > 1 and max(map(abs, values)) > 0, name
+    golden = json.loads((FOLDER / f"{name}.json").read_text())
+    steps = golden["steps"]
+    for metric in {*METRICS, "sampled/number"} - {"reward/max"}:
+        values = [step[metric] for step in steps]
+        assert len(set(values)) > 1 and max(map(abs, values)) > 0, metric
+    assert all(norm > 0 for values in golden["end"].values() for norm in values.values())
     assert max(step["actor/pg_clipfrac"] for step in steps) > 0.01
     assert max(step["rollout/logprob_gap_max"] for step in steps) < 1e-10
 
@@ -90,4 +108,5 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # the warm start is part of the run
-        FILE.write_text(json.dumps(golden_run("dp1"), indent=1) + "\n")
+        for name in RUNS:
+            (FOLDER / f"{name}.json").write_text(json.dumps(golden_run("dp1", name), indent=1) + "\n")

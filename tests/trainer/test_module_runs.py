@@ -92,6 +92,7 @@ def test_two_steps_of_ppo_on_one_and_two_ranks(name, folders, tmp_path):
         ({"mesh": "tp2", "generate_mesh": "dp2"}, "tp2: the policy is GPT2LMHeadModel.*not split over tp; use dp"),
         ({"repetition_penalty": 1.2, "top_k": 0}, "--engine=hf: a repetition_penalty of 1.2"),
         ({"model_code": "native"}, "model_type is 'gpt2', supported are"),
+        ({"lora_rank": 4}, "--lora_rank=4: the model is GPT2LMHeadModel, transformers' own code, which takes no"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_the_run(flags, message, folders, tmp_path):

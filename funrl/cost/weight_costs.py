@@ -1,0 +1,113 @@
+"""Weights in a dry run: those that a rank makes, what an engine holds beside them, and what the way there costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from funrl import trees
+from funrl.cost.costs import Costs, Tracer, Traffic, plus
+from funrl.cost.estimate import MOVES, RESHARD, make_weights, stage_of
+from funrl.cost.hardware import Hardware, op_seconds
+from funrl.mesh.mesh import AXES
+from funrl.mesh.plan import Box, held, received_bytes, volume
+from funrl.mesh.reshard import BUCKET_BYTES
+from funrl.models.lora import decoder_of, merged_weights
+from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
+from funrl.trainer import offload
+from funrl.trainer.build import Generator, Parts, needs_unembedding
+from funrl.trainer.job import Job
+from funrl.trainer.roles import BASE
+
+
+def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
+    """Own weights of the roles that learn, and the weights that do not, by name; on no device."""
+    own, frozen = {}, {}
+    if job.lora is not None:
+        base = decoder_of(parts.begin.stored)
+        kept = {name: x for name, x in base.items() if name != "unembed" or needs_unembedding(parts)}
+        frozen[BASE] = make_weights(tracer, kept, job.dtype)
+    for name, role in parts.roles.items():
+        if role.loss is not None:
+            own[name] = make_weights(tracer, role.stored, job.master)
+        elif not role.on_base:
+            frozen[name] = make_weights(tracer, role.stored, job.dtype)
+    return own, frozen
+
+
+def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, float]:
+    """Bytes that the engine holds beside the trainer's weights, and of them: leaves that keep their box and dtype."""
+    own = shared = 0.0
+    for _, nbytes, alike in _leaves(job, parts, generator):
+        own, shared = (own, shared + nbytes) if alike else (own + nbytes, shared)
+    return own, shared
+
+
+def resharding(job: Job, parts: Parts, generator: Generator, kept: dict[str, float]) -> Costs:
+    """The engine's new copy is made when its old one is gone; a few buckets are on their way.
+
+    Weights that adapters are merged in are made for it, and go as they are sent.
+    """
+    engine, _ = engine_bytes(job, parts, generator)
+    names = merged_weights(parts.roles["policy"].placed.model)
+    stored = dict(trees.named(parts.begin.stored))
+    made = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
+    most = max(received_bytes(generator.to_engine), default=0)
+    weights = kept["weights"] + max(engine, float(made))
+    peak = kept | {"weights": weights, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
+    traffic = {(RESHARD, "all"): Traffic(1, float(most))} if most else {}
+    return Costs({"other": peak}, 0.0, 0.0, traffic)
+
+
+def verifying(job: Job, parts: Parts, generator: Generator, kept: dict[str, float], hardware: Hardware) -> Costs:
+    """Digests of the trainer's and of the engine's weights, and their one sum over all ranks."""
+    mesh, seconds = parts.mesh, 0.0
+    for (old, new), _, alike in _leaves(job, parts, generator):
+        numbers = sum(volume(box) for box in ([new] if alike else [old, new]) if box is not None)
+        seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
+    traffic = {}
+    if mesh.world > 1:
+        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(generator.to_engine.names)))
+    return Costs({"other": kept | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)
+
+
+def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
+    """Of each weight of the policy its boxes before and after a sync, its bytes in the engine, and whether these are
+    the trainer's own."""
+    plan, merged = generator.to_engine, merged_weights(parts.roles["policy"].placed.model)
+    trained = job.master if job.lora is None else job.dtype
+    for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
+        nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype == trained and name not in merged
+
+
+def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
+    """The phases without the bytes that are off the device while they run.
+
+    Args:
+      rests: bytes of weights and optimizers, by kind.
+    """
+    stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
+    own = {name: role for name, role in parts.roles.items() if role.loss is None and not role.on_base}
+    stored = {name: trees.leaves(role.stored) for name, role in own.items()}
+    frozen = {
+        name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
+    }
+    shared = 0.0 if parts.generator is None else engine_bytes(job, parts, parts.generator)[1]
+    of_part = {
+        "optimizer": {"optimizer": rests["optimizer"]},
+        "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
+    }
+    away = offload.offloaded_parts(job.settings.offload)
+    for name, costs in found.items():
+        stage = "update" if stage_of(name) == "reshard" else stage_of(name)
+        stage = "generate" if name == MOVES[0] else stage
+        for part in away.difference(offload.NEEDS[stage], ["reference"]):
+            costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
+        if "reference" in away:
+            gone = sum(nbytes for role, nbytes in frozen.items() if stage not in stages.get(role, {stage}))
+            costs = plus(costs, {"weights": -gone})
+        found[name] = costs
+    return found

@@ -1,0 +1,74 @@
+"""Weights as they are outside of training: in an engine and in files, adapters are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.reshard import export_weights
+from funrl.mesh.rules import Layout
+from funrl.models.lora import factored
+from funrl.models.low_rank import merged
+from funrl.models.model import Model
+from funrl.models.placed import Placed
+
+
+class Deployed(NamedTuple):
+    """Weights of a model on the devices that train it.
+
+    Attributes:
+      model: without adapters.
+      mesh: the devices.
+      stored: the layout of each weight by its name.
+      weight: name -> this rank's part; merged weights are made when they are asked for, and not kept.
+      merged: names of the weights that are made.
+    """
+
+    model: Model
+    mesh: Mesh
+    stored: Mapping[str, Layout]
+    weight: Callable[[str], Tensor]
+    merged: frozenset[str] = frozenset()
+
+    def tree(self) -> trees.Tree:
+        """All of this rank's parts, in a tree whose tensors are nobody else's where they are made."""
+        return trees.from_named(self.model.shapes, ((name, self.weight(name)) for name in self.stored))
+
+    def exported(self, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under other names, one after the other, as `export_weights` gives them; a layer's merged
+        weights at a time."""
+        for part in self._parts():
+            layouts = {name: self.stored[name] for name in part}
+            yield from export_weights({name: self.weight(name) for name in part}, layouts, self.mesh, names)
+
+    def _parts(self) -> list[list[str]]:
+        if not self.merged:
+            return [list(self.stored)]
+        parts: dict[str, list[str]] = {}
+        for name in self.stored:
+            parts.setdefault(name.rpartition("layers/")[2].partition("/")[0], []).append(name)
+        return list(parts.values())
+
+
+def deployed(placed: Placed, params: trees.Tree) -> Deployed:
+    """The weights of a model as an engine and files have them.
+
+    Merging needs no message: a rank's part of a weight is the product of its parts of the two factors.
+
+    Args:
+      params: this rank's shards of all weights, in the layouts `placed.stored`.
+    """
+    model, plain, mesh = placed.model, dict(trees.named(params)), placed.mesh
+    if model.adapters is None:
+        return Deployed(model, mesh, dict(trees.named(placed.stored)), plain.__getitem__)
+    factors, without = factored(model, params), model.adapters.plain
+    stored = {name: x for name, x in trees.named(placed.stored) if name in without.names}
+
+    def weight(name: str) -> Tensor:
+        return merged(factors[name]) if name in factors else plain[name].detach()
+
+    return Deployed(without, mesh, stored, weight, frozenset(factors))

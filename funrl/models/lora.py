@@ -1,0 +1,303 @@
+"""LoRA: adapters of low rank that learn beside weights that stay as they are.
+
+`with_lora` gives a model whose layers have two thin factors beside each adapted weight W, and computes with
+W + alpha / rank B A. The tree of its weights has two parts: the base, which is frozen, and what learns, which are the
+factors and the value head where there is one. `trained_part` takes the latter out of a tree, `on_base` joins the two.
+
+References: Hu et al., 2021, https://arxiv.org/abs/2106.09685
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.collectives import pbroadcast
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.models.config import Config, ModelError, architecture
+from funrl.models.families import FAMILIES
+from funrl.models.low_rank import LowRank
+from funrl.models.model import Adapters, Inputs, Layer, Lora, Model, Output
+from funrl.models.names import Names
+from funrl.models.value_head import BIAS, HEAD
+
+ALL_LINEAR = "all-linear"  # as in PEFT: every projection of the layers
+FIRST, SECOND = "_lora_a", "_lora_b"  # behind the name of a weight, those of its factors
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+SUMMED = ("o", "down")  # split over tensor ranks by their in dims; they have one out dim, the others one in dim
+
+
+def with_lora(model: Model, lora: Lora) -> Model:
+    """`model` with factors A [rank, *in] and B [*out, rank] beside each adapted weight [*out, *in].
+
+    A begins uniform within 1 / sqrt(fan-in), as in PEFT, and B at 0: at first the model computes what `model` does.
+
+    Raises:
+      ModelError: it has adapters already, or is transformers' own code.
+    """
+    if model.adapters is not None:
+        raise ModelError("the model has adapters already")
+    if model.config.module:
+        raise ModelError(f"{architecture(model.config)} is transformers' own code, which takes no adapters")
+    layer = _with_low_rank(model.layer, lora.alpha / lora.rank)
+    shapes = _with_factors(model.shapes, lora.targets, functools.partial(_factor_shapes, lora.rank))
+    return dataclasses.replace(
+        model,
+        shapes=shapes,
+        axes=_with_factors(model.axes, lora.targets, _factor_axes),
+        names=_names(model, shapes),
+        init=functools.partial(_init, model, lora),
+        apply=functools.partial(_apply, model, layer),
+        layer=layer,
+        rebuild=functools.partial(_rebuild, model, lora),
+        packs=False,
+        adapters=Adapters(lora, model),
+    )
+
+
+def projections(model: Model) -> dict[str, tuple[str, ...]]:
+    """Names of the projections of a model as PEFT has them -> those of the weights here.
+
+    A tensor that some family's files hold several weights in has a name too, such as "qkv_proj".
+    """
+    there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, (weight, _) in model.names.items() if "/" in name}
+    found: dict[str, tuple[str, ...]] = {there[name]: (name,) for name in PROJECTIONS if name in there}
+    family = FAMILIES.get(model.config.family)
+    for whole, parts in (family.fused if family is not None else {}).items():
+        found[whole.split(".")[-2]] = tuple(found[part.split(".")[-2]][0] for part in parts)
+    return found
+
+
+def targets_of(text: str, model: Model) -> tuple[str, ...]:
+    """The weights that a list such as "q_proj,v_proj" or "all-linear" names.
+
+    Raises:
+      ModelError: a name is not one of the model's projections, or is there twice.
+    """
+    there = projections(model)
+    wanted = [part.strip() for part in text.split(",")]
+    if wanted == [ALL_LINEAR]:
+        return PROJECTIONS
+    for name in wanted:
+        if name not in there:
+            raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {', '.join(there)}")
+    found = [weight for name in wanted for weight in there[name]]
+    if len(set(found)) < len(found):
+        raise ModelError("a projection is named twice")
+    return tuple(name for name in PROJECTIONS if name in found)
+
+
+def is_trained(name: str) -> bool:
+    """True of the name of a weight that learns, in the tree of a model with adapters."""
+    return name in (HEAD, BIAS) or name.endswith((FIRST, SECOND))
+
+
+def plain_name(name: str) -> str:
+    """Name of a decoder's weight, without what a value head puts before it."""
+    return name.removeprefix("decoder/")
+
+
+def trained_part(model: Model, tree: trees.Tree) -> trees.Tree:
+    """What learns of a tree like the model's weights, such as of layouts: all of it where there are no adapters."""
+    return tree if model.adapters is None else _part(tree, True)
+
+
+def frozen_part(model: Model, tree: trees.Tree) -> trees.Tree:
+    """What does not learn of a tree like the model's weights; of a model without adapters, {}."""
+    return {} if model.adapters is None else _part(tree, False)
+
+
+def decoder_of(tree: trees.Tree) -> trees.Tree:
+    """The decoder's part of a tree like the weights of a model that may have a value head."""
+    return tree.get("decoder", tree)
+
+
+def on_base(model: Model, base: trees.Tree, own: trees.Tree) -> trees.Tree:
+    """The tree of a model's weights.
+
+    Args:
+      model: with adapters; or without, which has all its weights from the base.
+      base: a decoder's weights, of which it may lack the unembedding.
+      own: what learns; None or {} where nothing does.
+    """
+    here = {name: base[name] for name in decoder_of(model.shapes)}
+    return _joined(here if model.value is None else {"decoder": here}, own or {})
+
+
+def first_trained(
+    model: Model,
+    layouts: trees.Tree,
+    mesh: Mesh,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    head: Mapping[str, Tensor] | None = None,
+) -> trees.Tree:
+    """This rank's part of what learns before the first step: the same numbers on every mesh.
+
+    Args:
+      model: with adapters.
+      layouts: of what learns.
+      generator: on the CPU; the numbers are drawn in float32.
+      head: weights of the value head that the run begins with; one that is not there begins at 0.
+    """
+
+    def first(name: str, x: Tensor, layout: Any) -> Tensor:
+        if head is not None and name in head:
+            return head[name].detach().to(mesh.device, dtype, copy=True)
+        box = layout.box(mesh.rank)
+        whole = _first(name, x, generator)
+        part = whole[tuple(slice(low, high) for low, high in box)]
+        return part.to(mesh.device, dtype, copy=True).contiguous()
+
+    return trees.map_named(first, trained_part(model, model.shapes), layouts)
+
+
+def merged_weights(model: Model) -> frozenset[str]:
+    """Names of the weights, in the model without adapters, that adapters are merged in; none where there are none."""
+    return frozenset(name.removesuffix(FIRST) for name, _ in trees.named(model.shapes) if name.endswith(FIRST))
+
+
+def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
+    """The adapted weights of a model with adapters, by their names in the model without.
+
+    Args:
+      params: the tree of its weights, a rank's shards as they are stored: the factors are split as the weight is, but
+        along their rank, which no rule splits.
+    """
+    assert model.adapters is not None
+    found, scale = dict(trees.named(params)), model.adapters.lora.alpha / model.adapters.lora.rank
+    names = merged_weights(model)
+    return {name: LowRank(found[name], found[name + FIRST], found[name + SECOND], scale) for name in names}
+
+
+def _with_low_rank(layer: Layer, scale: float) -> Layer:
+    """The function of a layer that multiplies by adapted weights."""
+
+    def adapted(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Any) -> Tensor:
+        parts = {
+            name: _low_rank(part, mesh, scale) if isinstance(part, dict) else part for name, part in params.items()
+        }
+        return layer(config, mesh, parts, x_BTD, context)
+
+    return adapted
+
+
+def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float) -> dict[str, Any]:
+    """Weights of a part of a layer, the adapted ones with their factors.
+
+    The factor that the tensor ranks hold alike is used by each for its part of the other one: its gradient is their
+    sum.
+    """
+    found: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
+    for name, x in part.items():
+        if name.endswith(FIRST):
+            weight, a, b = name.removesuffix(FIRST), x, part[name.removesuffix(FIRST) + SECOND]
+            if weight in SUMMED:
+                b = pbroadcast(b, mesh, "tensor")
+            else:
+                a = pbroadcast(a, mesh, "tensor")
+            found[weight] = LowRank(found[weight], a, b, scale)
+    return found
+
+
+def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[[str, Any], tuple]) -> trees.Tree:
+    """A tree like a model's weights with two leaves, `factors(name, leaf)`, beside each that is adapted."""
+    if "decoder" in tree:
+        return {**tree, "decoder": _with_factors(tree["decoder"], targets, factors)}
+
+    def part(weights: dict[str, Any]) -> dict[str, Any]:
+        found = dict(weights)
+        for name in targets:
+            if name in weights:
+                found[name + FIRST], found[name + SECOND] = factors(name, weights[name])
+        return found
+
+    def layer(parts: dict[str, Any]) -> dict[str, Any]:
+        return {name: part(x) if isinstance(x, dict) else x for name, x in parts.items()}
+
+    return {**tree, "layers": tuple(map(layer, tree["layers"]))}
+
+
+def _factor_shapes(rank: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    out = _out_dims(name, x.ndim)
+    return torch.empty(rank, *x.shape[out:], device="meta"), torch.empty(*x.shape[:out], rank, device="meta")
+
+
+def _factor_axes(name: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    out = _out_dims(name, len(axes))
+    return ("rank", *axes[out:]), (*axes[:out], "rank")
+
+
+def _out_dims(name: str, dims: int) -> int:
+    return 1 if name in SUMMED else dims - 1
+
+
+def _names(model: Model, shapes: trees.Tree) -> Names:
+    """Names of all weights; those of the factors as in PEFT's files, less what these begin with."""
+    found = dict(model.names)
+    for name, x in trees.named(shapes):
+        for end, there in ((FIRST, "lora_A"), (SECOND, "lora_B")):
+            if name.endswith(end):
+                weight, (rows, columns) = model.names[name.removesuffix(end)]
+                shape = (x.shape[0], columns) if end == FIRST else (rows, x.shape[-1])
+                found[name] = (f"{weight.removesuffix('.weight')}.{there}.weight", shape)
+    return found
+
+
+def _first(name: str, x: Tensor, generator: torch.Generator) -> Tensor:
+    """A whole weight that learns, before the first step."""
+    if not name.endswith(FIRST):
+        return torch.zeros(x.shape)
+    bound = math.prod(x.shape[1:]) ** -0.5  # kaiming_uniform_(a=sqrt(5)) of [rank, fan-in]
+    return (2 * torch.rand(x.shape, generator=generator) - 1) * bound
+
+
+def _init(model: Model, lora: Lora, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree:
+    def factors(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = _factor_shapes(lora.rank, name, x)
+        first, second = _first(name + FIRST, a, generator), _first(name + SECOND, b, generator)
+        return first.to(x.device, dtype), second.to(x.device, dtype)
+
+    return _with_factors(model.init(generator, dtype), lora.targets, factors)
+
+
+def _apply(
+    model: Model,
+    own_layer: Layer,
+    params: trees.Tree,
+    inputs: Inputs,
+    mesh: Mesh = SINGLE,
+    cache: trees.Tree = None,
+    layer: Layer | None = None,
+) -> Output:
+    return model.apply(params, inputs, mesh, cache, layer or own_layer)
+
+
+def _rebuild(model: Model, lora: Lora, config: Config) -> Model:
+    return with_lora(model.rebuild(config), lora)
+
+
+def _part(tree: Any, trained: bool, name: str = "") -> Any:
+    """The leaves of nested dicts and tuples that are trained, or are not; dicts without any are left out."""
+    if isinstance(tree, dict):
+        parts = {key: _part(x, trained, f"{name}/{key}" if name else key) for key, x in tree.items()}
+        return {key: x for key, x in parts.items() if x is not None} or (None if name else {})
+    if isinstance(tree, tuple):
+        return tuple(_part(x, trained, f"{name}/{i}") or {} for i, x in enumerate(tree))
+    return tree if is_trained(name) == trained else None
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Nested dicts and tuples with the leaves of both."""
+    if isinstance(one, tuple):
+        return tuple(_joined(*pair) for pair in zip(one, other, strict=True)) if other else one
+    if not isinstance(one, dict):
+        return one
+    return {**other, **{key: _joined(x, other.get(key, {})) for key, x in one.items()}}

@@ -1,0 +1,71 @@
+"""The dry run of adapters: one base for all roles, states and gradients of what learns alone."""
+
+import functools
+
+import pytest
+from dry_jobs import CPU, H100, plain, settings, small, write_config
+from test_dry_run import trace
+
+from funrl import trees
+from funrl.algos.recipes import recipe
+from funrl.cost import dry_run
+from funrl.cost.dry_report import report
+from funrl.models.lora import trained_part
+
+LORA = {"lora_rank": 4}
+
+
+def own(job, role):
+    model = job.models[role]
+    return trees.count(trained_part(model, model.shapes))
+
+
+def test_a_step_holds_one_base_and_the_states_of_what_learns():
+    job = small("ppo", arguments={"kl_coef": 0.1}, **LORA)
+    assert {"policy", "critic", "reference"} <= set(job.models)
+    resting, learning = trace(job, 8, 8).resting, own(job, "policy") + own(job, "critic")
+    base = trees.count(job.model.shapes)
+    assert resting["weights"] == 4 * (base + learning)
+    assert 8 * learning <= resting["optimizer"] <= 8 * learning + 64 and learning < 0.3 * base
+    update = trace(job, 8, 8).phases["update_policy"].peaks["optimizer"]
+    assert update["gradients"] <= 4 * own(job, "policy")
+
+
+def test_a_reward_model_s_base_has_no_unembedding():
+    job = small("reward_model", **LORA)
+    without = trees.count(job.model.shapes) - job.model.shapes["unembed"].numel()
+    assert trace(job, 8, 8).resting["weights"] == 4 * (without + own(job, "reward_model"))
+
+
+def test_gradients_of_the_base_are_neither_computed_nor_sent(tmp_path):
+    flags = {"model": write_config(tmp_path, num_hidden_layers=3), "mesh": "dp4", "fsdp": True, "batch_prompts": 64}
+    whole, adapted = (dry_run.estimate(plain("grpo", **flags, **more), 8, CPU) for more in ({}, LORA))
+    phase, full = adapted.phases["update_policy"], whole.phases["update_policy"]
+    assert phase.flops < 0.8 * full.flops
+
+    def sent(costs, op):
+        return sum(traffic.nbytes for (name, _), traffic in costs.traffic.items() if name == op)
+
+    ratio = own(adapted.job, "policy") / trees.count(adapted.job.model.shapes)
+    assert 0 < sent(phase, "reduce_scatter_tensor") <= 1.1 * ratio * sent(full, "reduce_scatter_tensor")
+    assert sent(phase, "all_gather_into_tensor") > 0.9 * sent(full, "all_gather_into_tensor")
+    assert phase.total < full.total
+
+
+def test_what_the_engine_has_is_made_for_it(tmp_path):
+    """Where nothing moves the engine of a whole policy holds the trainer's own weights."""
+    flags = {"model": write_config(tmp_path), "offload": "params,optimizer"}
+    whole, adapted = (dry_run.estimate(plain("grpo", **flags, **more), 8, H100) for more in ({}, LORA))
+    base = 4 * trees.count(adapted.job.model.shapes)
+    weights = trees.leaves(adapted.job.model.shapes["layers"])
+    targets = 4 * sum(x.numel() for x in weights if x.ndim > 1)
+    assert whole.phases["reshard"].peak["weights"] == 2 * base  # the policy, which the engine shares, and the reference
+    assert adapted.phases["reshard"].peak["weights"] == base + 4 * own(adapted.job, "policy") + targets
+    assert adapted.phases["generate"].peak["weights"] == pytest.approx(base)  # what only the trainer has is away
+
+
+def test_the_report_says_what_learns(tmp_path):
+    flags = settings(model=write_config(tmp_path), dry_run=True, **LORA)
+    job = functools.partial(dry_run.plain_job, algorithm=recipe("grpo")(), memory=CPU.memory)
+    text = report(flags, lambda flags, hardware: dry_run.estimate(job(flags), 8, hardware))
+    assert text.startswith("llama, 0.2 M parameters, of which 0.0 M learn (rank 4), float32, 1 device")

@@ -1,0 +1,143 @@
+"""Runs with adapters: one base, which is the reference; what is saved, synced and refused."""
+
+import functools
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_runs import GRPO, PPO, Quiet, begin, one_step, scored_batch, small_job
+from test_checkpoint import assert_equal_steps, crash, run
+
+from funrl import trees
+from funrl.algos.recipes.reward_model import reward_model
+from funrl.algos.recipes.sft import sft
+from funrl.mesh.mesh import single
+from funrl.models import hf, with_value_head
+from funrl.models.lora import is_trained
+from funrl.rollout.certificate import SyncError, certify
+from funrl.trainer import offload
+from funrl.trainer.build import sync
+from funrl.trainer.checkpoint import complete_checkpoints, recorded
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.loop import train_loop
+from funrl.trainer.shard_server import CheckpointError
+
+LORA = {"lora_rank": 2, "lora_alpha": 4.0}
+WITH_REFERENCE = functools.partial(PPO, kl_coef=0.05)
+
+
+def test_the_base_is_the_reference_and_only_adapters_are_in_the_state():
+    run, state = begin(small_job(WITH_REFERENCE, minibatches=1, **LORA), single())
+    assert list(run.frozen) == ["base"] and {"reference", "policy", "critic"} <= set(run.parts.roles)
+    before = trees.clone(run.frozen["base"])
+    rows, _, _ = scored_batch(run, state)
+    assert torch.equal(rows.batch.old_logp, rows.batch.ref_logp) and rows.batch.ref_logp.any()
+    for _ in range(2):
+        state, metrics = one_step(run, state)
+    rows, _, _ = scored_batch(run, state)
+    assert not torch.equal(rows.batch.old_logp, rows.batch.ref_logp) and metrics["critic/grad_norm"] > 0
+    assert all(map(torch.equal, trees.leaves(before), trees.leaves(run.frozen["base"])))
+    for role in state.roles.values():
+        assert all(is_trained(name) for name, _ in trees.named(role.params))
+        own = trees.count(role.params)
+        assert own < trees.count(before) and 2 * own <= trees.count(role.opt_state) <= 2 * own + 8
+    assert all(x.any() for name, x in trees.named(state.roles["critic"].params))
+
+
+def test_the_engine_holds_merged_weights_and_a_certificate_that_they_are():
+    run, state = begin(small_job(GRPO, **LORA), single())
+    state, _ = one_step(run, state)
+    role, engine = run.parts.roles["policy"], run.parts.generator.engine
+    params = role.whole(state.roles["policy"].params, run.frozen)
+    told = certify(role.placed, params, engine, state.version, probes=True)
+    assert told["sync/verified"] == 1.0 and told["sync/probe_gap"] < 1e-12
+    engine.load(engine.weights.named(run.frozen["base"]), state.version)
+    with pytest.raises(SyncError, match=r"layers/0/attn/k differs on rank 0; 14 of 21 weights"):
+        certify(role.placed, params, engine, state.version)
+    base = trees.clone(run.frozen["base"])
+    sync(run.parts, state, frozen=run.frozen)  # it takes what is merged, and leaves the base as it is
+    assert all(map(torch.equal, trees.leaves(base), trees.leaves(run.frozen["base"])))
+
+
+@pytest.mark.parametrize("compose", [GRPO, WITH_REFERENCE], ids=["grpo", "ppo"])
+def test_a_resumed_run_has_the_same_bits_and_no_base_in_its_checkpoints(tmp_path, compose):
+    _, steps, _, weights = run(tmp_path / "whole" / "checkpoints", compose=compose, **LORA)
+    crash(tmp_path / "run" / "checkpoints", compose=compose, **LORA)
+    assert (tmp_path / "run" / "base" / "model.safetensors").exists()
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[2]
+    names = [name for name in recorded(newest).arrays if "/params/" in name]
+    assert names and all(is_trained(name.split("/params/")[1]) for name in names)
+    _, resumed, _, ends = run(tmp_path / "run" / "checkpoints", compose=compose, resume=True, run_dir="x", **LORA)
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    assert all(map(torch.equal, ends, weights))
+
+
+def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(tmp_path):
+    crash(tmp_path / "checkpoints", compose=GRPO, **LORA)
+    again = functools.partial(run, tmp_path / "checkpoints", compose=GRPO, resume=True, run_dir="x")
+    flags = "give --lora_rank=2 --lora_alpha=4 --lora_targets=q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    for settings in ({"lora_rank": 2}, LORA | {"lora_targets": "q_proj"}, {}):
+        with pytest.raises(CheckpointError, match=f"step-2: it holds other adapters; {flags}"):
+            again(**settings)
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-12
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = "the base base is not the one that its adapters were trained on: layers/1/mlp/up differs"
+    with pytest.raises(CheckpointError, match=said):
+        again(**LORA)
+
+
+def test_a_reward_model_learns_its_head_and_adapters(tmp_path):
+    job = small_job(
+        reward_model, None, reward=None, steps=12, batch_prompts=16, eval_prompts=32, dtype="float32", **LORA
+    )
+    observer = Quiet(str(tmp_path / "checkpoints"))
+    outcome = train_loop(job, single(), observer)
+    assert outcome.last["eval/loss"] < outcome.first["eval/loss"] - 0.05
+    assert observer.params["value"].any() and "unembed" not in observer.params["decoder"]
+    base, _ = hf.load(tmp_path / "base")
+    assert base.names == job.model.names and with_value_head(base).value is not None
+
+
+def test_adapters_learn_from_texts(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 64}
+    job = small_job(
+        sft, sizes, reward=None, steps=16, lr=3e-2, dtype="float32", batch_prompts=16, warmstart_steps=40, **LORA
+    )
+    outcome = train_loop(job, single(), Quiet())
+    assert outcome.last["eval/loss"] < outcome.first["eval/loss"] - 0.03
+
+
+def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares():
+    run, _ = begin(small_job(WITH_REFERENCE, **LORA), single())
+    plan, model = run.parts.generator.to_engine, run.parts.roles["policy"].placed.model
+    stays = dict(zip(plan.names, offload.shared(run.frozen["base"], plan, offload.merged_weights(model)), strict=True))
+    assert {name for name, stay in stays.items() if not stay} == offload.merged_weights(model)
+    assert stays["embed"] and len(offload.merged_weights(model)) == 14
+    assert offload.frozen_stages(run.parts.roles) == {}  # the reference has no weights of its own
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lora_rank": 0}, "--lora_rank=0: it must be at least 1"),
+        ({"lora_alpha": 8.0}, "--lora_alpha=8.0 does nothing without --lora_rank"),
+        ({"lora_targets": "q_proj"}, "--lora_targets=q_proj does nothing without --lora_rank"),
+        (LORA | {"lora_targets": "q_proj,lm_head"}, "--lora_targets=q_proj,lm_head: 'lm_head' is not one of"),
+        (LORA | {"optimizer": "muon"}, "--optimizer=muon with --lora_rank=2: .* use --optimizer=adamw"),
+        (
+            LORA | {"fsdp": True, "fsdp_models": "policy", "mesh": "dp2"},
+            "--fsdp_models=policy with --lora_rank=2: all models share one base",
+        ),
+    ],
+)
+def test_flags_that_cannot_work_are_named(settings, said):
+    with pytest.raises(SettingsError, match=said):
+        small_job(GRPO, **settings)
+
+
+def test_adapters_learn_faster_where_no_flag_says():
+    rates = [small_job(GRPO, lr=None, **more).rates["policy"] for more in ({}, LORA)]
+    assert rates == [1e-3, 3e-3]
