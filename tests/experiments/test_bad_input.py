@@ -102,7 +102,7 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--model={own}/mamba"], "mamba: 22 tensors are missing, the first is backbone.embeddings.weight"),
     ([*DATA, "--model={own}/mamba", "--model_code=native"], "model_type is 'mamba', supported are ['gemma2', "),
     ([*DATA, "--model={own}/unheard"], "model_type is 'unheard'"),
-    (DATA[:1], "needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
+    (["--model={own}/empty"], "needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
     (DATA[:2], "needs --reward=FILE.py:function"),
     ([DATA[0], DATA[2]], "needs --prompts=FILE.jsonl"),
     ([*DATA, "--prompts={own}/nowhere.jsonl"], "--prompts: {own}/nowhere.jsonl: no such file"),

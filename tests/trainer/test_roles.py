@@ -39,7 +39,7 @@ from funrl.trainer.settings import ROLES, Settings, SettingsError
 
 TINY = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}
-GENERATING = [name for name, make in MAKERS.items() if make().advantage is not None]
+GENERATING = [name for name, make in MAKERS.items() if run_kind(make(), None) == "rl"]
 COMPUTED = [*fields_by(*WRITES), "greedy_score"]
 each = pytest.mark.parametrize("name", GENERATING)
 
@@ -205,7 +205,7 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
     batch = rows.batch
     torch.testing.assert_close(batch.score, batch.scores @ torch.tensor([2.0, -0.5]))
     assert batch.scores.shape == (8, 2) and (batch.scores[:, 1] == 4).all()
-    assert metrics["reward/2/mean"] == 4 and metrics["reward/1/mean"] == batch.scores[:, 0].mean().item()
+    assert metrics["reward/second/mean"] == 4 and metrics["reward/first/mean"] == batch.scores[:, 0].mean().item()
     assert prepare(Settings(compile="off", **flags), gdpo).task.weights == (1, 1)
     for weights in ("1", "1,2,3", "1,x", "1,nan"):
         with pytest.raises(SettingsError, match="reward_weights"):
