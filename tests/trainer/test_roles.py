@@ -33,6 +33,7 @@ from funrl.mesh.mesh import single
 from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
+from funrl.trainer.declaration import run_kind
 from funrl.trainer.job import check_algorithm, prepare
 from funrl.trainer.roles import WRITES, role_names
 from funrl.trainer.settings import ROLES, Settings, SettingsError
