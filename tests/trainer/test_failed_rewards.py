@@ -55,7 +55,7 @@ def texts_of(job, batch):
 
 
 @pytest.mark.parametrize("mesh", ["dp1", TWO_RANKS])
-def test_a_completion_whose_reward_failed_counts_zero_or_is_not_there(mesh):
+def test_a_completion_whose_reward_failed_is_zero_or_not_there(mesh):
     job = job_of("zero")
     zero, told, notes, _ = drawn("zero", mesh)
     texts = texts_of(job, zero)

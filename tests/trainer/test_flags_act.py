@@ -48,6 +48,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "critic_warmup_steps": (PPO, {}, 1),
     "implicit_reward_lr": (prime, {"max_refills": 1}, 1e-4),
     "max_refills": (dapo, {"max_refills": 1}, 3),
+    "lora_rank": (GRPO, {"lora_rank": 2}, 1),
+    "lora_alpha": (GRPO, {"lora_rank": 2}, 16.0),
+    "lora_targets": (GRPO, {"lora_rank": 2}, "q_proj"),
 }
 SHOWN: dict[str, Any] = {"steps": 3, "eval_every": 1, "eval_prompts": 3, "eval_temperature": 2.0, "sample_every": 1}
 TABLES: dict[str, Any] = {"fsdp": False, "fsdp_axes": "ep", "fsdp_models": "critic"}
@@ -117,6 +120,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
     "save_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
     "keep_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
+    "on_reward_error": "trainer/test_failed_rewards.py::test_a_completion_whose_reward_failed_is_zero_or_not_there",
     "resize_vocab": "models/test_resize.py::test_a_run_adds_them_and_transformers_opens_what_it_saves",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
 }
