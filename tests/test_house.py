@@ -134,7 +134,7 @@ def test_every_function_that_a_page_links_to_exists(page):
 
 FORBIDDEN = {  # a word that is not the field's: what to write instead
     r"lies|lay|lays": "is, layout",
-    r"judges?|judged|judgement": "score",
+    r"judged|judgement|judges (the|a|an|each|every)": "score",
     r"heeds?": "optional reads",
     r"patience": "timeout",
     r"likeliest|among_logp": "most probable, topk, topk_logp",

@@ -1,7 +1,7 @@
 """Modules of transformers without weights of their own, and the attention that packed rows take in them.
 
-The parameters are on the meta device; `torch.func.functional_call` gives them for a call. In the place of each layer
-stands a `_Slot`, which leaves the call to whoever runs the model: its weights can be gathered for it, and computed
+The parameters are on the meta device; `torch.func.functional_call` gives them for a call. Each layer is
+replaced by a `_Slot`, which leaves the call to whoever runs the model: its weights can be gathered for it, and computed
 again behind it.
 """
 

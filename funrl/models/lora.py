@@ -105,12 +105,12 @@ def plain_name(name: str) -> str:
 
 
 def trained_part(model: Model, tree: trees.Tree) -> trees.Tree:
-    """What learns of a tree like the model's weights, such as of layouts: all of it where there are no adapters."""
+    """The part that learns of a tree like the model's weights, such as of layouts: all of it where there are no adapters."""
     return tree if model.adapters is None else _part(tree, True)
 
 
 def frozen_part(model: Model, tree: trees.Tree) -> trees.Tree:
-    """What does not learn of a tree like the model's weights; of a model without adapters, {}."""
+    """The part that does not learn of a tree like the model's weights; of a model without adapters, {}."""
     return {} if model.adapters is None else _part(tree, False)
 
 

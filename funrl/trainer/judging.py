@@ -65,7 +65,7 @@ class Judge(NamedTuple):
     """A judge on its devices.
 
     Attributes:
-      engine: with its weights, paused while nothing is judged.
+      engine: with its weights, paused between verdicts.
       mesh: of the engine.
     """
 

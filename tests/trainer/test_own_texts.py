@@ -88,7 +88,7 @@ def folders(tmp_path_factory):
     return root
 
 
-def judged(folders, **more):
+def with_judge(folders, **more):
     flags = {"judge": f"{folders}/judge", "judge_template": f"{folders}/template.txt", "judge_pattern": "[2-7]"}
     return flags | {"judge_max_new_tokens": 8} | more
 
@@ -150,7 +150,7 @@ def test_a_separator_of_ones_own(folders):
 
 
 def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
-    run, batch, _ = scored(grpo, **judged(folders, reward_weights="1,0.25"), batch_prompts=8)
+    run, batch, _ = scored(grpo, **with_judge(folders, reward_weights="1,0.25"), batch_prompts=8)
     model, params = hf.load(folders / "judge", torch.float64)
     read = 0
     for tokens, mask, score in zip(batch.tokens, batch.mask, batch.scores[:, 1], strict=True):
@@ -170,7 +170,7 @@ def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
 
 @pytest.mark.gloo
 def test_models_that_score_give_the_same_on_a_mesh(folders):
-    settings = judged(folders) | {
+    settings = with_judge(folders) | {
         "compose": ppo, "reward_model": f"{folders}/other", "process_reward_model": f"{folders}/steps",
         "token_budget": 64, "reward_weights": "1,1,0.5,0.1",
     }  # fmt: skip
@@ -188,7 +188,7 @@ def test_a_text_that_is_too_long_for_a_model_ends_the_run(folders, tmp_path):
         scored(grpo, reward_model=str(tmp_path / "reward"))
     hf.save(tmp_path / "judge", short, short.init(torch.Generator().manual_seed(1)), arithmetic.tokenizer())
     with pytest.raises(RewardError, match=r"the judge reads \d+ tokens .* and may write 8, but it has 10 positions"):
-        scored(grpo, **judged(folders, judge=str(tmp_path / "judge")))
+        scored(grpo, **with_judge(folders, judge=str(tmp_path / "judge")))
 
 
 def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
@@ -197,12 +197,15 @@ def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
     (tmp_path / "odd.txt").write_text("{{completion}} {{gold}}")
     (tmp_path / "none.txt").write_text("{{prompt}}")
     for settings, said in (
-        (judged(folders, judge_template=f"{tmp_path}/odd.txt"), r"odd.txt: there is no field 'gold' for {{gold}}; .*"),
-        (judged(folders, judge_template=f"{tmp_path}/none.txt"), "it has no {{completion}}"),
-        (judged(folders, judge_template=f"{tmp_path}/not.txt"), "not.txt: it cannot be read"),
-        (judged(folders, judge_pattern="("), r"--judge_pattern=\(: it is no regular expression"),
-        (judged(folders, judge=f"{folders}/reward"), "it has a value head and writes nothing"),
-        (judged(folders, judge_max_new_tokens=64), "--judge_max_new_tokens=64: the judge has 64 positions"),
+        (
+            with_judge(folders, judge_template=f"{tmp_path}/odd.txt"),
+            r"odd.txt: there is no field 'gold' for {{gold}}; .*",
+        ),
+        (with_judge(folders, judge_template=f"{tmp_path}/none.txt"), "it has no {{completion}}"),
+        (with_judge(folders, judge_template=f"{tmp_path}/not.txt"), "not.txt: it cannot be read"),
+        (with_judge(folders, judge_pattern="("), r"--judge_pattern=\(: it is no regular expression"),
+        (with_judge(folders, judge=f"{folders}/reward"), "it has a value head and writes nothing"),
+        (with_judge(folders, judge_max_new_tokens=64), "--judge_max_new_tokens=64: the judge has 64 positions"),
         ({"process_reward_model": f"{folders}/steps", "process_reward": "each"}, "reads no rewards of tokens"),
         ({"step_separator": "x"}, "--step_separator=x does nothing without --process_reward_model"),
         ({"reward_model": f"{folders}/reward@0.5", "reward_weights": "1,1"}, "reward@0.5 gives weights too; give them"),
