@@ -105,7 +105,7 @@ def plain_name(name: str) -> str:
 
 
 def trained_part(model: Model, tree: trees.Tree) -> trees.Tree:
-    """The part that learns of a tree like the model's weights, such as of layouts: all of it where there are no adapters."""
+    """The part that learns of a tree like the model's weights: all of it where there are no adapters."""
     return tree if model.adapters is None else _part(tree, True)
 
 
