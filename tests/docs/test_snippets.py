@@ -67,7 +67,7 @@ def test_python_blocks_run(page, tmp_path):
             assert done.returncode == 0, f"{page}, block {number}:\n{done.stderr}"
 
 
-def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model) -> None:
+def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model, positions: int = 128) -> None:
     from funrl.data.tokenizer import character_tokenizer
     from funrl.models import Config, decoder_model, hf
 
@@ -80,7 +80,7 @@ def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model
         kv_heads=2,
         head=4,
         mlp=16,
-        max_positions=128,
+        max_positions=positions,
         eos=(1,),
         pad=0,
     )
@@ -107,7 +107,8 @@ def words_of(line: str) -> list[str]:
     if not others & set(words) and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
-        given |= {"--samples_per_prompt", "--max_new_tokens"} if "--data" in given else set()
+        from_texts = "--data" in given or {"sft", "dpo", "kto", "reward_model", "process_reward_model"} & set(words)
+        given |= {"--samples_per_prompt", "--max_new_tokens"} if from_texts else set()
         words += [word for word in [*SHORT, "--run_dir=here"] if word.split("=")[0] not in given]
     return [sys.executable, *words[1:]]
 
@@ -123,7 +124,7 @@ def test_commands_run(page, lines, tmp_path):
     tiny_model(tmp_path / "TEACHER_DIR")
     tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
     tiny_model(tmp_path / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))
-    tiny_model(tmp_path / "JUDGE_DIR")
+    tiny_model(tmp_path / "JUDGE_DIR", positions=512)
     texts: dict[str, Any] = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks.", "label": True}
     texts |= {"completions": ["It purrs.", "So it is a cat."], "labels": [True, False]}
     for name, fields in {

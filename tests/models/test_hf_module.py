@@ -192,10 +192,6 @@ REFUSED = {
         "GraniteForCausalLM does more for its logits than multiplying hidden states by its unembedding",
     ),
     "phi": ({"model_type": "phi", "intermediate_size": 48}, "the unembedding of PhiForCausalLM has a bias"),
-    "classifier": (
-        {"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"], "num_labels": 1},
-        "a sequence classifier of transformers' own code is not read",
-    ),
     "quantized": ({"model_type": "gpt2", "quantization_config": {"bits": 4}}, "quantized models are not trained"),
 }
 
