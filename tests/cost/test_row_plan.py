@@ -25,6 +25,9 @@ from funrl.trainer.settings import Settings
 class Silent:
     """An observer that is told nothing of interest."""
 
+    def checkpoint_folder(self):
+        return None
+
     def note(self, text):
         pass
 

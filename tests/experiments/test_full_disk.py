@@ -95,14 +95,12 @@ def test_a_read_only_directory_is_said_in_a_line_before_work_starts(flags, small
 def test_a_checkpoint_of_another_model_is_refused_in_a_line_on_every_mesh(tmp_path, capfd):
     run_dir = tmp_path / "run"
     assert main("grpo", ["grpo", *TINY, f"--run_dir={run_dir}", "--save_every=1"]) == 0
-    for program, flags, missing in (("ppo", (), "roles/critic"), ("grpo", ("--optimizer=muon", "--mesh=dp2"), "muon")):
+    for program, flags, missing in (("ppo", (), "critic"), ("grpo", ("--optimizer=muon", "--mesh=dp2"), "muon")):
         capfd.readouterr()
-        assert main(program, [program, *TINY, f"--run_dir={run_dir}", "--resume", *flags]) == 1
+        assert main(program, [program, *TINY, f"--run_dir={run_dir}", "--resume", *flags]) == 2
         (line,) = capfd.readouterr().err.strip().splitlines()
-        assert line.startswith(f"error: {run_dir}/checkpoints/step-3: it holds the state of another run: missing ["), (
-            line
-        )
-        assert missing in line and line.endswith("--resume needs the flags that the run was started with")
+        assert line.startswith(f"error: --resume: {run_dir}/checkpoints/step-3 is of a run with"), line
+        assert missing in line and line.endswith("give the flags that the run was started with, or another --run_dir")
 
 
 def test_a_run_directory_that_is_deleted_under_a_run_ends_it(tmp_path, elsewhere):

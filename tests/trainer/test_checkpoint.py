@@ -146,7 +146,7 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     run, wrong = begun(GRPO)
     with saver_of(run, wrong, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
         saver.resumed(wrong)
-    assert "step-7 is of a run with learns critic, policy, this one has policy; give the flags" in str(caught.value)
+    assert "step-7 is of a run with losses of critic, policy, this one has policy; give the flags" in str(caught.value)
     run, other = begun()
     other = other._replace(advantage=(*state.advantage, 0.5))
     with saver_of(run, other, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
