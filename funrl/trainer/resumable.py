@@ -13,7 +13,7 @@ from funrl.trainer.shard_server import CheckpointError, DamagedError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 CONFIG_SIZES = ("family", "vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp", "tied")  # of a model's config
-LABELS = {"learns": "losses of"}  # of facts, where the name alone is no phrase
+FACT_WORDS = {"learns": "losses of"}  # of facts, where the name alone is no phrase
 RESUME_ADVICE = "give the flags that the run was started with, or another --run_dir"
 
 
@@ -50,7 +50,7 @@ def check_facts(found: Recorded, job: Job) -> None:
     theirs, mine = found.facts.get("run", {}), run_facts(job)
     for name, value in mine.items():
         if name in theirs and theirs[name] != value:
-            what = f"{LABELS.get(name, name)} {_said(theirs[name])}, this one has {_said(value)}"
+            what = f"{FACT_WORDS.get(name, name)} {_said(theirs[name])}, this one has {_said(value)}"
             raise CheckpointError(f"--resume: {found.path} is of a run with {what}; {RESUME_ADVICE}")
 
 
