@@ -57,6 +57,7 @@ def drawn():
         "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2, "truncated": length > 600,
         "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(), "imitated": mask & (at % 3 == 0),
         "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
+        "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3,
     }  # fmt: skip
 
     def value(name, like):

@@ -58,7 +58,7 @@ def flag_cases():
 
 def good_value(flag):
     return flag.default if flag.default is not None else next(
-        text for text in ("1", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f") if not flag_problem(flag, text)
+        text for text in ("1", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f", "min") if not flag_problem(flag, text)
     )  # fmt: skip
 
 
@@ -319,7 +319,7 @@ def test_broken_records_of_checkpoints(text, own, trained, tmp_path, capsys):
     ("flags", "says"),
     [
         (["--optimizer=muon"], "of a run with optimizer adamw, this one has muon; give the flags"),
-        (["--algorithm=ppo"], "of a run with learns policy, this one has critic, policy; give the flags"),
+        (["--algorithm=ppo"], "of a run with losses of policy, this one has critic, policy; give the flags"),
         (["--model={own}/wide"], "of a run with mlp 128, this one has 8; give the flags"),
     ],
 )

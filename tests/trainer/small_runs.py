@@ -103,10 +103,12 @@ def uneven(job):
     def longer(text, times):
         return Text(text.tokens * times, text.trained * times)
 
-    examples = [
-        e._replace(texts=tuple(longer(text, 1 + (3 * i + j) % 4) for j, text in enumerate(e.texts)))
-        for i, e in enumerate(job.task.examples[:40])
-    ]
+    def repeated(e, i):
+        times = [1 + (3 * i + j) % 4 for j in range(len(e.texts))]
+        labels = e.labels * times[0] if len(e.labels) > 1 else e.labels  # of steps
+        return e._replace(texts=tuple(map(longer, e.texts, times)), labels=labels)
+
+    examples = [repeated(e, i) for i, e in enumerate(job.task.examples[:40])]
     return job._replace(task=job.task._replace(examples=examples))
 
 
