@@ -23,7 +23,7 @@ from funrl.trainer.settings import TRACKERS, Settings
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / ".venv-trackers/bin/python"
 WRITE = """
-import json, pathlib, sys
+import json, pathlib, sys, time
 from funrl.track.run_directory import RunDirectory, open_run
 from funrl.track.services import open_service
 run = open_run("run", "ppo", {"steps": 3, "lr": 0.125})
@@ -32,6 +32,7 @@ for steps in ((1, 2), (3,)):  # the second is a resumed run
     for step in steps:
         tracker(step, {"reward/mean": step / 4, "not/finite": float("nan")})
     tracker.close()
+    time.sleep(1.1)  # wandb names the folder of a run by the second
 """
 READ = {
     "wandb": """
