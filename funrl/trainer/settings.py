@@ -362,15 +362,14 @@ class Settings:
     )
     critic_warmup_steps: int = flag(0, "update", "first steps in which only the critic learns", at_least(0), kinds=RL)
     lora_rank: int | None = flag(
-        None, "update", "rank of adapters (LoRA) that learn instead of the weights, which stay as they are and are the "
-        "reference too; adapters are merged for the engine and in the saved model",
+        None, "update", "rank of adapters (LoRA) that learn instead of the weights, which are the reference too",
         at_least(1), chosen="all weights learn",
     )  # fmt: skip
     lora_alpha: float | None = flag(
         None, "update", "adapters count by alpha / rank", above(0), chosen="the rank", requires="lora_rank"
     )
     lora_targets: str = flag(
-        "all-linear", "update", "projections that have adapters, as PEFT names them: q_proj,v_proj; all-linear: all",
+        "all-linear", "update", "projections that have adapters, by PEFT's names: q_proj,v_proj",
         requires="lora_rank",
     )  # fmt: skip
     optimizer: str = flag("adamw", "update", "muon is for matrices; the rest takes adamw", one_of("adamw", "muon"))
