@@ -134,7 +134,7 @@ def test_what_is_left_out_is_said(capsys):
 def made_up(job, **phases):
     """An estimate with these bytes by kind in each phase."""
     found = {name: Costs({"other": held}) for name, held in phases.items()}
-    return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, {}, ())
+    return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, 1, {}, ())
 
 
 def test_what_does_not_fit_is_said_with_the_flag_that_helps():
