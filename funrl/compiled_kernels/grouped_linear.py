@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes between rows that torch's own operator needs
+ROW_ALIGNMENT = 16  # bytes between rows that torch's own operator needs
 _OWN_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # of torch's own operator
 
 
@@ -91,7 +91,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _has_operator(x: Tensor, other: Tensor) -> bool:
     """True where torch's own operator takes these: a dtype that it knows, and rows that are aligned."""
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in (*x.shape[1:], *other.shape[1:]))
+    aligned = all(size * x.element_size() % ROW_ALIGNMENT == 0 for size in (*x.shape[1:], *other.shape[1:]))
     return aligned and len(x) > 0 and x.dtype in _OWN_DTYPES.get(x.device.type, ())
 
 

@@ -22,7 +22,7 @@ from funrl.compiled_kernels.linear import linear
 from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum, psum_scatter, ragged_all_to_all
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.models.config import Experts
-from funrl.models.routing import Load, Routes, combine, count, load_of, permute, route, slots_of, take
+from funrl.models.routing import Load, Routes, combine, expert_counts, load_of, permute, route, slots_of, take_rows
 
 
 def mixture(
@@ -47,12 +47,12 @@ def mixture(
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
     h_TD, weights_TK = pbroadcast(h_TD, mesh, "tensor"), pbroadcast(routes.weights_TK, mesh, "tensor")
-    way = gathered if mesh.size(over) <= experts.per_token else ragged
+    way = dispatch_gathered if mesh.size(over) <= experts.per_token else dispatch_ragged
     out_TD = psum(way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK), mesh, "tensor")
     return out_TD.view(h_BTD.shape), load_of(routes, real_T)
 
 
-def gathered(
+def dispatch_gathered(
     experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
 ) -> Tensor:
     """What this rank's part of the experts adds to tokens of all ranks of `over`, brought home. One rank: no detour."""
@@ -60,20 +60,20 @@ def gathered(
     own = params["expert_gate"].shape[0]
     static = torch.compiler.is_compiling()  # a graph of as many rows as there are slots
     slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static)
-    y_MD = _feed_forward(params, take(h_TD, slots), slots.ends_E)
+    y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
 
 
-def ragged(
+def dispatch_ragged(
     experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
 ) -> Tensor:
     """The same with only those rows on their way that have an expert there."""
     ranks, own = mesh.size(over), params["expert_gate"].shape[0]
     slots = slots_of(ids_TK, 0, experts.count)
-    sent_E = count(ids_TK, experts.count)
+    sent_E = expert_counts(ids_TK, experts.count)
     came_RE = all_to_all(sent_E, mesh, over, 0, 0).view(ranks, own)  # from each rank, for each expert here
     send, receive = sent_E.view(ranks, own).sum(1).tolist(), came_RE.sum(1).tolist()
-    x_MD = ragged_all_to_all(take(h_TD, slots), send, receive, mesh, over)
+    x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh, over)
     expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
     order_M = expert_M.argsort(stable=True)  # they came by rank
     y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int())
@@ -81,9 +81,7 @@ def ragged(
     return combine(ragged_all_to_all(y_MD, receive, send, mesh, over), weights_TK, slots)
 
 
-def _routes(
-    experts: Experts, router_ED: Tensor, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None
-) -> Routes:
+def _routes(experts: Experts, router_ED: Tensor, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None) -> Routes:
     logits_TE = linear(h_TD, router_ED)
     if ids_TK is not None:
         own_TK = logits_TE.detach().softmax(-1).topk(experts.per_token, -1).indices

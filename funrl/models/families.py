@@ -82,7 +82,7 @@ class HFFamily(NamedTuple):
       write: the config -> fields of config.json for them.
       kinds: (fields, layers) -> the kind of each layer, where config.json has no layer_types.
       rope_types: ways of stretching rotary frequencies.
-      names: last parts of the names of some weights here -> their names in a layer's file, where other families' differ.
+      names: last parts of the names of weights here -> their names in a layer's file, where other families' differ.
       fused: tensor of a layer's file -> the tensors that it holds one behind the other.
     """
 

@@ -1,8 +1,8 @@
 """Choice of experts: what a router gives each token, and how rows of tokens come to experts and back.
 
-A token's k pairs (token, expert) are its slots. `Slots` sorts the slots by expert, `take` makes a row of each, and
-`combine` adds the experts' results back to their tokens. Both are gathers, forward and backward: they add in the same
-order every time.
+A token's k pairs (token, expert) are its slots. `ExpertSlots` sorts them by expert, `take_rows` makes a row of each,
+and `combine` adds the experts' results back to their tokens. Both are gathers, forward and backward: they add in the
+same order every time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Load(NamedTuple):
     ids_TK: Tensor
 
 
-class Slots(NamedTuple):
-    """Slots of T tokens by expert, M of them.
+class ExpertSlots(NamedTuple):
+    """ExpertSlots of T tokens by expert, M of them.
 
     Attributes:
       token_M: whose each is.
@@ -92,16 +92,16 @@ def load_of(routes: Routes, real_T: Tensor | None) -> Load:
     z_T, probs_TE = routes.logits_TE.to(routes.probs_TE.dtype).logsumexp(-1).square(), routes.probs_TE
     if real_T is not None:
         z_T, probs_TE = z_T * real_T, probs_TE * real_T.unsqueeze(-1)
-    return Load(count(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), routes.ids_TK)
+    return Load(expert_counts(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), routes.ids_TK)
 
 
-def count(ids: Tensor, experts: int) -> Tensor:
+def expert_counts(ids: Tensor, experts: int) -> Tensor:
     """How often each of the numbers 0 ... experts - 1 is there; others are left out. [experts] int64."""
     flat = ids.flatten().clamp(max=experts)
     return flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
 
 
-def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> Slots:
+def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> ExpertSlots:
     """The slots of some experts, sorted by expert and in the order of tokens.
 
     Args:
@@ -111,21 +111,21 @@ def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> 
     """
     local_TK = ids_TK - first
     local = torch.where((local_TK >= 0) & (local_TK < experts), local_TK, experts).flatten()
-    ends_E = count(local, experts).cumsum(0)
+    ends_E = expert_counts(local, experts).cumsum(0)
     slot_M = local.argsort(stable=True)
     rows = torch.empty_like(slot_M).scatter_(0, slot_M, torch.arange(len(slot_M), device=slot_M.device))
     if not static:
-        slot_M = slot_M[: int(ends_E[-1].item())]
+        slot_M = slot_M[: ends_E[-1].item()]
     row_TK = torch.where(local < experts, rows, len(slot_M)).view(ids_TK.shape)
-    return Slots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E.int())
+    return ExpertSlots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E.int())
 
 
-def take(x_TD: Tensor, slots: Slots) -> Tensor:
+def take_rows(x_TD: Tensor, slots: ExpertSlots) -> Tensor:
     """A row for each slot: its token's, [M, D]."""
     return _Take.apply(x_TD, slots.token_M, slots.row_TK)
 
 
-def combine(y_MD: Tensor, weights_TK: Tensor, slots: Slots) -> Tensor:
+def combine(y_MD: Tensor, weights_TK: Tensor, slots: ExpertSlots) -> Tensor:
     """For each token the sum of its slots' rows, each times its weight, [T, D]; slots without a row count 0."""
     return _Combine.apply(y_MD, weights_TK, slots.token_M, slots.slot_M, slots.row_TK)
 

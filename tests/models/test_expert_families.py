@@ -85,9 +85,7 @@ def test_a_rank_reads_its_own_experts(tmp_path, monkeypatch):
     peer_of(CONFIGS["mixtral"], tmp_path)
     model, params = hf.load(tmp_path)
     sizes, read = parse("dp2,ep2"), []
-    layouts = rules.layouts(
-        model.shapes, model.axes, rules.fully_sharded(rules.STORED) | {"vocab": None}, sizes
-    )
+    layouts = rules.layouts(model.shapes, model.axes, rules.fully_sharded(rules.STORED) | {"vocab": None}, sizes)
 
     class Watched:
         def __init__(self, *args, **kwargs):
