@@ -7,6 +7,7 @@ same order every time.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class ExpertSlots(NamedTuple):
     Attributes:
       token_M: whose each is.
       slot_M: its number among the T k slots.
-      row_TK: the row of each slot; M where it has none here.
+      row_TK: the row of each slot; where it has none here the first behind those of the experts, which counts 0.
       ends_E: int32, the number of rows up to each expert, itself included.
     """
 
@@ -113,10 +114,10 @@ def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> 
     local = torch.where((local_TK >= 0) & (local_TK < experts), local_TK, experts).flatten()
     ends_E = expert_counts(local, experts).cumsum(0)
     slot_M = local.argsort(stable=True)
-    rows = torch.empty_like(slot_M).scatter_(0, slot_M, torch.arange(len(slot_M), device=slot_M.device))
+    # Slots of other experts come last: their rows are those of no expert, which are 0.
+    row_TK = torch.minimum(_inverse(slot_M), ends_E[-1]).view(ids_TK.shape)
     if not static:
         slot_M = slot_M[: ends_E[-1].item()]
-    row_TK = torch.where(local < experts, rows, len(slot_M)).view(ids_TK.shape)
     return ExpertSlots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E.int())
 
 
@@ -132,17 +133,20 @@ def combine(y_MD: Tensor, weights_TK: Tensor, slots: ExpertSlots) -> Tensor:
 
 def permute(x_RD: Tensor, order_R: Tensor) -> Tensor:
     """The rows in another order; its gradient is a gather too."""
-    inverse = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-    return _Take.apply(x_RD, order_R, inverse.unsqueeze(1))
+    return _Take.apply(x_RD, order_R, _inverse(order_R).unsqueeze(1))
+
+
+def _inverse(order_R: Tensor) -> Tensor:
+    """Place of each row in an order. No size is read: where ranks are simulated it may differ between them."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.ones_like(order_R).cumsum(0) - 1)
 
 
 def _sum_rows(y_MD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     padded = torch.cat([y_MD, y_MD.new_zeros(1, y_MD.shape[1])])
-    out = y_MD.new_zeros(row_TK.shape[0], y_MD.shape[1])
-    for k in range(row_TK.shape[1]):
-        rows = padded[row_TK[:, k]]
-        out = out + (rows if weights_TK is None else rows * weights_TK[:, k, None])
-    return out
+    found = [padded.index_select(0, row_T) for row_T in row_TK.unbind(1)]
+    if weights_TK is not None:
+        found = [rows * weight_T.unsqueeze(1) for rows, weight_T in zip(found, weights_TK.unbind(1), strict=True)]
+    return functools.reduce(torch.add, found)
 
 
 class _Take(torch.autograd.Function):
