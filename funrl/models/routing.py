@@ -65,7 +65,7 @@ class ExpertSlots(NamedTuple):
 def route(
     logits_TE: Tensor, per_token: int, normalized: bool, dtype: torch.dtype, ids_TK: Tensor | None = None
 ) -> Routes:
-    """The experts of each token by softmax: the most probable ones, counted by their probabilities.
+    """Choose the experts of each token by softmax: the most probable ones, weighed by their probabilities.
 
     Args:
       per_token: how many.
@@ -84,7 +84,7 @@ def route(
 
 
 def load_of(routes: Routes, real_T: Tensor | None) -> Load:
-    """What the tokens of a layer load its experts with.
+    """Load of a layer's experts by its tokens.
 
     Args:
       real_T: bool, false at padding; None: there is none.
@@ -97,7 +97,7 @@ def load_of(routes: Routes, real_T: Tensor | None) -> Load:
 
 
 def expert_counts(ids: Tensor, experts: int) -> Tensor:
-    """How often each of the numbers 0 ... experts - 1 is there; others are left out. [experts] int64."""
+    """Count each of the numbers 0 ... experts - 1, [experts] int64; others are left out."""
     flat = ids.flatten().clamp(max=experts)
     return flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
 
