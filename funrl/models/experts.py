@@ -84,7 +84,7 @@ def dispatch_ragged(
 def _routes(experts: Experts, router_ED: Tensor, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None) -> Routes:
     logits_TE = linear(h_TD, router_ED)
     if ids_TK is not None:
-        own_TK = logits_TE.detach().softmax(-1).topk(experts.per_token, -1).indices
+        own_TK = route(logits_TE.detach(), experts.per_token, False, h_TD.dtype).ids_TK
         ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
     routes = route(logits_TE, experts.per_token, experts.normalized, h_TD.dtype, ids_TK)
     if real_T is None:

@@ -74,13 +74,22 @@ def route(
       ids_TK: experts to take instead, such as those that an engine chose.
     """
     probs_TE = logits_TE.softmax(-1, torch.promote_types(logits_TE.dtype, torch.float32))
-    if ids_TK is None:
-        top_TK, ids_TK = probs_TE.topk(per_token, -1)
-    else:
-        top_TK = probs_TE.gather(-1, ids_TK)
+    ids_TK = _choose(probs_TE.detach(), per_token) if ids_TK is None else ids_TK
+    top_TK = probs_TE.gather(-1, ids_TK)
     if normalized:
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
     return Routes(top_TK.to(dtype), ids_TK, probs_TE, logits_TE)
+
+
+@torch.library.custom_op("funrl::choose_experts", mutates_args=())
+def _choose(probs: Tensor, per_token: int) -> Tensor:
+    """Choose the most probable experts. An operator of its own, so that what saves or pretends choices finds them."""
+    return probs.topk(per_token, -1).indices
+
+
+@_choose.register_fake
+def _(probs, per_token):
+    return probs.new_empty(*probs.shape[:-1], per_token, dtype=torch.int64)
 
 
 def load_of(routes: Routes, real_T: Tensor | None) -> Load:
