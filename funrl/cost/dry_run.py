@@ -118,7 +118,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
         if settings.text_tokens is not None:
             return settings.text_tokens
         if settings.model is not None or settings.data is not None:
-            return TEXT_TOKENS
+            return settings.max_text_tokens or TEXT_TOKENS
         texts = embedded_texts(settings, jobs.texts_kind(algorithm), arithmetic.tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
     if settings.prompt_tokens is not None:
