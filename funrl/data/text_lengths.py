@@ -75,7 +75,7 @@ def check_lengths(examples: Sequence[TextExample], most: int, tokenizer: Any, re
     others = f"; {len(places)} of {len(examples)} examples are too long: {named_lines(sources, len(places))}"
     raise DataError(
         f"{sources[0]}: the {name} has {len(text.tokens)} tokens, but {reason or f'the model has {most} positions'}; "
-        "--long_prompts=drop leaves such texts out, truncate shortens them; or take a model with more"
+        "--long_prompts=drop leaves such texts out, truncate shortens them"
         f"{others if len(places) > 1 else ''} (it begins {begins!r})"
     )
 
