@@ -77,7 +77,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     """
     sizes, settings = meshes.parse(settings.mesh), jobs.located(settings)
     model = (
-        decoder_model(arithmetic.model_config())
+        decoder_model(arithmetic.model_config(model=settings.task))
         if settings.model is None
         else read_model(settings.model, settings.model_code)
     )
