@@ -24,7 +24,8 @@ from funrl.trainer.settings import settings_flags
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
-    "docs/reward_models.md", "docs/engines.md", "docs/replay.md",
+    "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/install.md", "docs/tutorial.md",
+    "docs/python.md", "docs/migration.md", "docs/scale_out.md",
 ]  # fmt: skip
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed

@@ -12,7 +12,7 @@ import funrl
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
-from tools import names, pieces  # noqa: E402
+from tools import comparison, names, pieces, recipes  # noqa: E402
 
 GLOSSARY = ROOT / "docs" / "metrics.md"
 GROUPS = (
@@ -20,16 +20,7 @@ GROUPS = (
     "partial", "perf", "preference", "resampling", "response_length", "reward", "rollout", "rollout_corr", "sync",
     "time_s", "train", "update",
 )  # fmt: skip
-NOT_METRICS = {
-    "train/device",
-    "eval/1",
-    "eval/1/1",
-    "preference/1",
-    "critic/advantages/",
-    "critic/returns/",
-    "critic/values/",
-    "rollout/logprob_gap",
-}
+NOT_METRICS = {"train/device", "eval/1", "eval/1/1", "preference/1", "response_length/1", "rollout/logprob_gap"}
 
 
 def test_the_pieces_page_is_current():
@@ -45,6 +36,19 @@ def test_every_piece_has_what_the_page_shows():
 def test_the_tables_of_names_are_current():
     text = names.PAGE.read_text()
     assert text == names.page(text), "python tools/names.py writes them anew"
+
+
+def test_the_table_of_what_others_do_is_current():
+    text = comparison.PAGE.read_text()
+    assert text == comparison.page(text), "python tools/comparison.py writes it anew"
+
+
+@pytest.mark.slow
+def test_the_dry_runs_of_the_presets_are_current():
+    text = recipes.PAGE.read_text()
+    assert all("fits: " in recipes.shown(text, preset) for preset in recipes.PRESETS)
+    smallest = "qwen2.5_0.5b_1gpu"
+    assert recipes.shown(text, smallest) == recipes.block(smallest), "python tools/recipes.py makes them anew"
 
 
 def defined():
@@ -70,7 +74,7 @@ def metrics_of_the_source():
                 continue
             if re.fullmatch(rf"({'|'.join(GROUPS)})/[\w@/]+", text):
                 found.add(text)
-    return found - NOT_METRICS
+    return {name for name in found - NOT_METRICS if not name.endswith("/")}
 
 
 def test_the_glossary_has_every_metric_that_the_source_names():
