@@ -32,9 +32,9 @@ from funrl.compiled_kernels.kernel_library import CHECKSUM, KernelError, library
 LARGE_BYTES = 1 << 20  # of a chunk that is worth it
 FILE_BYTES = 256 << 20  # of a data file, before the next begins
 CHECKSUM_BYTES = 4
-READ_THREADS = 2  # threads
+READ_THREADS = 2
 NODE_MAGIC = 0x0CDB20DE
-DATABASE_CONFIG = {
+MANIFEST_CONFIG = {
     "compression": {"id": "zstd"}, "max_decoded_node_bytes": 8 << 20, "max_inline_value_bytes": 100,
     "version_tree_arity_log2": 4,
 }  # fmt: skip
@@ -44,7 +44,7 @@ class DamagedChunk(ValueError):
     """A chunk whose bytes are not those that were written."""
 
 
-class ChunkPlace(NamedTuple):
+class Span(NamedTuple):
     """Where the value of a key is: `length` bytes of a file, checksum included."""
 
     file: str
@@ -75,7 +75,7 @@ def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
     summed = checksum()
     assert summed is not None, "the caller has asked"
     os.makedirs(Path(folder) / "d")
-    entries: dict[bytes, ChunkPlace] = {}
+    entries: dict[bytes, Span] = {}
     file: BinaryIO | None = None
     on_disk: list[Future[None]] = []
     with ThreadPoolExecutor(1) as disk:
@@ -84,7 +84,7 @@ def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
                 if file is None:
                     name = f"d/{secrets.token_hex(16)}"
                     file = open(Path(folder) / name, "wb", buffering=0)  # noqa: SIM115  (closed by `_finish`)
-                entries[key.encode()] = ChunkPlace(name, file.tell(), values.nbytes + CHECKSUM_BYTES)
+                entries[key.encode()] = Span(name, file.tell(), values.nbytes + CHECKSUM_BYTES)
                 _write_all(file, values.data)
                 _write_all(file, memoryview(summed(values).to_bytes(CHECKSUM_BYTES, "little")))
                 if file.tell() >= FILE_BYTES:
@@ -109,7 +109,7 @@ def _finish(file: BinaryIO) -> None:
         os.fsync(file.fileno())
 
 
-def _write_index(folder: str, entries: dict[bytes, ChunkPlace]) -> None:
+def _write_index(folder: str, entries: dict[bytes, Span]) -> None:
     """Write the node and the manifest of a database of these values, in the order of their keys."""
     import tensorstore as ts
 
@@ -121,7 +121,7 @@ def _write_index(folder: str, entries: dict[bytes, ChunkPlace]) -> None:
     root = {"location": f"btreenode::{name}:0:{len(node)}", "statistics": statistics}
     version = {"commit_time": time.time_ns(), "generation_number": 1, "root": root, "root_height": 0}
     manifest = {
-        "config": DATABASE_CONFIG | {"uuid": secrets.token_hex(16)},
+        "config": MANIFEST_CONFIG | {"uuid": secrets.token_hex(16)},
         "version_tree_nodes": [],
         "versions": [version],
     }
@@ -131,7 +131,7 @@ def _write_index(folder: str, entries: dict[bytes, ChunkPlace]) -> None:
         _finish(file)
 
 
-def leaf_node(entries: dict[bytes, ChunkPlace]) -> bytes:
+def leaf_node(entries: dict[bytes, Span]) -> bytes:
     """The encoded B+tree node of height 0 that finds some values in files.
 
     Args:
@@ -177,7 +177,7 @@ def _varints(numbers: Sequence[int]) -> bytes:
     return bytes(out)
 
 
-def places_of(folder: str, keys: Sequence[str]) -> dict[str, ChunkPlace]:
+def places_of(folder: str, keys: Sequence[str]) -> dict[str, Span]:
     """Where a database has values: of those keys that it has, and that are not within its index."""
     import tensorstore as ts
 
@@ -187,9 +187,8 @@ def places_of(folder: str, keys: Sequence[str]) -> dict[str, ChunkPlace]:
     places = {}
     for key, location in _values(folder, root["location"], b"", sorted(key.encode() for key in keys)):
         _, parent, file, offset, length = location.split(":")
-        places[key.decode()] = ChunkPlace(
-            str(Path(folder) / (unquote(parent) + unquote(file))), int(offset), int(length)
-        )
+        path = Path(folder) / (unquote(parent) + unquote(file))
+        places[key.decode()] = Span(str(path), int(offset), int(length))
     return places
 
 
@@ -222,7 +221,7 @@ def url(folder: str) -> str:
     return Path(folder).absolute().as_uri() + "/"
 
 
-def read_chunks(wanted: Sequence[tuple[ChunkPlace, np.ndarray]]) -> None:
+def read_chunks(wanted: Sequence[tuple[Span, np.ndarray]]) -> None:
     """Read chunks, each into an array [n] of uint8, and verify their checksums.
 
     Raises:
@@ -234,7 +233,7 @@ def read_chunks(wanted: Sequence[tuple[ChunkPlace, np.ndarray]]) -> None:
             done.result()
 
 
-def _read_chunk(place: ChunkPlace, values: np.ndarray) -> None:
+def _read_chunk(place: Span, values: np.ndarray) -> None:
     summed, last = checksum(), bytearray(CHECKSUM_BYTES)
     assert summed is not None, "the caller has asked"
     if place.length != values.nbytes + CHECKSUM_BYTES:

@@ -163,7 +163,7 @@ def main() -> None:
                 shutil.rmtree(name, ignore_errors=True)
 
 
-def answered(request: Any) -> str | dict[str, chunk_files.ChunkPlace] | None:
+def answered(request: Any) -> str | dict[str, chunk_files.Span] | None:
     """Do what a request asks for; None, what went wrong, or where chunks are."""
     if isinstance(request, WriteShards):
         return write_own(request)
@@ -295,7 +295,7 @@ def _merge(folder: Path) -> None:
     transaction.commit_async().result()
 
 
-def read_parts(request: ReadShards) -> str | dict[str, chunk_files.ChunkPlace] | None:
+def read_parts(request: ReadShards) -> str | dict[str, chunk_files.Span] | None:
     """Read parts into memory, and find chunks: their places, None if there are none, or which array cannot be read."""
     import tensorstore as ts
 
