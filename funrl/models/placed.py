@@ -21,6 +21,7 @@ from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.model import Inputs, Layer, Model
+from funrl.models.routing import Load
 from funrl.models.value_head import HEADS
 
 
@@ -75,7 +76,7 @@ class Placed:
           ModelError: the model, or the teacher, has a value head and no probabilities.
           ValueError: the teacher's vocabulary has another size.
         """
-        hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
+        (hidden_ND, w_VD, over, at_N), load = self._before_tokens(params, batch)
         topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N].long()
         after_N = batch.tokens[:, 1:].flatten()[at_N].long()
         scores = linear_logprob(
@@ -83,13 +84,13 @@ class Placed:
         )
         if teacher is not None:
             with torch.no_grad():
-                teacher_NE, teacher_VE, *_ = teacher.placed._before_tokens(teacher.params, batch)
+                (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
             caps = self.model.config.logit_cap, teacher.placed.model.config.logit_cap
             divergence_N = linear_divergence(
                 hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature, caps=caps
             )
             scores = scores._replace(divergence=divergence_N)
-        return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))
+        return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))._replace(load=load)
 
     def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k most probable tokens at every position, and their log-probabilities.
@@ -99,7 +100,7 @@ class Placed:
         Returns: [B, T, k] int64 and [B, T, k] nats, the most probable first; without a gradient.
         """
         with torch.no_grad():
-            hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
+            (hidden_ND, w_VD, over, at_N), _ = self._before_tokens(params, batch)
             ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.config.logit_cap)
             return _spread(ids_NK, at_N, batch), _spread(logp_NK, at_N, batch)
 
@@ -148,22 +149,31 @@ class Placed:
             made[name] = next(iter(made.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])
 
-    def _before_tokens(self, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:
+    def _before_tokens(
+        self, params: trees.Tree, batch: Batch
+    ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], Load | None]:
         """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of the
-        B (T - 1) tokens behind the first these are."""
+        B (T - 1) tokens behind the first these are; and the load of experts, where there are some."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-        hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
+        hidden_BTD, _, aux = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer)
+        load = Load(**aux) if aux else None
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
         before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch.get("mask")
         if mask_BT is None:
-            return before_MD, w_VD, over, slice(None)
+            return (before_MD, w_VD, over, slice(None)), load
         at_N = batch.get("trained")
         if at_N is None:
             at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
-        return before_MD[at_N], w_VD, over, at_N
+        return (before_MD[at_N], w_VD, over, at_N), load
+
+    def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
+        """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
+        with torch.no_grad():
+            weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+            return self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).aux["counts_E"]
 
 
 class Teacher(NamedTuple):

@@ -357,7 +357,7 @@ def is_embedded(config: dict[str, Any]) -> bool:
     """True if a run's config.json says that it completed the embedded task."""
     flags = config.get("flags") or {}
     given = any(flags.get(name) for name in ("prompts", "data", "given_in_python"))
-    return flags.get("task") == "arithmetic" and not given
+    return flags.get("task") in ("arithmetic", "arithmetic_moe") and not given
 
 
 def sample_card(sample: Sample) -> str:

@@ -47,7 +47,7 @@ from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of
 from funrl.trainer.settings import Settings, for_kind, resolved
-from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
+from funrl.trainer.sharding import check_experts, check_layouts, check_roles, generate_sizes, rank_memory
 
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
@@ -222,7 +222,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
         head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
-        return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
+        return decoder_model(arithmetic.model_config(head, settings.task)), arithmetic.tokenizer()
     with blaming("model"):
         model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
     if settings.resize_vocab:
@@ -351,6 +351,7 @@ def check_meshes(
       SettingsError, MeshError: naming the flag, the sizes and the way out.
     """
     check_roles(settings, tuple(models))
+    check_experts(settings, models.values())
     lead = models.get("policy") or next(iter(models.values()))
     generating = generate_sizes(settings, sizes, lead, memory) if "policy" in models else sizes
     with blaming(f"mesh={settings.mesh}"):
