@@ -62,7 +62,7 @@ VALUES = {  # an example of each name whose value is no number
     "data.max_prompt_length": "512", "actor_rollout_ref.actor.clip_ratio_low": "0.2", "eval_steps": "50",
     "actor_rollout_ref.actor.clip_ratio_high": "0.28", "actor_rollout_ref.actor.clip_ratio_c": "3.0",
     "actor_rollout_ref.actor.entropy_coeff": "0.001", "algorithm.lam": "0.95", "critic.cliprange_value": "0.5",
-    "save_steps": "50", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "16384",
+    "save_steps": "50", "max_length": "1024", "max_seq_length": "1024", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "16384",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "65536", "vllm_server_timeout": "240",
     "actor_rollout_ref.rollout.max_num_seqs": "256", "actor_rollout_ref.actor.optim.weight_decay": "0.01",
     "trainer.total_training_steps": "100", "trainer.save_freq": "20", "trainer.test_freq": "5",
