@@ -7,7 +7,6 @@ flags, the model's config.json and the table of hardware alone, so that all rank
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
