@@ -23,7 +23,7 @@ from funrl.trainer.sharding import sharded_roles
 
 # Numbers of a token that a layer's backward pass needs, in sizes of the residual stream, of the mlp and of the heads;
 # by the dry runs of a Llama 8B and a 70B on tp8.
-SAVED = (8, 4, 4)
+SAVED_SIZES = (8, 4, 4)
 STATE_BYTES = 12  # of a weight that learns: two moments and a gradient in float32
 KERNELS = 12  # of a layer in one step of decoding
 
@@ -125,7 +125,7 @@ def _activations(job: Job, split: _Split) -> float:
 
 
 def _saved(config: Config, tensor: int) -> float:
-    stream, mlp, heads = SAVED
+    stream, mlp, heads = SAVED_SIZES
     return stream * config.embed + (mlp * config.mlp + heads * config.heads * config.head) / tensor
 
 

@@ -41,6 +41,7 @@ ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "pr
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
@@ -304,6 +305,16 @@ class Settings:
     keep_rollouts: int | None = flag(
         None, "job", "newest of these steps that are kept", at_least(1), chosen="all", requires="save_rollouts"
     )
+    profile: str | None = flag(
+        None, "output", "STEP:COUNT, such as 3:1: a trace of so many steps from this one on, in profile/ of the run "
+        "directory, for Perfetto or Chrome",
+        Bound("a step and a number of steps, such as 3:1", lambda x: re.fullmatch(PROFILE, x) is not None),
+    )  # fmt: skip
+    profile_ranks: str = flag(
+        "0", "output", "ranks that write one: some, such as 0,8, or all",
+        Bound("all or some numbers, such as 0,8", lambda x: re.fullmatch(r"all|\d{1,6}(,\d{1,6})*", x) is not None),
+        requires="profile",
+    )  # fmt: skip
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
