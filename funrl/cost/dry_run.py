@@ -98,7 +98,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     return Job(
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
         dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
-        rates=jobs.learning_rates(settings, algorithm), tokenizer=None, task=task, algorithm=algorithm,
+        rates=jobs.learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
         sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=jobs.lora_of(settings, model),
         judge=judge,
     )  # fmt: skip
@@ -161,7 +161,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             if judge is not None and not judge.model.config.module:
                 verdicts = judging(job, judge, parts, tokens, engine + sum(rests.values()), hardware)
                 axes |= verdicts.axes
-                found = with_verdicts(found, verdicts, rests | {"weights": rests["weights"] + engine})
+                found = with_judge_phase(found, verdicts, rests | {"weights": rests["weights"] + engine})
         useful = useful_shares(job, parts, plan)
         if job.settings.offload and hardware.accelerator:
             found = without_offloaded(job, parts, found, rests)
@@ -179,7 +179,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     )
 
 
-def with_verdicts(found: dict[str, Costs], judge: JudgeCost, kept: dict[str, float]) -> dict[str, Costs]:
+def with_judge_phase(found: dict[str, Costs], judge: JudgeCost, kept: dict[str, float]) -> dict[str, Costs]:
     """The phases with a judge's weights in all of them, and its verdicts as one of their own behind generation.
 
     Args:

@@ -171,6 +171,15 @@ def _report_to(text: str, context: NameContext) -> Meaning:
     return Meaning({"report_to": ",".join(ours)} if ours else {}, "TensorBoard and JSON lines are always written")
 
 
+def _divergence(text: str, context: NameContext) -> Meaning:
+    names = {"reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
+    if "divergence" not in context.arguments:
+        raise DifferentError(f"{context.recipe} has no --divergence")
+    if text not in names:
+        raise DifferentError(f"{text} is not one of {', '.join(names)}")
+    return Meaning({"divergence": names[text]})
+
+
 def _flag(ours: str, yes: str, no: str) -> Convert:
     return lambda text, context: Meaning({ours: yes if is_true(text) else no})
 
@@ -295,7 +304,7 @@ TRL: dict[str, Convert] = {
     "scale_rewards": _scale_rewards,
     "label_smoothing": argument("smoothing", "its labels are taken as they are"),
     "rpo_alpha": argument("likelihood_coef", "it has no such term"),
-    "f_divergence_type": argument("divergence", "it has none"),
+    "f_divergence_type": _divergence,
     "f_alpha_divergence_coef": argument("divergence_alpha", "it has none"),
     "ld_alpha": argument("length_alpha", "it has none"),
     "center_rewards_coefficient": argument("center", "it is no reward model"),

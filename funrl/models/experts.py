@@ -33,7 +33,7 @@ def mixture(
     real_BT: Tensor | None = None,
     ids_BTK: Tensor | None = None,
 ) -> tuple[Tensor, Load]:
-    """What the experts of each token add to it, [B, T, D], the same on every tensor rank; and their load.
+    """Sum of each token's experts, [B, T, D], the same on every tensor rank; and their load.
 
     Args:
       params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; this rank's parts.
@@ -55,7 +55,7 @@ def mixture(
 def dispatch_gathered(
     experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
 ) -> Tensor:
-    """What this rank's part of the experts adds to tokens of all ranks of `over`, brought home. One rank: no detour."""
+    """Sum of the experts of this rank over tokens of all ranks of `over`, brought home. One rank: no detour."""
     h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
     own = params["expert_gate"].shape[0]
     static = torch.compiler.is_compiling()  # a graph of as many rows as there are slots
@@ -84,7 +84,7 @@ def dispatch_ragged(
 def _routes(experts: Experts, router_ED: Tensor, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None) -> Routes:
     logits_TE = linear(h_TD, router_ED)
     if ids_TK is not None:
-        own_TK = logits_TE.detach().softmax(-1).topk(experts.per_token, -1).indices
+        own_TK = route(logits_TE.detach(), experts.per_token, False, h_TD.dtype).ids_TK
         ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
     routes = route(logits_TE, experts.per_token, experts.normalized, h_TD.dtype, ids_TK)
     if real_T is None:

@@ -170,7 +170,7 @@ class Placed:
         return (before_MD[at_N], w_VD, over, at_N), load
 
     def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
-        """How often each expert is chosen in each layer that has some, by this rank's tokens: [L, E] int64."""
+        """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
         with torch.no_grad():
             weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
             return self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).aux["counts_E"]

@@ -65,7 +65,7 @@ class ExpertSlots(NamedTuple):
 def route(
     logits_TE: Tensor, per_token: int, normalized: bool, dtype: torch.dtype, ids_TK: Tensor | None = None
 ) -> Routes:
-    """The experts of each token by softmax: the most probable ones, counted by their probabilities.
+    """Choose the experts of each token by softmax: the most probable ones, weighed by their probabilities.
 
     Args:
       per_token: how many.
@@ -74,17 +74,26 @@ def route(
       ids_TK: experts to take instead, such as those that an engine chose.
     """
     probs_TE = logits_TE.softmax(-1, torch.promote_types(logits_TE.dtype, torch.float32))
-    if ids_TK is None:
-        top_TK, ids_TK = probs_TE.topk(per_token, -1)
-    else:
-        top_TK = probs_TE.gather(-1, ids_TK)
+    ids_TK = _choose(probs_TE.detach(), per_token) if ids_TK is None else ids_TK
+    top_TK = probs_TE.gather(-1, ids_TK)
     if normalized:
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
     return Routes(top_TK.to(dtype), ids_TK, probs_TE, logits_TE)
 
 
+@torch.library.custom_op("funrl::choose_experts", mutates_args=())
+def _choose(probs: Tensor, per_token: int) -> Tensor:
+    """Choose the most probable experts. An operator of its own, so that what saves or pretends choices finds them."""
+    return probs.topk(per_token, -1).indices
+
+
+@_choose.register_fake
+def _(probs, per_token):
+    return probs.new_empty(*probs.shape[:-1], per_token, dtype=torch.int64)
+
+
 def load_of(routes: Routes, real_T: Tensor | None) -> Load:
-    """What the tokens of a layer load its experts with.
+    """Load of a layer's experts by its tokens.
 
     Args:
       real_T: bool, false at padding; None: there is none.
@@ -97,7 +106,7 @@ def load_of(routes: Routes, real_T: Tensor | None) -> Load:
 
 
 def expert_counts(ids: Tensor, experts: int) -> Tensor:
-    """How often each of the numbers 0 ... experts - 1 is there; others are left out. [experts] int64."""
+    """Count each of the numbers 0 ... experts - 1, [experts] int64; others are left out."""
     flat = ids.flatten().clamp(max=experts)
     return flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
 

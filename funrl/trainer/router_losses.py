@@ -70,7 +70,7 @@ def token_count(micro_batches: Iterable[Batch], mesh: Mesh) -> Tensor:
 def router_numerators(
     losses: RouterLosses, load: Load, chosen: Choices, mesh: Mesh
 ) -> tuple[tuple[Tensor, ...], dict[str, Metric]]:
-    """What a micro-batch adds to both losses, times their coefficients, and the losses without them as metrics."""
+    """Terms of a micro-batch in both losses, times their coefficients; the losses without these as metrics."""
     layers, experts = load.probs_E.shape
     counts = psum(load.counts_E, mesh, mesh.token_axes) if chosen.counts_LE is None else chosen.counts_LE
     balance = (counts.to(load.probs_E.dtype) * load.probs_E).sum() * (experts / layers)

@@ -359,7 +359,7 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch, 1e-5 with --model; with --lora_rank 3e-3 and 1e-4",
+        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), 5e-7 to 1e-3; --lora_rank: 3e-3, 10 times",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL
@@ -431,7 +431,7 @@ class Settings:
     )  # fmt: skip
     report_to: str | None = flag(
         None, "output", "further trackers",
-        some_of(*TRACKERS),
+        some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
     )  # fmt: skip
     sample_every: int = flag(
         10, "output", "steps between samples", at_least(1)

@@ -8,11 +8,14 @@ from funrl import trees
 from funrl.mesh import rules
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import SINGLE, coordinates, parse
+from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
+from funrl.models import decoder_model
 from funrl.models import experts as module
 from funrl.models.config import Experts
 from funrl.models.experts import mixture
 from funrl.models.routing import expert_counts, slots_of, take_rows
+from funrl.tasks import arithmetic
 
 E, K, D, M, T = 4, 2, 8, 6, 8
 AXES = {
@@ -173,3 +176,18 @@ def test_slots_are_sorted_by_expert_and_static_ones_have_a_tail():
     static = slots_of(ids, 2, 2, static=True)
     assert len(static.token_M) == 8 and torch.equal(static.token_M[:4], slots.token_M)
     assert torch.equal(take_rows(torch.eye(4), slots).argmax(-1), slots.token_M)
+
+
+def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_can_be():
+    config = arithmetic.model_config(model="arithmetic_moe")
+    model = decoder_model(config)
+    for table in (rules.STORED, rules.fully_sharded(rules.STORED, ("data", "expert"))):
+        stored = rules.layouts(model.shapes, model.axes, table, parse("ep4"))
+        wanted = rules.layouts(model.shapes, model.axes, rules.GENERATE, parse("ep2,tp2"))
+        made = plan(stored, wanted, torch.float32)
+        assert received_bytes(made) == lower_bound_bytes(made)
+        experts = [i for i, name in enumerate(made.names) if "expert_" in name]
+        only = plan(*({name: dict(trees.named(tree))[name] for name in (made.names[i] for i in experts)}
+                      for tree in (stored, wanted)), torch.float32)  # fmt: skip
+        # A rank keeps of its 2 experts the half that it generates with, and receives that half of the other 6.
+        assert received_bytes(only) == [config.layers * 6 * 3 * 64 * 32 * 4] * 4
