@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parsed_fields
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
@@ -108,7 +109,7 @@ def check_data(settings: Settings) -> None:
 def check_files(settings: Settings) -> None:
     """Check that the files and directories that flags name are there, and --fields; they are not read.
 
-    A model that looks like a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B, is left to who loads it.
+    A model that the local Hugging Face cache has, such as Qwen/Qwen3-0.6B, is left to who loads it.
 
     Raises:
       SettingsError, LoadError: one is missing.
@@ -120,10 +121,12 @@ def check_files(settings: Settings) -> None:
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
     for name in ("model", "teacher", *SCORERS):
         path = model_path(settings, name)
-        if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        if path is None or settings.dry_run or Path(path).is_dir():
             continue
-        if not Path(path).is_dir():
-            raise SettingsError(f"--{name}: {path} is not a directory")
+        named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
+        if not (named and has_cached_model(path)):
+            nor = ", nor the name of a model in the local Hugging Face cache" if named else ""
+            raise SettingsError(f"--{name}: {path} is not a directory{nor}")
     for one in () if settings.reward is None else parse_rewards(settings.reward):
         if one.source not in VERIFIERS:
             locate("reward", one.source)

@@ -446,7 +446,7 @@ class Settings:
     )  # fmt: skip
     report_to: str | None = flag(
         None, "output", "further trackers",
-        some_of(*TRACKERS),
+        some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
     )  # fmt: skip
     sample_every: int = flag(
         10, "output", "steps between samples", at_least(1)
