@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
 ROW_AXES = ("data", "expert")  # those that split a batch's rows
+TOKEN_AXES = (*ROW_AXES, "sequence")  # those that split its tokens
 
 
 class MeshError(ValueError):

@@ -29,6 +29,7 @@ from funrl.models.fsdp import regathering
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
+from funrl.models.sequence_parallel import AXIS, ulysses_attention
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
@@ -184,10 +185,12 @@ def apply(
     """A forward pass, as `Model.apply` says.
 
     Raises:
-      ModelError: of a cache and `Inputs.paging` there is only one.
+      ModelError: of a cache and `Inputs.paging` there is only one; or tokens are split that are not packed.
     """
     if (cache is None) != (inputs.paging is None):
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
+    if mesh.size(AXIS) > 1 and inputs.offsets is None:
+        raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
     x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
     contexts = _contexts(config, inputs, x_BTD.dtype)
     layer = layer or decoder_layer
@@ -271,7 +274,11 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
         out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
     elif context.offsets is not None:
-        out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window, **how)
+        new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
+        if mesh.size(AXIS) > 1:
+            out_BTHN = ulysses_attention(*new, mesh, context.window, **how)
+        else:
+            out_BTHN = varlen_attention(*new, context.window, **how)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
     out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")

@@ -12,7 +12,7 @@ from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
-from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
@@ -285,6 +285,10 @@ def _check_generate_mesh(settings: Settings) -> None:
     if settings.generate_mesh is None:
         return
     world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
+    if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
+        raise SettingsError(
+            f"--generate_mesh={settings.generate_mesh}: generation does not split the tokens of a row; write dp for sp"
+        )
     if generating != world:
         raise SettingsError(
             f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
@@ -295,7 +299,7 @@ def _check_generate_mesh(settings: Settings) -> None:
 def _check_sharding(settings: Settings) -> None:
     if not settings.fsdp:
         return
-    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in ROW_AXES)
+    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"

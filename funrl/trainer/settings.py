@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funrl import seeds
-from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshError, parse
 from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
@@ -49,7 +49,7 @@ NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's de
 class Settings:
     """The flags of every run. None means: the run chooses."""
 
-    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep, sp or tp (tensor), such as dp4,tp2")
+    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep, sp (sequence) or tp (tensor), such as dp4,tp2")
     generate_mesh: str | None = flag(
         None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
     )
@@ -62,12 +62,12 @@ class Settings:
         "what forward passes compute in (bfloat16 keeps float32 master weights)",
         one_of("float32", "float64", "bfloat16"),
     )
-    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data too")
+    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data and sp too")
     fsdp_axes: str | None = flag(
         None,
         "devices",
         "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
-        some_of(*(short for short, axis in SHORT.items() if axis in ROW_AXES)),
+        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
         chosen="all",
         requires="fsdp",
     )

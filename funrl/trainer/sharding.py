@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
-from funrl.mesh.text import AXES, ROW_AXES, SHORT
+from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.config import architecture
 from funrl.trainer.declaration import SettingsError, parts
@@ -22,7 +22,7 @@ def stored_rules(settings: Settings, role: str) -> Rules:
     """The rule table by which a role's weights are stored."""
     if not settings.fsdp or role not in sharded_roles(settings):
         return STORED
-    named = {SHORT[short] for short in parts(settings.fsdp_axes)} or set(ROW_AXES)
+    named = {SHORT[short] for short in parts(settings.fsdp_axes)} or set(TOKEN_AXES)
     return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
 
 
@@ -56,16 +56,16 @@ def check_layouts(
       MeshError: a size that does not divide, or an axis over which there is nothing to split.
     """
     for mesh in (sizes, generate_sizes):
-        for axis in ("sequence",) if settings.fsdp else ("sequence", "expert"):
-            if mesh[axis] > 1:
-                shape = meshes.text(dict(mesh))
-                raise MeshError(f"{shape}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
+        if mesh["expert"] > 1 and not settings.fsdp:
+            shape = meshes.text(dict(mesh))
+            raise MeshError(f"{shape}: a dense decoder has nothing to split over the expert axis; use dp and tp")
     for role, model in models.items():
         for mesh in (sizes, generate_sizes):
-            if model.config.module and mesh["tensor"] > 1:
+            split = [short for short in ("sp", "tp") if mesh[SHORT[short]] > 1]
+            if model.config.module and split:
                 raise MeshError(
                     f"{meshes.text(dict(mesh))}: the {role} is {architecture(model.config)}, transformers' own code, "
-                    "which is not split over tp; use dp, with --fsdp where memory is short"
+                    f"which is not split over {split[0]}; use dp, with --fsdp where memory is short"
                 )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     if "policy" in models:
@@ -74,7 +74,8 @@ def check_layouts(
 
 def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
     """The mesh to generate on. By default every device decodes alone, which needs no collective at all, as long as
-    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh.
+    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh, whose sp is
+    dp then: ranks that share the tokens of a row generate different rows.
 
     Args:
       sizes: of the train mesh.
@@ -85,7 +86,8 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
     world, item = Mesh(sizes).world, 8 if settings.dtype == "float64" else 4
     fits = trees.count(model.shapes) * item <= memory / 4
     alone = dict.fromkeys(AXES, 1) | {"data": world}
-    return alone if fits and settings.batch_prompts >= world else sizes
+    apart = sizes | {"data": sizes["data"] * sizes["sequence"], "sequence": 1}
+    return alone if fits and settings.batch_prompts >= world else apart
 
 
 def rank_memory(device: str, world: int) -> float:

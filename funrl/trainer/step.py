@@ -121,7 +121,7 @@ def loss_value(
         _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
         found = _joined(found, numerators, metrics)
     assert found is not None
-    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.token_axes)
+    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.row_axes)
     return _values(role, sums, found[1], metrics, denominators)
 
 
