@@ -21,7 +21,6 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.paged_attention import Paging, paged_attention
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
-from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, LayerKind, ModelError
@@ -29,7 +28,7 @@ from funrl.models.fsdp import regathering
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
-from funrl.models.sequence_parallel import AXIS, ulysses_attention
+from funrl.models.sequence_parallel import AXIS, split_attention
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
@@ -52,6 +51,7 @@ class Context(NamedTuple):
       paging: with `kv_cache`, the places of the tokens of one packed row.
       offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
       window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
+      form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
     """
 
     rope: Rotary | None
@@ -61,6 +61,7 @@ class Context(NamedTuple):
     paging: Paging | None = None
     offsets: Tensor | None = None
     window: int | None = None
+    form: str = "auto"
 
 
 def decoder_model(config: Config) -> Model:
@@ -275,10 +276,7 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
     elif context.offsets is not None:
         new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
-        if mesh.size(AXIS) > 1:
-            out_BTHN = ulysses_attention(*new, mesh, context.window, **how)
-        else:
-            out_BTHN = varlen_attention(*new, context.window, **how)
+        out_BTHN = split_attention(*new, mesh, context.window, context.form, **how)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
     out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")

@@ -2,11 +2,17 @@
 
 Each rank has the queries, keys and values of a contiguous part of the row, and all ranks know where its sequences begin
 and end. Between two attentions a layer computes each token by itself, so nothing else of it knows of the split.
+
+| form | a rank receives, a layer | needs |
+|---|---|---|
+| ulysses | (sp - 1) / sp of its tokens' queries, keys, values and results | sp divides the query heads of a tensor rank |
+| ring | keys and values of all other tokens; twice that and their gradients going back | - |
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +21,54 @@ from torch import Tensor
 from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import all_to_all
 from funrl.mesh.mesh import Mesh
+from funrl.models.model import Layer
+from funrl.models.ring_attention import ring_attention
 
 AXIS = "sequence"
+FORMS = ("auto", "ulysses", "ring")
+
+
+def split_attention(
+    q_1tHN: Tensor,
+    k_1tKN: Tensor,
+    v_1tKN: Tensor,
+    offsets: Tensor,
+    mesh: Mesh,
+    window: int | None = None,
+    form: str = "auto",
+    **how: Any,
+) -> Tensor:
+    """`varlen_attention` of a row that may be split: of this rank's tokens.
+
+    Args:
+      form: one of `FORMS`; auto is ulysses where the heads divide.
+      how: `scale` and `cap`.
+    """
+    if mesh.size(AXIS) == 1:
+        return varlen_attention(q_1tHN, k_1tKN, v_1tKN, offsets, window, **how)
+    attend = ring_attention if is_ring(form, q_1tHN.shape[2], mesh.sizes) else ulysses_attention
+    return attend(q_1tHN, k_1tKN, v_1tKN, offsets, mesh, window, **how)
+
+
+def is_ring(form: str, heads: int, sizes: Mapping[str, int]) -> bool:
+    """True if a form means ring attention.
+
+    Args:
+      heads: query heads of a tensor rank.
+      sizes: of the mesh's axes.
+    """
+    return sizes[AXIS] > 1 and (form == "ring" or (form == "auto" and heads % sizes[AXIS] > 0))
+
+
+def with_form(layer: Layer, form: str) -> Layer:
+    """A layer whose attention over a split row has one of `FORMS`."""
+    if form == "auto":
+        return layer
+
+    def formed(config, mesh, params, x_BTD, context):
+        return layer(config, mesh, params, x_BTD, context._replace(form=form))
+
+    return formed
 
 
 def ulysses_attention(

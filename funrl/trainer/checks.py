@@ -63,6 +63,7 @@ def check_together(settings: Settings) -> None:
         _check_remat,
         _check_generate_mesh,
         _check_sharding,
+        _check_sequence_parallel,
         _check_lora,
         _check_reward_timeout,
         _check_trackers,
@@ -293,6 +294,13 @@ def _check_generate_mesh(settings: Settings) -> None:
         raise SettingsError(
             f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
             f"has {world}; they are two views of the same devices"
+        )
+
+
+def _check_sequence_parallel(settings: Settings) -> None:
+    if settings.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
+        raise SettingsError(
+            f"--sequence_parallel={settings.sequence_parallel} does nothing: --mesh={settings.mesh} has no sp"
         )
 
 

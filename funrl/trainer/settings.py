@@ -74,6 +74,11 @@ class Settings:
     fsdp_models: str | None = flag(
         None, "devices", "which models --fsdp shards", some_of(*ROLES), chosen="all", requires="fsdp"
     )
+    sequence_parallel: str = flag(
+        "auto", "devices", "attention where sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends "
+        "keys from rank to rank; auto: ulysses where the heads divide",
+        one_of("auto", "ulysses", "ring"),
+    )  # fmt: skip
     remat: str = flag(
         "none",
         "devices",
