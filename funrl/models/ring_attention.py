@@ -137,6 +137,7 @@ def _blocks(
             k_high = min(high, source + count)
             if k_low >= k_high:
                 continue
+            high = min(high, k_high + window - 1) if window else high  # each of these queries sees some of the keys
             seen = None
             if k_high > low + 1 or (window and high - k_low > window):
                 behind = torch.arange(low, high, device=device)[:, None] - torch.arange(k_low, k_high, device=device)
@@ -145,7 +146,7 @@ def _blocks(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
-    """Result [t, H, N] and log-sum-exp [t, H] of queries that see some keys; where they see none, 0 and -inf."""
+    """Result [t, H, N] and log-sum-exp [t, H] of queries, each of which sees some of the keys."""
     if _on_cpu(q, how):
         found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_heads_first(q, k, v), 0.0, False, attn_mask=_band(seen, q), scale=how.scale
@@ -153,7 +154,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: _How) ->
         return found[0].transpose(0, 1), sums[0].T
     logits = _logits(q, k, seen, how)
     sums = logits.logsumexp(-1)
-    weights = (logits - sums.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+    weights = (logits - sums.unsqueeze(-1)).exp()
     found = torch.einsum("kgts,skn->tkgn", weights, v.to(weights.dtype)).flatten(1, 2)
     return found, sums.permute(2, 0, 1).flatten(1)
 

@@ -5,7 +5,7 @@ and end. Between two attentions a layer computes each token by itself, so nothin
 
 | form | a rank receives, a layer | needs |
 |---|---|---|
-| ulysses | (sp - 1) / sp of its tokens' queries, keys, values and results | sp divides the query heads of a tensor rank |
+| ulysses | (sp - 1) / sp of its tokens' queries, keys, values and results | sp divides a rank's query heads |
 | ring | keys and values of all other tokens; twice that and their gradients going back | - |
 """
 

@@ -75,7 +75,7 @@ class Settings:
         None, "devices", "which models --fsdp shards", some_of(*ROLES), chosen="all", requires="fsdp"
     )
     sequence_parallel: str = flag(
-        "auto", "devices", "attention where sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends "
+        "auto", "devices", "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends "
         "keys from rank to rank; auto: ulysses where the heads divide",
         one_of("auto", "ulysses", "ring"),
     )  # fmt: skip
