@@ -85,14 +85,14 @@ def config(heads, kv_heads, **more):
     return Config(heads=heads, kv_heads=kv_heads, **sizes, **more)
 
 
-def packed(mask):
-    """One packed row, of which some or all tokens are asked for."""
+def packed():
+    """One packed row, of which all tokens are asked for."""
     lengths = OFFSETS.diff()
     segments = torch.cat([torch.arange(1, 7).repeat_interleave(lengths), torch.zeros(2, dtype=torch.int64)])
     starts = torch.cat([OFFSETS[:-1].repeat_interleave(lengths), torch.tensor([34, 35])])
     tokens = torch.randint(0, 24, (1, T), generator=torch.Generator().manual_seed(2))
     fields = {"tokens": tokens, "positions": (torch.arange(T) - starts)[None], "segments": segments[None]}
-    return Batch(**fields, offsets=OFFSETS, mask=segments[None] > 0 if mask else None)
+    return Batch(**fields, offsets=OFFSETS)
 
 
 def outputs(places, params, batch):
@@ -116,19 +116,19 @@ def places_on(mesh, sizes):
 
 
 @functools.cache
-def alone(heads, kv_heads, mask):
+def alone(heads, kv_heads):
     """Weights of both models, and what one device gives."""
     places = places_on(SINGLE, config(heads, kv_heads))
     params = {name: one.model.init(torch.Generator().manual_seed(0), torch.float64) for name, one in places.items()}
     params = trees.map(lambda x: x + 0.3 * draw(*x.shape, seed=x.numel()), params)
-    found = trees.value_and_grad(lambda p: outputs(places, p, packed(mask)))(params)
+    found = trees.value_and_grad(lambda p: outputs(places, p, packed()))(params)
     return params, found
 
 
-def gaps(text, heads, kv_heads, mask):
+def gaps(text, heads, kv_heads):
     """How far outputs and gradients of any rank are from those of one device."""
-    params, ((_, whole), grads) = alone(heads, kv_heads, mask)
-    batch = packed(mask)  # not inside: every simulated rank would draw tokens of its own
+    params, ((_, whole), grads) = alone(heads, kv_heads)
+    batch = packed()  # not inside: every simulated rank would draw tokens of its own
     with simulate(text) as mesh:
         places = places_on(mesh, config(heads, kv_heads))
         stored = {name: one.stored for name, one in places.items()}
@@ -153,12 +153,12 @@ def gaps(text, heads, kv_heads, mask):
     ]
 
 
-SPLITS = [("sp4", 4, 2, False), ("sp6", 12, 4, False), ("sp2,tp2", 4, 1, False)]
+SPLITS = [("sp4", 4, 2), ("sp6", 12, 4), ("sp2,tp2", 4, 1)]
 
 
-@pytest.mark.parametrize("text, heads, kv_heads, mask", SPLITS)
-def test_scores_values_and_gradients_are_those_of_one_device(text, heads, kv_heads, mask):
-    assert max(gaps(text, heads, kv_heads, mask)) < 1e-9
+@pytest.mark.parametrize("text, heads, kv_heads", SPLITS)
+def test_scores_values_and_gradients_are_those_of_one_device(text, heads, kv_heads):
+    assert max(gaps(text, heads, kv_heads)) < 1e-9
 
 
 def unchanged(x, mesh, axes, split, concat):
@@ -178,12 +178,12 @@ FAULTS = {
 def test_a_wrong_collective_is_found(fault, monkeypatch):
     where, name, wrong = FAULTS[fault]
     monkeypatch.setattr(where, name, wrong)
-    assert min(gaps("sp2", 4, 2, False)) > 1e-2
+    assert min(gaps("sp2", 4, 2)) > 1e-2
 
 
 def test_gradients_that_are_not_summed_are_found(monkeypatch):
     monkeypatch.setattr(collectives, "psum", lambda x, mesh, axes: x)
-    assert min(gaps("sp2", 4, 2, False)) > 1e-2
+    assert min(gaps("sp2", 4, 2)) > 1e-2
 
 
 def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
