@@ -21,7 +21,8 @@ from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
-from funrl.models.model import Inputs, Layer, Model
+from funrl.models.model import Inputs, Layer, Model, Output
+from funrl.models.routing import Load
 from funrl.models.sequence_parallel import AXIS as SEQUENCE
 from funrl.models.value_head import HEADS
 
@@ -80,7 +81,7 @@ class Placed:
           ModelError: the model, or the teacher, has a value head and no probabilities.
           ValueError: the teacher's vocabulary has another size.
         """
-        hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
+        (hidden_ND, w_VD, over, at_N), load = self._before_tokens(params, batch)
         topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
         after_N = self._own_next(batch.tokens)[at_N].long()
         scores = linear_logprob(
@@ -88,13 +89,13 @@ class Placed:
         )
         if teacher is not None:
             with torch.no_grad():
-                teacher_NE, teacher_VE, *_ = teacher.placed._before_tokens(teacher.params, batch)
+                (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
             caps = self.model.config.logit_cap, teacher.placed.model.config.logit_cap
             divergence_N = linear_divergence(
                 hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature, caps=caps
             )
             scores = scores._replace(divergence=divergence_N)
-        return TokenScores(*(None if x is None else self._spread(x, at_N, batch) for x in scores))
+        return TokenScores(*(None if x is None else self._spread(x, at_N, batch) for x in scores))._replace(load=load)
 
     def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k most probable tokens at every position, and their log-probabilities.
@@ -104,7 +105,7 @@ class Placed:
         Returns: [B, T, k] int64 and [B, T, k] nats, the most probable first; without a gradient.
         """
         with torch.no_grad():
-            hidden_ND, w_VD, over, at_N = self._before_tokens(params, batch)
+            (hidden_ND, w_VD, over, at_N), _ = self._before_tokens(params, batch)
             ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.config.logit_cap)
             return self._spread(ids_NK, at_N, batch), self._spread(logp_NK, at_N, batch)
 
@@ -119,7 +120,7 @@ class Placed:
         if self.model.value is None:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-        value_Bt = self.model.value(weights, self._hidden(weights, batch))
+        value_Bt = self.model.value(weights, self._apply(weights, batch).hidden)
         return _shifted(gather_replicated(value_Bt, self.mesh, SEQUENCE, 1), batch)
 
     def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
@@ -152,25 +153,34 @@ class Placed:
             made[name] = next(iter(made.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])
 
-    def _before_tokens(self, params: trees.Tree, batch: Batch) -> tuple[Tensor, Tensor, Mesh, Tensor | slice]:
+    def _before_tokens(
+        self, params: trees.Tree, batch: Batch
+    ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], Load | None]:
         """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of this
-        rank's B t hidden states these are."""
+        rank's B t hidden states these are; and the load of experts, where there are some."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-        before_MD = rearrange(self._hidden(weights, batch), "b t d -> (b t) d")
+        hidden_BtD, _, aux = self._apply(weights, batch)
+        load, before_MD = Load(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
         mask_BT, at_N = batch.get("mask"), batch.get("trained")
         if mask_BT is None:
-            return before_MD, w_VD, over, slice(None)
+            return (before_MD, w_VD, over, slice(None)), load
         if at_N is None:
             at_N = self._own_next(mask_BT).nonzero().squeeze(-1)
-        return before_MD[at_N], w_VD, over, at_N
+        return (before_MD[at_N], w_VD, over, at_N), load
 
-    def _hidden(self, weights: trees.Tree, batch: Batch) -> Tensor:
-        """[B, t, D] hidden states of this rank's part of the tokens."""
-        return self.model.apply(weights, own_inputs(batch, self.mesh), self.mesh, layer=self.layer).hidden
+    def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
+        """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
+        with torch.no_grad():
+            weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+            return self._apply(weights, batch).aux["counts_E"]
+
+    def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
+        """The forward pass over this rank's part of the tokens."""
+        return self.model.apply(weights, own_inputs(batch, self.mesh), self.mesh, layer=self.layer)
 
     def _own_next(self, x_BT: Tensor) -> Tensor:
         """[B t, ...] of this rank's tokens, a field of the token behind each; 0 behind the last of a row."""
@@ -243,10 +253,10 @@ def own_inputs(batch: Batch, mesh: Mesh) -> Inputs:
         return inputs
     if T % ranks:
         raise ModelError(f"a row of {T} tokens does not divide over the mesh {mesh}: pad it to a multiple of {ranks}")
-    positions = torch.arange(T, device=inputs.tokens.device).unsqueeze(0)
-    positions = positions if inputs.positions is None else inputs.positions
-    tokens, positions = (own_shard(x, mesh, SEQUENCE, 1) for x in (inputs.tokens, positions))
-    return Inputs(tokens, positions, offsets=inputs.offsets)
+    if inputs.positions is None:
+        inputs = inputs._replace(positions=torch.arange(T, device=inputs.tokens.device).expand_as(inputs.tokens))
+    split = {name: x for name, x in inputs._asdict().items() if x is not None and name != "offsets"}
+    return inputs._replace(**{name: own_shard(x, mesh, SEQUENCE, 1) for name, x in split.items()})
 
 
 def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:

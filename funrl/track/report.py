@@ -29,7 +29,7 @@ from funrl.track.samples import Sample, first_and_last, read_samples
 
 PHASES = {  # in the order of a step, with the page's colour of each
     "generate": 0, "reward": 5, "score_policy": 2, "score_reference": 6, "score_critic": 4, "advantage": 7,
-    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
+    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 11, "eval": 9, "other": 10,
 }  # fmt: skip
 ORDER = "Answers are shown with their digits in the usual order; the model writes the ones first."
 LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
@@ -348,7 +348,7 @@ def is_embedded(config: dict[str, Any]) -> bool:
     """True if a run's config.json says that it completed the embedded task."""
     flags = config.get("flags") or {}
     given = any(flags.get(name) for name in ("prompts", "data", "given_in_python"))
-    return flags.get("task") == "arithmetic" and not given
+    return flags.get("task") in ("arithmetic", "arithmetic_moe") and not given
 
 
 def sample_card(sample: Sample) -> str:

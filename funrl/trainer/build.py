@@ -35,6 +35,8 @@ from funrl.trainer.job import Job
 from funrl.trainer.judging import Judge, open_judge
 from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
+from funrl.trainer.router_losses import RouterLosses
+from funrl.trainer.settings import Settings
 from funrl.trainer.sharding import goes_round, stored_rules
 from funrl.trainer.state import State
 
@@ -124,8 +126,16 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
         watch_entropy=name == "policy" and job.generates,
         companion=companion,
+        router=router_losses(settings, placed),
         **common,
     )  # fmt: skip
+
+
+def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
+    """Losses of the routers of a model, if it has some and gives probabilities."""
+    if placed.model.config.experts is None or placed.model.unembed is None:
+        return RouterLosses()
+    return RouterLosses(settings.router_aux_coef, settings.router_z_coef)
 
 
 def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:

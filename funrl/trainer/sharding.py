@@ -45,6 +45,20 @@ def check_roles(settings: Settings, roles: Collection[str]) -> None:
         )
 
 
+def check_experts(settings: Settings, models: Collection[Model]) -> None:
+    """Check that the flags of routers have a router to speak of, and that what runs the models takes experts.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    experts = any(model.config.experts is not None for model in models)
+    for name in ("router_aux_coef", "router_z_coef"):
+        if getattr(settings, name) and not experts:
+            raise SettingsError(f"--{name}={getattr(settings, name)}: no model of this run has experts; leave it out")
+    if experts and settings.engine != "native":
+        raise SettingsError(f"--engine={settings.engine}: the policy has experts, which --engine=native generates with")
+
+
 def check_layouts(
     models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]
 ) -> None:
@@ -56,8 +70,9 @@ def check_layouts(
     Raises:
       MeshError: a size that does not divide, or an axis over which there is nothing to split.
     """
+    experts = settings.fsdp or any(model.config.experts is not None for model in models.values())
     for mesh in (sizes, generate_sizes):
-        if mesh["expert"] > 1 and not settings.fsdp:
+        if mesh["expert"] > 1 and not experts:
             shape = meshes.text(dict(mesh))
             raise MeshError(f"{shape}: a dense decoder has nothing to split over the expert axis; use dp and tp")
     for role, model in models.items():
