@@ -26,6 +26,9 @@ Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, 
 class Inputs(NamedTuple):
     """Tokens as a forward pass takes them.
 
+    Where a mesh splits tokens (`sequence`), those of a rank are its contiguous part of one packed row, as is all that
+    is per token; `offsets` are of the whole row.
+
     Attributes:
       tokens: [B, T] int64 token ids.
       positions: [B, T] or [T] int64 position of each token in its sequence; None: 0, 1, 2, ...

@@ -58,6 +58,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
     "generate_mesh": "experiments/test_bad_input.py::test_bad_input_is_refused_before_any_work",
     "device": "experiments/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
+    "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
     "remat": "cost/test_dry_run.py::test_so_it_does_whatever_the_flags",
     "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",
     "hardware": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
