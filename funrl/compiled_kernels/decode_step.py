@@ -36,7 +36,7 @@ ROPE_STEP = 1024  # positions by which the table of rotations grows at least
 AS_COMPILED = {  # switches of a decoder that the kernel does not know, as it has them
     "norms": "pre", "norm_offset": 0.0, "activation": "silu", "local_rope_theta": None, "rotates": None,
     "qk_norm_over": "head", "attention_scale": None, "attention_cap": None, "embed_scale": 1.0, "residual_scale": 1.0,
-    "logit_divisor": 1.0, "logit_cap": None,
+    "logit_divisor": 1.0, "logit_cap": None, "experts": None,
 }  # fmt: skip
 _PROBLEMS = (
     None,

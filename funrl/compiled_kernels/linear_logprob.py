@@ -6,7 +6,7 @@ tensor parallelism each rank holds some rows of the vocabulary, and the ranks' p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ WANTS = ("logp", *EXTRAS)
 
 
 class TokenScores(NamedTuple):
-    """A model's scores of tokens; None: not asked for. All have the tokens' shape, `topk_logp` a dim K more."""
+    """A model's scores of tokens; None: not asked for. All have the tokens' shape, `topk_logp` a dim K more; but for
+    `load`, which is of a model with experts, and a tuple of tensors of its own."""
 
     logp: Tensor | None = None  # nats, of the token
     entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
     topk_logp: Tensor | None = None  # nats, of K other tokens at the same position
     divergence: Tensor | None = None  # nats, of that distribution from a teacher's; by `linear_divergence`
+    load: Any = None  # of the experts, by all tokens that the model read: `funrl.models.routing.Load`
 
 
 def linear_logprob(

@@ -22,7 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import funrl.compiled_kernels.varlen_attention  # noqa: F401  (registers its operators)
+import funrl.compiled_kernels.grouped_linear
+import funrl.compiled_kernels.varlen_attention
+import funrl.models.routing  # noqa: F401  (these register their operators)
 from funrl import trees
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
@@ -52,8 +54,16 @@ _FORMULAS = {  # of operators that torch has none of, or a wrong one
     torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
         2.5 * _attended(q, offsets, window)
     ),
+    torch.ops.funrl.grouped_linear: lambda x, weight, ends: _grouped_flops(x, weight.shape[1], ends),
+    torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
 }
+
+
+def _grouped_flops(x: Tensor, columns: int, ends: Tensor) -> float:
+    """FLOPs of the rows that belong to a group; of all where it is not known which do."""
+    rows = x.shape[0] if isinstance(ends, FakeTensor) else int(ends[-1])
+    return 2.0 * rows * x.shape[1] * columns
 
 
 class Traffic(NamedTuple):
@@ -287,7 +297,8 @@ class Tracer(TorchDispatchMode):
         if not given and _floating(func, args, kwargs):
             faked = True
         if not faked:
-            return func(*args, **kwargs)
+            found = None if self.fake is None or func not in _ALIKE else _ALIKE[func](*args)
+            return func(*args, **kwargs) if found is None else found
         if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
             like = torch.empty(args[0].shape, dtype=args[0].dtype)  # never written: it takes no memory
             return func(like, *args[1:], **kwargs)
@@ -365,7 +376,24 @@ _SPECIAL: dict[Any, Callable] = {  # what the program asks about numbers that ar
     aten.equal.default: lambda *_: True,
     aten.nonzero.default: lambda x: torch.ones(x.shape, dtype=torch.bool).nonzero(),
     aten.masked_select.default: lambda x, mask: x[mask],
+    torch.ops.funrl.choose_experts.default: lambda probs, k: (
+        torch.arange(probs.shape[0] * k).view(-1, k) % probs.shape[1]  # all alike
+    ),
     aten.searchsorted.Tensor: lambda ordered, x, **_: torch.arange(x.numel()).view(x.shape),  # each its own place
+}
+
+
+def _choices_of_all(x: Tensor, size: int, _: str) -> Tensor | None:
+    return x.repeat(size, 1) if x.dim() == 2 and not x.is_floating_point() else None
+
+
+def _counts_of_all(x: Tensor, received: Sequence[int], sent: Sequence[int], _: str) -> Tensor | None:
+    return x[: sent[0]].repeat(len(sent)) if x.dim() == 1 and not x.is_floating_point() else None
+
+
+_ALIKE: dict[Any, Callable] = {  # the experts that ranks choose which are not there: as this rank does; None: not these
+    torch.ops._c10d_functional.all_gather_into_tensor.default: _choices_of_all,
+    torch.ops._c10d_functional.all_to_all_single.default: _counts_of_all,
 }
 _CONSTANT = (  # whole numbers and masks that are known, whatever they are shaped like
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,

@@ -7,6 +7,7 @@
 | `all_gather` concatenates | `psum_scatter` | shards become whole, each rank uses the whole in its own way |
 | `psum_scatter` sums and splits | `all_gather` | the transpose of the above |
 | `all_to_all` exchanges | `all_to_all` back | one dim whole, another split |
+| `ragged_all_to_all` sends uneven parts | the same backwards | rows go to the ranks of their experts |
 | `own_shard` takes this rank's part | concatenates | a replicated value is split; its gradient is whole again |
 | `gather_replicated` concatenates | takes this rank's part | shards become whole, every rank uses the whole alike |
 
@@ -72,6 +73,16 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Te
     return x if mesh.size(axes) == 1 else _AllToAll.apply(x, mesh.size(axes), mesh.group_name(axes), split, concat)
 
 
+def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
+    """Send rows to the ranks of `axes`, and concatenate those that arrive, in the order of the ranks.
+
+    Args:
+      x: rows, those for the first rank first.
+      send, receive: how many go to each rank, and come from each.
+    """
+    return x if mesh.size(axes) == 1 else _RaggedAllToAll.apply(x, send, receive, mesh.group_name(axes))
+
+
 def start_all_gather(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     """Begin to concatenate the shards of `axes` along dim 0; return at once, `wait` for it before use. No gradient.
 
@@ -90,6 +101,22 @@ def start_psum_scatter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     if mesh.size(axes) == 1:
         return x.detach()
     return _c10d.reduce_scatter_tensor(x.detach(), "sum", mesh.size(axes), mesh.group_name(axes))
+
+
+def start_shift(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Begin to send to the next rank of `axes`, and to receive of the one before, round a ring; `wait` for it.
+
+    No gradient. `x` must stay as it is until then; what comes is flat.
+    """
+    flat = x.detach().contiguous().view(-1)
+    ranks, own = mesh.size(axes), int(mesh.index(axes))
+    if ranks == 1:
+        return flat
+
+    def only(rank: int) -> list[int]:
+        return [flat.numel() * (other == rank % ranks) for other in range(ranks)]
+
+    return _c10d.all_to_all_single(flat, only(own - 1), only(own + 1), mesh.group_name(axes))
 
 
 def wait(x: Tensor) -> Tensor:
@@ -156,6 +183,13 @@ def _exchange(x: Tensor, size: int, group: str, split: int, concat: int) -> Tens
     flat = _c10d.wait_tensor(_c10d.all_to_all_single(front.reshape(-1), parts, parts, group))
     left()
     return torch.cat(list(flat.view(front.shape).unbind(0)), concat)
+
+
+def _send_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    entered("all_to_all", group)
+    result = _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), receive, send, group))
+    left()
+    return result
 
 
 def _constant(backward):
@@ -272,3 +306,18 @@ class _AllToAll(torch.autograd.Function):
     @_constant
     def backward(ctx, grad):
         return _exchange(grad, ctx.size, ctx.group, ctx.concat, ctx.split), None, None, None, None
+
+
+class _RaggedAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(x, send, receive, group):
+        return _send_rows(x, send, receive, group)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.send, ctx.receive, ctx.group = inputs
+
+    @staticmethod
+    @_constant
+    def backward(ctx, grad):
+        return _send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None

@@ -30,14 +30,15 @@ class IfDivides(str):
     """A mesh axis to split over where the size divides, and to replicate over where it does not."""
 
 
-# Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts [E], rank of adapters [R]; norms
-# are ("norm",).
+# Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts and router [E], rank of adapters
+# [R]; norms are ("norm",).
 COMPUTE: Rules = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": IfDivides("tensor"),
     "mlp": "tensor",
     "experts": "expert",
+    "router": None,
     "embed": None,
     "expert_embed": None,
     "head": None,
@@ -46,7 +47,7 @@ COMPUTE: Rules = {
     "rank": None,
 }
 STORED: Rules = dict(COMPUTE)
-GENERATE: Rules = dict(COMPUTE)
+GENERATE: Rules = {**COMPUTE, "experts": None}  # ranks of `expert` generate other rows, each with all experts
 
 
 def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from funrl.models.config_fields import LARGEST_SIZES
-from funrl.models.families import FAMILIES, FULL, SLIDING, HFFamily, ModelError
+from funrl.models.families import FAMILIES, FULL, SLIDING, Experts, HFFamily, ModelError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -79,6 +79,7 @@ class Config:
       generation: the JSON text of the model's generation_config.json; "" where it has none.
       module: the JSON text of the config.json of a model that transformers' own code computes, of which the sizes
         above are a summary; "" for the decoder of this package.
+      experts: layers with several mlps of which each token takes some; None: every layer has one.
     """
 
     vocab: int
@@ -116,6 +117,7 @@ class Config:
     logit_divisor: float = 1.0
     logit_cap: float | None = None
     module: str = ""
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
@@ -142,19 +144,38 @@ class Config:
         """Properties of one layer besides its weights."""
         return LayerKind(self.window(layer), self.rotates is None or self.rotates[layer])
 
+    def has_experts(self, layer: int) -> bool:
+        """True if the mlp of a layer is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        return tuple(i for i in range(self.layers) if self.has_experts(i))
+
+    def used_parameters(self, parameters: int) -> int:
+        """Of the `parameters` of this model those that a token meets: of the experts, its own."""
+        if self.experts is None:
+            return parameters
+        unused = self.experts.count - self.experts.per_token
+        return parameters - 3 * unused * self.experts.mlp * self.embed * len(self.expert_layers)
+
     def attention_cost(self, parameters: int) -> float:
         """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.
 
         Args:
           parameters: of the model.
         """
-        return 4 * self.layers * self.heads * self.head / (2 * parameters)
+        return 4 * self.layers * self.heads * self.head / (2 * self.used_parameters(parameters))
 
     def with_layers(self, layers: int) -> Config:
         """The same sizes with only the first `layers` layers."""
         windows = None if self.windows is None else self.windows[:layers]
         rotates = None if self.rotates is None else self.rotates[:layers]
-        return replace(self, layers=layers, windows=windows, rotates=rotates)
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, dense=tuple(i for i in experts.dense if i < layers))
+        return replace(self, layers=layers, windows=windows, rotates=rotates, experts=experts)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Config:

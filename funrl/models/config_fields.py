@@ -18,6 +18,11 @@ LARGEST_SIZES = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "max_position_embeddings": 2**40,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "num_experts_per_tok": 2**16,
+    "moe_intermediate_size": 2**24,
+    "decoder_sparse_step": 4096,
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")
 POSITIVE = (
@@ -25,7 +30,10 @@ POSITIVE = (
     "attention_multiplier", "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
 COUNTS = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "num_labels")
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention")
+SWITCHES = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention",
+    "norm_topk_prob",
+)  # fmt: skip
 NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:7])
 ROPE_FIELDS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -100,6 +108,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("bos_token_id", "eos_token_id", "pad_token_id"), "a token id or a list of them", _tokens),
     (("architectures", "layer_types"), "a list of texts", _texts),
     (("no_rope_layers",), "a list of 0 and 1", _numbers),
+    (("mlp_only_layers",), "a list of numbers of layers", _numbers),
     (("rope_scaling", "rope_parameters", "id2label"), "an object", lambda value: isinstance(value, dict)),
     (("dtype", "torch_dtype", "hidden_act", "hidden_activation"), "text", lambda value: isinstance(value, str)),
 )

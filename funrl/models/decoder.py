@@ -21,14 +21,16 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.paged_attention import Paging, paged_attention
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
-from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, LayerKind, ModelError
+from funrl.models.experts import mixture
 from funrl.models.fsdp import regathering
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
+from funrl.models.routing import Load
+from funrl.models.sequence_parallel import AXIS, split_attention
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
@@ -51,6 +53,9 @@ class Context(NamedTuple):
       paging: with `kv_cache`, the places of the tokens of one packed row.
       offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
       window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
+      form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
+      real_BT: false at padding, which goes to no expert; None: there is none, or there are no experts.
+      routes_BTK: the experts that tokens go to; None: as the router says.
     """
 
     rope: Rotary | None
@@ -60,6 +65,9 @@ class Context(NamedTuple):
     paging: Paging | None = None
     offsets: Tensor | None = None
     window: int | None = None
+    form: str = "auto"
+    real_BT: Tensor | None = None
+    routes_BTK: Tensor | None = None
 
 
 def decoder_model(config: Config) -> Model:
@@ -69,7 +77,7 @@ def decoder_model(config: Config) -> Model:
         config=config,
         shapes=tree,
         axes=axes(config),
-        names=hf_names(tree),
+        names=hf_names(tree, config.family),
         init=functools.partial(init, config),
         apply=functools.partial(apply, config),
         unembed=unembed,
@@ -93,13 +101,21 @@ def shapes(config: Config) -> trees.Tree:
         whole = config.qk_norm_over == "projection"
         attn |= {"q_norm": (H, N) if whole else (N,), "k_norm": (K, N) if whole else (N,)}
     norms = {"pre": _BEFORE, "post": _BEHIND, "sandwich": _BEFORE + _BEHIND}[config.norms]
-    mlp = {"gate": (F_, D), "up": (F_, D), "down": (D, F_)}
+    mlp, moe = {"gate": (F_, D), "up": (F_, D), "down": (D, F_)}, {}
+    if config.experts is not None:
+        E, M = config.experts.count, config.experts.mlp
+        moe = {"router": (E, D), "expert_gate": (E, M, D), "expert_up": (E, M, D), "expert_down": (E, D, M)}
 
     def empty(sizes: dict) -> dict:
         return {k: torch.empty(v, device="meta") for k, v in sizes.items()}
 
     layers = tuple(
-        {**empty(dict.fromkeys(norms, (D,))), "attn": empty(attn), "mlp": empty(mlp)} for _ in range(config.layers)
+        {
+            **empty(dict.fromkeys(norms, (D,))),
+            "attn": empty(attn),
+            "mlp": empty(moe if config.has_experts(i) else mlp),
+        }
+        for i in range(config.layers)
     )
     return {**empty({"embed": (V, D), "norm": (D,)} | ({} if config.tied else {"unembed": (V, D)})), "layers": layers}
 
@@ -126,6 +142,10 @@ _AXES = {
     "gate": ("mlp", "embed"),
     "up": ("mlp", "embed"),
     "down": ("embed", "mlp"),
+    "router": ("router", "embed"),
+    "expert_gate": ("experts", "mlp", "expert_embed"),
+    "expert_up": ("experts", "mlp", "expert_embed"),
+    "expert_down": ("experts", "expert_embed", "mlp"),
 }
 
 
@@ -149,7 +169,10 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
         if last.endswith("bias"):
             return torch.zeros(x.shape, dtype=dtype, device=generator.device)
         fan_in = {"o": config.heads * config.head, "down": config.mlp}.get(last, config.embed)
-        std = 0.02 if last in ("embed", "unembed") else fan_in**-0.5 * (residual if last in ("o", "down") else 1)
+        if last == "expert_down" and config.experts is not None:
+            fan_in = config.experts.mlp
+        branch = residual if last in ("o", "down", "expert_down") else 1
+        std = 0.02 if last in ("embed", "unembed") else fan_in**-0.5 * branch
         return (torch.randn(x.shape, generator=generator, device=generator.device) * std).to(dtype)
 
     return trees.map_named(draw, shapes(config))
@@ -184,27 +207,37 @@ def apply(
     """A forward pass, as `Model.apply` says.
 
     Raises:
-      ModelError: of a cache and `Inputs.paging` there is only one.
+      ModelError: of a cache and `Inputs.paging` there is only one; or tokens are split that are not packed.
     """
     if (cache is None) != (inputs.paging is None):
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
+    if mesh.size(AXIS) > 1 and inputs.offsets is None:
+        raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
     x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
     contexts = _contexts(config, inputs, x_BTD.dtype)
     layer = layer or decoder_layer
-    layers = params["layers"]
+    layers, loads = params["layers"], list[Load]()
     with regathering(layers):
         weights = iter(layers)
         for i in range(config.layers):
             context = contexts[config.kind(i)]
+            if inputs.routes is not None and config.has_experts(i):
+                context = context._replace(routes_BTK=inputs.routes[:, :, len(loads)])
             if cache is not None:
                 context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             x_BTD = layer(config, mesh, next(weights), x_BTD, context)
+            if isinstance(x_BTD, tuple):
+                loads.append(x_BTD[1])
+                x_BTD = x_BTD[0]
     x_BTD = _norm(config, x_BTD, params["norm"])
-    return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, {})
+    aux = {} if not loads else Load(*map(torch.stack, zip(*loads, strict=True)))._asdict()
+    return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, aux)
 
 
-def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context) -> Tensor:
+def decoder_layer(
+    config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context
+) -> Tensor | tuple[Tensor, Load]:
     """One layer: x + attention(norm(x)), then the same with the mlp; the norms are where `Config.norms` says.
 
     Args:
@@ -212,11 +245,16 @@ def decoder_layer(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor,
       params: the weights of this layer.
       x_BTD: output of the layer before.
       context: positions, mask and cache.
+
+    Returns: its output; where it has experts, their load too.
     """
     h_BTD = pbroadcast(_norm(config, x_BTD, params.get("attn_norm")), mesh, "tensor")
     x_BTD = _add(config, x_BTD, _attend(config, mesh, params["attn"], h_BTD, context), params.get("attn_out_norm"))
-    h_BTD = pbroadcast(_norm(config, x_BTD, params.get("mlp_norm")), mesh, "tensor")
-    mlp = params["mlp"]
+    h_BTD, mlp = _norm(config, x_BTD, params.get("mlp_norm")), params["mlp"]
+    if config.experts is not None and "router" in mlp:
+        out_BTD, load = mixture(config.experts, mesh, mlp, h_BTD, context.real_BT, context.routes_BTK)
+        return _add(config, x_BTD, out_BTD, params.get("mlp_out_norm")), load
+    h_BTD = pbroadcast(h_BTD, mesh, "tensor")
     inner_BTF = _ACTIVATIONS[config.activation](multiply(h_BTD, mlp["gate"])) * multiply(h_BTD, mlp["up"])
     return _add(config, x_BTD, psum(multiply(inner_BTF, mlp["down"]), mesh, "tensor"), params.get("mlp_out_norm"))
 
@@ -234,7 +272,7 @@ def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | N
 
 def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerKind, Context]:
     """The context of each kind of layers, less their caches."""
-    tokens_BT, positions, segments, offsets, paging = inputs
+    tokens_BT, positions, segments, offsets, paging, _ = inputs
     T, device = tokens_BT.shape[1], tokens_BT.device
     if paging is not None:
         positions = paging.positions_N
@@ -248,7 +286,9 @@ def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerK
             contexts[kind] = Context(rope, None, T > 1)
         else:
             contexts[kind] = Context(rope, _attention_mask(T, segments, window, device), False)
-    return contexts
+    if config.experts is None or segments is None:
+        return contexts
+    return {kind: context._replace(real_BT=segments != 0) for kind, context in contexts.items()}
 
 
 def _rope(config: Config, kind: LayerKind, positions: Tensor, dtype: torch.dtype) -> Rotary | None:
@@ -271,7 +311,8 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
         out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
     elif context.offsets is not None:
-        out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window, **how)
+        new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
+        out_BTHN = split_attention(*new, mesh, context.window, context.form, **how)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
     out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")

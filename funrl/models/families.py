@@ -11,6 +11,9 @@
 | smollm3 | layers without rotary positions; these may have a sliding window |
 | granite | factors of embeddings, residual branches, attention and logits |
 | gemma2 | GELU, norms on both sides, 1 + w in norms, scaled embeddings, soft caps, a window on every other layer |
+| qwen3_moe | qwen3 with experts in all layers or in some |
+| mixtral | mistral with experts in all layers, the weights of a token's divided by their sum |
+| olmoe | norms before attention and mlp, q and k normalised over all their heads, experts in all layers |
 | gemma3_text | gemma2 with q and k normalised per head, and a rotary base of their own in layers with a window |
 
 A family is one entry of `FAMILIES`. Its functions read and write what is peculiar to it; what families share is read in
@@ -20,6 +23,7 @@ A family is one entry of `FAMILIES`. Its functions read and write what is peculi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -28,6 +32,30 @@ GELU = "gelu_pytorch_tanh"  # the name in transformers of what the decoder calls
 
 class ModelError(ValueError):
     """A model that cannot be used; the message names the file or field, its value and what is supported."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Layers whose mlp is a mixture of experts.
+
+    Attributes:
+      count, per_token, mlp: experts of a layer E, those that a token goes to, and the inner size of each F.
+      normalized: whether the weights of a token's experts are divided by their sum.
+      dense: numbers of the layers that have one mlp instead.
+    """
+
+    count: int
+    per_token: int
+    mlp: int
+    normalized: bool = True
+    dense: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "mlp"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"experts.{name} is {getattr(self, name)}, it must be at least 1")
+        if self.per_token > self.count:
+            raise ModelError(f"experts.per_token is {self.per_token}, it must be at most their count, {self.count}")
 
 
 def upper_layers(got: Mapping[str, Any], layers: int) -> list[str]:
@@ -54,6 +82,7 @@ class HFFamily(NamedTuple):
       write: the config -> fields of config.json for them.
       kinds: (fields, layers) -> the kind of each layer, where config.json has no layer_types.
       rope_types: ways of stretching rotary frequencies.
+      names: last parts of the names of weights here -> their names in a layer's file, where other families' differ.
       fused: tensor of a layer's file -> the tensors that it holds one behind the other.
     """
 
@@ -67,6 +96,7 @@ class HFFamily(NamedTuple):
     kinds: Callable[[Mapping[str, Any], int], list[str]] = upper_layers
     rope_types: Sequence[str] = ("default", "linear", "llama3")
     fused: Mapping[str, Sequence[str]] = {}
+    names: Mapping[str, str] = {}
 
 
 def _bias(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,6 +234,61 @@ def _gemma3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
+def _read_experts(got: Mapping[str, Any], mlp: str, normalized: bool) -> Experts:
+    """The experts that a config.json describes; transformers writes their count by either of two names."""
+    count = next((got[name] for name in ("num_local_experts", "num_experts") if got.get(name) is not None), 0)
+    step, dense = got.get("decoder_sparse_step") or 1, set(got.get("mlp_only_layers") or ())
+    layers = range(got["num_hidden_layers"])
+    return Experts(
+        count=count,
+        per_token=got["num_experts_per_tok"],
+        mlp=got[mlp],
+        normalized=normalized,
+        dense=tuple(i for i in layers if i in dense or (i + 1) % step),
+    )
+
+
+def _write_experts(config: Any, count: str) -> dict[str, Any]:
+    if config.experts is None:
+        raise ModelError(f"a {config.family} config.json needs experts, which is None")
+    return {count: config.experts.count, "num_experts_per_tok": config.experts.per_token}
+
+
+def _read_qwen3_moe(got: Mapping[str, Any]) -> dict[str, Any]:
+    experts = _read_experts(got, "moe_intermediate_size", bool(got["norm_topk_prob"]))
+    return _bias(got) | {"qk_norm": True, "experts": experts}
+
+
+def _write_qwen3_moe(config: Any) -> dict[str, Any]:
+    counts = _write_experts(config, "num_experts")
+    window = _write_window(config) | {"use_sliding_window": config.windows is not None}
+    return _write_bias(config) | (window if config.windows is not None else {}) | counts | {
+        "moe_intermediate_size": config.experts.mlp,
+        "norm_topk_prob": config.experts.normalized,
+        "mlp_only_layers": list(config.experts.dense),
+        "decoder_sparse_step": 1,
+    }  # fmt: skip
+
+
+def _write_mixtral(config: Any) -> dict[str, Any]:
+    return _write_window(config) | _write_experts(config, "num_local_experts")
+
+
+def _read_olmoe(got: Mapping[str, Any]) -> dict[str, Any]:
+    experts = _read_experts(got, "intermediate_size", bool(got["norm_topk_prob"]))
+    return _bias(got) | {"qk_norm": True, "qk_norm_over": "projection", "experts": experts}
+
+
+def _write_olmoe(config: Any) -> dict[str, Any]:
+    counts = _write_experts(config, "num_experts")
+    return _write_bias(config) | counts | {"norm_topk_prob": config.experts.normalized}
+
+
+def _all_layers(got: Mapping[str, Any], layers: int) -> list[str]:
+    sliding = got.get("use_sliding_window") and got.get("sliding_window") is not None
+    return [SLIDING if sliding else FULL] * layers
+
+
 def _family(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
     """A family whose classes begin with `name`."""
     causal, sequence, token = (
@@ -270,6 +355,28 @@ FAMILIES: Mapping[str, HFFamily] = {
     "granite": _family(
         "Granite", _LLAMA | dict.fromkeys(_MULTIPLIERS.values(), 1.0), supported=_NO_WINDOW, read=_read_granite,
         write=_write_granite,
+    )._replace(classifier=None, token_classifier=None),
+    "qwen3_moe": _family(
+        "Qwen3Moe", _QWEN | {
+            "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+        }, supported=_ONE_WINDOW, read=_read_qwen3_moe, write=_write_qwen3_moe, kinds=_all_layers,
+    ),
+    "mixtral": _family(
+        "Mixtral", _LLAMA | _ALL_LAYERS | {
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "num_experts_per_tok": 2, "num_local_experts": 8,
+        }, supported=_ONE_WINDOW, write=_write_mixtral, kinds=_all_layers,
+        read=lambda got: {"experts": _read_experts(got, "intermediate_size", True)},
+        names={"router": "block_sparse_moe.gate.weight"} | {
+            f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
+            for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    ),
+    "olmoe": _family(
+        "Olmoe", {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "eos_token_id": 50279, "pad_token_id": 1,
+            "num_experts_per_tok": 8, "norm_topk_prob": False,
+        }, supported=_NO_WINDOW | {"clip_qkv": (None,)}, read=_read_olmoe, write=_write_olmoe,
     )._replace(classifier=None, token_classifier=None),
     "gemma2": _family(
         "Gemma2", _GEMMA | {

@@ -27,7 +27,7 @@ from funrl.models.decoder import decoder_model
 from funrl.models.families import FAMILIES
 from funrl.models.generation_config import GENERATION, with_generation_config
 from funrl.models.model import Model
-from funrl.models.names import UNEMBED, Stored, fused, stored_in
+from funrl.models.names import UNEMBED, Stored, by_expert, fused, stored_in
 from funrl.models.resize import extended, is_of_vocabulary
 from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
 from funrl.models.weight_files import INDEX, WHOLE, read_json, weight_tables
@@ -57,9 +57,9 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     raw = read_json(file)
     try:
         check_config_fields(raw)
-        config, make = _config_of(raw, code)
         if (head := _head_of(raw)) is not None:
-            return with_value_head(make(config), *head)
+            return _classifier(raw, code, *head)
+        config, make = _config_of(raw, code)
         beside = file.with_name(GENERATION)
         if file.name == "config.json" and beside.exists():
             file, generation = beside, read_json(beside)
@@ -71,6 +71,17 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     except Exception as error:  # transformers raises what it likes, in several lines
         said = " ".join(str(error).split())
         raise ModelError(f"{file}: it describes no model ({type(error).__name__}: {said})") from error
+
+
+def _classifier(raw: Mapping[str, Any], code: str, labels: int, bias: bool) -> Model:
+    try:
+        config, make = _config_of(raw, code)
+        return with_value_head(make(config), labels, bias)
+    except ModelError as error:
+        raise ModelError(
+            f"{raw['architectures'][0]}: only a classifier on a causal language model that this package computes can "
+            f"score: {error}"
+        ) from error
 
 
 def _config_of(raw: Mapping[str, Any], code: str) -> tuple[Config, Callable[[Config], Model]]:
@@ -129,7 +140,7 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
     for file, table in weight_tables(folder).items():
         for name, entry in table.items():
             found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
-    expected = {one.name: one.shape for one in _stored(model, found).values()}
+    expected = {name: shape for one in _stored(model, found).values() for name, shape in one.tensors.items()}
     missing = sorted(set(expected) - set(found))
     extra = sorted(n for n in set(found) - set(expected) if not _redundant(n, config))
     if missing:
@@ -193,13 +204,19 @@ def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callabl
     opened: dict[Path, Any] = {}
     stored, shapes = _stored(model, where), {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
 
-    def read(name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
-        one = stored[name]
-        file = where[one.name]
+    def tensor(name: str) -> Any:
+        file = where[name]
         if file not in opened:
             opened[file] = safe_open(file, framework="pt")
-        whole = tuple((0, n) for n in shapes[name])
-        box, held = whole if box is None else box, opened[file].get_slice(one.name)
+        return opened[file].get_slice(name)
+
+    def read(name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
+        one = stored[name]
+        box = tuple((0, n) for n in shapes[name]) if box is None else box
+        if one.experts:
+            inner = tuple(slice(*b) for b in box[1:])
+            return torch.stack([tensor(there)[inner].to(dtype) for there in one.experts[slice(*box[0])]])
+        held = tensor(one.name)
         if is_of_vocabulary(name) and held.get_shape()[0] < shapes[name][0]:
             return extended(held, box, dtype)
         return _slice(held, one, shapes[name], box).to(dtype)
@@ -259,7 +276,7 @@ def write(
     folder, config = Path(path), model.config
     folder.mkdir(parents=True, exist_ok=True)
     dtype, partials, shards, total = config.dtype, [], [], 0
-    for shard in _split(fused(config.family, model.names, named_weights), max_shard_bytes):
+    for shard in _split(by_expert(fused(config.family, model.names, named_weights)), max_shard_bytes):
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
         partials[-1].write_bytes(b"")

@@ -26,6 +26,9 @@ Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, 
 class Inputs(NamedTuple):
     """Tokens as a forward pass takes them.
 
+    Where a mesh splits tokens (`sequence`), those of a rank are its contiguous part of one packed row, as is all that
+    is per token; `offsets` are of the whole row.
+
     Attributes:
       tokens: [B, T] int64 token ids.
       positions: [B, T] or [T] int64 position of each token in its sequence; None: 0, 1, 2, ...
@@ -34,6 +37,8 @@ class Inputs(NamedTuple):
       offsets: [S + 1] int32, where the sequences of one packed row [1, T] begin and end: attention is then of variable
         length, and no [T, T] mask is made. None: the mask is made of `segments`.
       paging: with a cache, the places of the tokens of one packed row [1, T]; it has their positions. None: no cache.
+      routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
+        its router says. None: so everywhere.
     """
 
     tokens: Tensor
@@ -41,6 +46,7 @@ class Inputs(NamedTuple):
     segments: Tensor | None = None
     offsets: Tensor | None = None
     paging: Paging | None = None
+    routes: Tensor | None = None
 
 
 class Output(NamedTuple):
@@ -49,7 +55,8 @@ class Output(NamedTuple):
     Attributes:
       hidden: [B, T, D] hidden states after the last norm, the same on every tensor rank.
       cache: the key-value cache with the new tokens in it; None where none was given.
-      aux: further scalars by name, such as the losses of routers.
+      aux: of a model with experts the fields of `routing.Load`, of all its layers that have some: counts_E [L, E],
+        probs_E [L, E], z [L] and ids_TK [L, B T, k].
     """
 
     hidden: Tensor

@@ -34,21 +34,27 @@ _LAYER = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
+    "expert_gate": "mlp.experts.gate_proj.weight",
+    "expert_up": "mlp.experts.up_proj.weight",
+    "expert_down": "mlp.experts.down_proj.weight",
 }
+_EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
 EMBED, UNEMBED = "model.embed_tokens.weight", "lm_head.weight"
 _TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
 
-def hf_names(shapes: trees.Tree) -> Names:
+def hf_names(shapes: trees.Tree, family: str = "llama") -> Names:
     """For each weight of a decoder its name and shape in a Hugging Face file.
 
-    The tensor here is the one there with the heads as a dim of their own.
+    The tensor here is the one there with the heads as a dim of their own. The experts of a layer are one tensor here;
+    a file has one each, by the names of `expert_names`.
 
     Example: {"layers/0/attn/q": ("model.layers.0.self_attn.q_proj.weight", (H * N, D)), ...}
     """
     named = trees.named(shapes)
-    layer = dict(_LAYER)
+    layer = _LAYER | dict(FAMILIES[family].names if family in FAMILIES else {})
     if any(name.endswith("mlp_out_norm") for name, _ in named):  # else norms before and behind would have one name
         layer["mlp_norm"] = _MLP_NORM_OF_FOUR
     return {name: (_hf_name(name, layer), _hf_shape(name, tuple(x.shape))) for name, x in named}
@@ -60,11 +66,33 @@ class Stored(NamedTuple):
     Attributes:
       name, shape: of the file's tensor.
       rows: of its first dim, those that are the weight: first and last but one.
+      experts: names of the file's tensors, each of the shape of one of the weight's first dim; (): it is `name`.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[int, int]
+    experts: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the file's tensors."""
+        return dict.fromkeys(self.experts, self.shape[1:]) if self.experts else {self.name: self.shape}
+
+
+def expert_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Names in a file of the parts of a tensor of all experts; () of any other tensor.
+
+    Example: ("layers.0.mlp.experts.up_proj.weight", (2, 8, 4)) -> ("layers.0.mlp.experts.0.up_proj.weight", ...)
+    """
+    return tuple(name.replace(_EXPERTS, f"{_EXPERTS}{i}.") for i in range(shape[0])) if _EXPERTS in name else ()
+
+
+def by_expert(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names of `hf_names`, with one tensor for each expert."""
+    for name, x in named:
+        names = expert_names(name, tuple(x.shape))
+        yield from zip(names, x.unbind(), strict=True) if names else [(name, x)]
 
 
 def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
@@ -78,7 +106,7 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
         shape = (rows[-1], *shapes[parts[0]][1:])
         found |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
     return {
-        ours: found.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])))
+        ours: found.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])), expert_names(theirs, shape))
         for ours, (theirs, shape) in names.items()
     }
 

@@ -19,8 +19,13 @@ _SAVED = (
     "aten::_scaled_dot_product",
     "flash_attn::",
     "funrl::varlen_attention",
+    "funrl::grouped_linear",
+    "funrl::choose_experts",
 )
-_SAVED_COLLECTIVES = ("_c10d_functional::all_reduce", "_c10d_functional::wait_tensor")
+_SAVED_COLLECTIVES = tuple(
+    f"_c10d_functional::{name}"
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor")
+)
 
 
 def rematerialized(layer: Layer, mode: str) -> Layer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from funrl.data.prompts import Prompt
 from funrl.data.tokenizer import character_tokenizer, character_vocabulary
-from funrl.models.config import Config
+from funrl.models.config import Config, Experts
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
 DIGITS = 3
@@ -24,6 +25,7 @@ HEAD, VLLM_HEAD = 16, 32  # size of the decoder's heads; vLLM's attention on a C
 ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
+MODELS = ("arithmetic", "arithmetic_moe")  # the task by the name of its model: dense, or with experts
 WARMSTART_STEPS = 800
 TRAINING_PROMPTS = 4096
 
@@ -174,16 +176,21 @@ def is_its_tokenizer(folder: str | Path) -> bool:
     return vocab == character_vocabulary(ALPHABET)
 
 
-def model_config(head: int = HEAD) -> Config:
+def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
     """The small decoder that learns the task.
 
     Args:
       head: size of a head; keys and values have fewer of a larger size, and as many parameters.
+      model: one of `MODELS`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large together as the
+        other's mlp.
     """
-    return Config(
+    dense = Config(
         vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
     )  # fmt: skip
+    if model == "arithmetic":
+        return dense
+    return replace(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
 
 
 def _prompts(pairs: np.ndarray) -> list[Prompt]:

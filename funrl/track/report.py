@@ -29,7 +29,7 @@ from funrl.track.samples import Sample, first_and_last, read_samples
 
 PHASES = {  # in the order of a step, with the page's colour of each
     "generate": 0, "reward": 5, "score_policy": 2, "score_reference": 6, "score_critic": 4, "advantage": 7,
-    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
+    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 11, "eval": 9, "other": 10,
 }  # fmt: skip
 ORDER = "Answers are shown with their digits in the usual order; the model writes the ones first."
 LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
@@ -119,16 +119,17 @@ def whole_page(title: str, body: str) -> str:
     )
 
 
-def _is_supervised(run: RunFiles) -> bool:
+def is_supervised(run: RunFiles) -> bool:
+    """True if a run learns from given texts."""
     return any("train/loss" in row for row in run.rows)
 
 
 def _has_pairs(run: RunFiles) -> bool:
-    return _is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
+    return is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
 
 
 def _headline_charts(run: RunFiles) -> tuple[Chart, ...]:
-    if not _is_supervised(run):
+    if not is_supervised(run):
         return REWARD_CHARTS
     return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
 
@@ -222,7 +223,7 @@ def _headlines(run: RunFiles) -> list[tuple[str, str]]:
     """
     if _has_pairs(run):
         return [("eval/accuracy", "held-out pair accuracy"), ("eval/loss", "held-out loss")]
-    if _is_supervised(run):
+    if is_supervised(run):
         return [("eval/loss", "held-out loss"), ("train/loss", "training loss")]
     between = any(
         abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
@@ -303,9 +304,9 @@ def _time(run: RunFiles) -> str:
     names = [name for name in PHASES if name in keys] + sorted(keys - set(PHASES))
     if not rows or not names:
         return ""
+    colours = _phase_colours(names)
     layers = [
-        Band(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], PHASES.get(name, 10))
-        for name in names
+        Band(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], colours[name]) for name in names
     ]
     rest = [row["time_s/step"] - sum(layer.values[i] for layer in layers) for i, row in enumerate(rows)]
     if sum(rest) > 0.005 * _seconds(run):
@@ -313,6 +314,14 @@ def _time(run: RunFiles) -> str:
     shares = _shares(layers, len(rows))
     steps = [row["step"] for row in rows]
     return section("Time", '<div class="grid time">', [shares, stacked_chart("By step", "seconds", steps, layers)])
+
+
+def _phase_colours(names: Sequence[str]) -> dict[str, int]:
+    """The page's colour of each phase; those that have none of their own take what is free, then that of "other"."""
+    colours = {name: PHASES[name] for name in names if name in PHASES}
+    free = [colour for colour in PHASES.values() if colour not in (*colours.values(), PHASES["other"])]
+    rest = [name for name in names if name not in colours]
+    return colours | {name: free[at] if at < len(free) else PHASES["other"] for at, name in enumerate(rest)}
 
 
 def _shares(layers: Sequence[Band], steps: int) -> str:
@@ -348,7 +357,7 @@ def is_embedded(config: dict[str, Any]) -> bool:
     """True if a run's config.json says that it completed the embedded task."""
     flags = config.get("flags") or {}
     given = any(flags.get(name) for name in ("prompts", "data", "given_in_python"))
-    return flags.get("task") == "arithmetic" and not given
+    return flags.get("task") in ("arithmetic", "arithmetic_moe") and not given
 
 
 def sample_card(sample: Sample) -> str:

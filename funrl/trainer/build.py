@@ -20,6 +20,7 @@ from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
+from funrl.models.sequence_parallel import with_form
 from funrl.models.value_head import BIAS, HEAD
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
@@ -34,7 +35,9 @@ from funrl.trainer.job import Job
 from funrl.trainer.judging import Judge, open_judge
 from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
-from funrl.trainer.sharding import stored_rules
+from funrl.trainer.router_losses import RouterLosses
+from funrl.trainer.settings import Settings
+from funrl.trainer.sharding import goes_round, stored_rules
 from funrl.trainer.state import State
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -76,7 +79,8 @@ class Parts(NamedTuple):
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
     settings, compiled = job.settings, {}
-    compiles = "off" if settings.remat == "selective" else settings.compile
+    rings = any(goes_round(settings, model, mesh.sizes) for model in job.models.values())
+    compiles = "off" if settings.remat == "selective" or rings else settings.compile
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
@@ -84,7 +88,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         return compiled[model.layer]
 
     def placed(name: str, model: Model) -> Placed:
-        layer = rematerialized(layer_of(model), settings.remat)
+        layer = rematerialized(with_form(layer_of(model), settings.sequence_parallel), settings.remat)
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
 
     begin = placed(job.lead, job.model)
@@ -122,8 +126,16 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
         watch_entropy=name == "policy" and job.generates,
         companion=companion,
+        router=router_losses(settings, placed),
         **common,
     )  # fmt: skip
+
+
+def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
+    """Losses of the routers of a model, if it has some and gives probabilities."""
+    if placed.model.config.experts is None or placed.model.unembed is None:
+        return RouterLosses()
+    return RouterLosses(settings.router_aux_coef, settings.router_z_coef)
 
 
 def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:

@@ -42,12 +42,20 @@ from funrl.trainer.job_data import (
     texts_of,
 )
 from funrl.trainer.judging import JudgeJob, judge_job
+from funrl.trainer.learning_rates import learning_rates
 from funrl.trainer.own_texts import reads_tokens
 from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of
 from funrl.trainer.settings import Settings, for_kind, resolved
-from funrl.trainer.sharding import check_layouts, check_roles, generate_sizes, rank_memory
+from funrl.trainer.sharding import (
+    check_experts,
+    check_forms,
+    check_layouts,
+    check_roles,
+    generate_sizes,
+    rank_memory,
+)
 
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
@@ -191,7 +199,7 @@ def job_of(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
-        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        learning_rates(settings, algorithm, model), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
         judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
         lora_of(settings, model),
     )  # fmt: skip
@@ -222,7 +230,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         return given.model, given.tokenizer or arithmetic.tokenizer()
     if settings.model is None:
         head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
-        return decoder_model(arithmetic.model_config(head)), arithmetic.tokenizer()
+        return decoder_model(arithmetic.model_config(head, settings.task)), arithmetic.tokenizer()
     with blaming("model"):
         model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
     if settings.resize_vocab:
@@ -351,10 +359,12 @@ def check_meshes(
       SettingsError, MeshError: naming the flag, the sizes and the way out.
     """
     check_roles(settings, tuple(models))
+    check_experts(settings, models.values())
     lead = models.get("policy") or next(iter(models.values()))
     generating = generate_sizes(settings, sizes, lead, memory) if "policy" in models else sizes
     with blaming(f"mesh={settings.mesh}"):
         check_layouts(models, settings, sizes, generating)
+    check_forms(models, settings, sizes)
     return generating
 
 
@@ -531,16 +541,6 @@ def inherited(job: Job) -> dict[str, float]:
     found = {name: x for name, x in sampling_defaults(job.model.config).items() if x != EVAL_DEFAULTS[name]}
     idle = IDLE_IF_GREEDY if job.eval_sampling.greedy else ()
     return {name: x for name, x in found.items() if getattr(job.settings, f"eval_{name}") is None and name not in idle}
-
-
-def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]:
-    """Peak learning rates of the roles that learn."""
-    scratch, given = (1e-3, 1e-5) if settings.lora_rank is None else (3e-3, 1e-4)
-    lr = settings.lr if settings.lr is not None else (scratch if settings.model is None else given)
-    critic = 2 * lr if settings.critic_lr is None else settings.critic_lr
-    implicit = lr if settings.implicit_reward_lr is None else settings.implicit_reward_lr
-    own = {"critic": critic, "implicit_reward": implicit}
-    return {name: own.get(name, lr) for name in algorithm.losses}
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from funrl.batch import FIELDS
 from funrl.models.lora import on_base, trained_part
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
+from funrl.trainer.router_losses import RouterLosses
 
 # Of each role: field of the batch -> what its model calls it.
 WRITES: Mapping[str, Mapping[str, str]] = {
@@ -79,6 +80,7 @@ class Role(NamedTuple):
       metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
       watch_entropy: whether its mean entropy is among the metrics of an update.
       companion: what its loss reads the `divergence` from; None: it reads none.
+      router: coefficients of the losses of its routers, where its model has experts and gives probabilities.
       on_base: whether its weights are those of the run's base, with adapters of its own beside them where it learns.
     """
 
@@ -94,6 +96,7 @@ class Role(NamedTuple):
     watch_entropy: bool = False
     companion: Companion | None = None
     on_base: bool = False
+    router: RouterLosses = RouterLosses()
 
     @property
     def stored(self) -> trees.Tree:

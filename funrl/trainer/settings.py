@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funrl import seeds
-from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse, wanted_devices
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshError, parse, wanted_devices
 from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
@@ -51,8 +51,8 @@ class Settings:
     """The flags of every run. None means: the run chooses."""
 
     mesh: str = flag(
-        "dp1", "devices", "devices by axis, dp (data), ep, sp or tp (tensor), such as dp4,tp2; auto:8 chooses, and "
-        "--fsdp too, by a dry run"
+        "dp1", "devices", "devices by axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; "
+        "auto:8 chooses, and --fsdp too, by a dry run"
     )  # fmt: skip
     generate_mesh: str | None = flag(
         None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
@@ -66,18 +66,23 @@ class Settings:
         "what forward passes compute in (bfloat16 keeps float32 master weights)",
         one_of("float32", "float64", "bfloat16"),
     )
-    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data too")
+    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data and sp too")
     fsdp_axes: str | None = flag(
         None,
         "devices",
         "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
-        some_of(*(short for short, axis in SHORT.items() if axis in ROW_AXES)),
+        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
         chosen="all",
         requires="fsdp",
     )
     fsdp_models: str | None = flag(
         None, "devices", "which models --fsdp shards", some_of(*ROLES), chosen="all", requires="fsdp"
     )
+    sequence_parallel: str = flag(
+        "auto", "devices", "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends "
+        "keys from rank to rank; auto: ulysses where the heads divide",
+        one_of("auto", "ulysses", "ring"),
+    )  # fmt: skip
     remat: str = flag(
         "none",
         "devices",
@@ -142,8 +147,10 @@ class Settings:
         requires="model",
     )  # fmt: skip
     task: str = flag(
-        "arithmetic", "job", "the embedded task, unless --prompts or --data is given", one_of("arithmetic")
-    )
+        "arithmetic", "job", "the embedded task, unless --prompts or --data is given; arithmetic_moe: by a decoder "
+        "with experts",
+        one_of(*arithmetic.MODELS),
+    )  # fmt: skip
     prompts: str | None = flag(
         None, "job", "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, a directory "
         "that `datasets` saved, or a dataset in the local Hugging Face cache, such as openai/gsm8k:main:train; several "
@@ -239,12 +246,17 @@ class Settings:
     tools: str | None = flag(None, "job", "FILE.json with a list of JSON schemas of tools, for the chat template")
     template_arguments: str | None = flag(None, "job", "further arguments of the chat template: enable_thinking:false")
     long_prompts: str = flag(
-        "error", "job", "what is done with prompts that are too long: error, drop, or truncate to their last tokens",
-        one_of("error", "drop", "truncate"), kinds=RL,
+        "error", "job", "what is done with prompts and texts that are too long: error, drop, or truncate, prompts to "
+        "their last tokens",
+        one_of("error", "drop", "truncate"),
     )  # fmt: skip
     max_prompt_tokens: int | None = flag(
         None, "job", "tokens of a prompt at most", at_least(1), kinds=RL,
         chosen="what --max_new_tokens leaves of the model's positions",
+    )  # fmt: skip
+    max_text_tokens: int | None = flag(
+        None, "job", "tokens of a prompt and its completion at most", at_least(2), kinds=SUPERVISED,
+        chosen="the model's positions",
     )  # fmt: skip
     curriculum: str | None = flag(
         None, "job", "FILE.py:function that weights the prompts before each step, by the metrics so far", kinds=RL
@@ -285,7 +297,7 @@ class Settings:
         "job",
         "tokens of a prompt and its completion that --dry_run takes",
         at_least(1),
-        chosen="the embedded task's longest, else 1024",
+        chosen="the embedded task's longest, else --max_text_tokens, else 1024",
         kinds=SUPERVISED,
         requires="dry_run",
     )
@@ -367,7 +379,7 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch, 1e-5 with --model; with --lora_rank 3e-3 and 1e-4",
+        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), 5e-7 to 1e-3; --lora_rank: 3e-3, 10 times",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL
@@ -392,6 +404,11 @@ class Settings:
     lr_warmup_steps: int = flag(0, "update", "optimizer steps of linear warm-up", at_least(0))
     weight_decay: float = flag(0.0, "update", "decoupled, of matrices only", at_least(0))
     max_grad_norm: float = flag(1.0, "update", "gradients are scaled down to this global norm", above(0))
+    router_aux_coef: float = flag(
+        0.0, "update", "how much the uneven load of experts counts in the loss; with several micro-batches an update "
+        "it takes a forward pass more", at_least(0),
+    )  # fmt: skip
+    router_z_coef: float = flag(0.0, "update", "how much large logits of routers count in the loss", at_least(0))
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
     max_skipped: int = flag(
@@ -434,7 +451,7 @@ class Settings:
     )  # fmt: skip
     report_to: str | None = flag(
         None, "output", "further trackers",
-        some_of(*TRACKERS),
+        some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
     )  # fmt: skip
     sample_every: int = flag(
         10, "output", "steps between samples", at_least(1)

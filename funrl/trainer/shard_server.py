@@ -4,9 +4,9 @@ Tensorstore has threads of its own, and a process that has them cannot be forked
 (by a reward, by the next run of a notebook), so tensorstore is never imported there. What is written and read passes
 through memory that both share, requests and answers through pipes.
 
-On disk each rank has an OCDBT database `ocdbt.process_R` with its chunks, in files of up to `FILE_BYTES`; a commit
-joins their indices in one, without touching the chunks. Arrays are zarr 3 with a checksum in each chunk. It is what
-orbax writes and reads.
+On disk each rank has an OCDBT database `ocdbt.process_R` with its chunks, and one more for the large ones, which
+`chunk_files` writes; a commit joins their indices in one, without touching the chunks. Arrays are zarr 3 with a
+checksum in each chunk. It is what orbax writes and reads.
 
     python -m funrl.trainer.shard_server
 
@@ -18,7 +18,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
+import math
 import mmap
 import os
 import re
@@ -26,14 +28,15 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.trainer import chunk_files
+
 ARRIVED = "arrived"  # folder in which each rank leaves a file when it has written its part
 COMPLETE = "complete.json"  # written last: a checkpoint that has it is whole
-FILE_BYTES = 256 << 20
 CACHE_BYTES = 64 << 20  # of the databases' index
 COPY_THREADS, FILE_THREADS = 2, 8
 NICENESS, NICE_BYTES = 19, 64 << 20  # of a process that writes more than this: training comes first
@@ -54,7 +57,7 @@ class Array(NamedTuple):
 
     Attributes:
       dtype: its name in zarr, such as "bfloat16".
-      chunk: shape of its chunks; it divides `shape`.
+      chunk: shape of its chunks; it divides `shape`. () where it is not known.
       scalar: a number rather than a tensor.
     """
 
@@ -116,12 +119,17 @@ class Commit(NamedTuple):
 
 
 class ReadShards(NamedTuple):
-    """Read parts of arrays into memory."""
+    """Read parts of arrays into memory, and say where some chunks are, which the rank reads itself.
+
+    Attributes:
+      chunks: keys of these chunks.
+    """
 
     path: str
     memory: str
     arrays: Mapping[str, Array]
     parts: tuple[ShardPart, ...]
+    chunks: tuple[str, ...] = ()
 
 
 class Reserve(NamedTuple):
@@ -155,8 +163,8 @@ def main() -> None:
                 shutil.rmtree(name, ignore_errors=True)
 
 
-def answered(request: Any) -> str | None:
-    """Do what a request asks for; None, or what went wrong."""
+def answered(request: Any) -> str | dict[str, chunk_files.Span] | None:
+    """Do what a request asks for; None, what went wrong, or where chunks are."""
     if isinstance(request, WriteShards):
         return write_own(request)
     if isinstance(request, Commit):
@@ -200,7 +208,7 @@ def _write_parts(request: WriteShards) -> None:
     import numpy as np
     import tensorstore as ts
 
-    context, memory = _context(ts), _mapped(request.memory)
+    context, memory, large = _context(ts), _mapped(request.memory), []
     base = str(Path(request.folder) / f"ocdbt.process_{request.process}")
     opened = {}
     for name, array in request.arrays.items():
@@ -208,11 +216,17 @@ def _write_parts(request: WriteShards) -> None:
         opened[name] = ts.open(_spec(base, name, array) | {"open": True} | mode, context=context)
     written = []
     for part in request.parts:
-        values = _view(memory, request.arrays[part.name], part)
+        array = request.arrays[part.name]
+        values = _view(memory, array, part)
+        if hasattr(ts.ocdbt, "undump_manifest") and (keys := large_chunks(part, array)):
+            large.append((keys[0], values.reshape(-1).view(np.uint8)))
+            continue
         target = opened[part.name].result()[_slices(part.box)]
         written.append(target.write(values, can_reference_source_data_indefinitely=True))
     for name, number in request.numbers.items():
         written.append(opened[name].result().write(np.array(number, request.arrays[name].dtype)))
+    if large:
+        chunk_files.write_chunks(f"{base}.chunks", large)
     for future in written:
         future.result()
     for future in opened.values():
@@ -231,7 +245,7 @@ def commit(request: Commit) -> str | None:
     flags = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
     _write_json(folder / "_METADATA", {"tree_metadata": tree, **flags, "custom_metadata": None})
     files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    arrays = {name: [list(array.shape), array.dtype] for name, array in request.arrays.items()}
+    arrays = {name: [list(one.shape), one.dtype, list(one.chunk)] for name, one in request.arrays.items()}
     for name in request.synced:
         with open(name, "rb") as file:
             os.fsync(file.fileno())
@@ -281,8 +295,8 @@ def _merge(folder: Path) -> None:
     transaction.commit_async().result()
 
 
-def read_parts(request: ReadShards) -> str | None:
-    """Read parts into memory: None, or which array cannot be read."""
+def read_parts(request: ReadShards) -> str | dict[str, chunk_files.Span] | None:
+    """Read parts into memory, and find chunks: their places, None if there are none, or which array cannot be read."""
     import tensorstore as ts
 
     context, memory = _context(ts, {"file_io_mode": {"mode": "memmap"}}), _mapped(request.memory)
@@ -304,7 +318,31 @@ def read_parts(request: ReadShards) -> str | None:
             copy.result()
         except Exception as error:
             return f"{name}: {_first_line(error)}"
-    return None
+    if not request.chunks:
+        return None
+    places = chunk_files.places_of(request.path, request.chunks)
+    missing = [key for key in request.chunks if key not in places]
+    return f"the chunk {missing[0]} is missing" if missing else places
+
+
+def large_chunks(part: ShardPart, array: Array) -> list[str]:
+    """The keys of the chunks of a part, which are whole and behind one another in memory; [] where they are not, are
+    small, or cannot be summed."""
+    shape = tuple(high - low for low, high in part.box)
+    if len(array.chunk) != len(shape) or _nbytes(array.chunk, array.dtype) < chunk_files.LARGE_BYTES:
+        return []
+    if chunk_files.checksum() is None:
+        return []
+    first = next(dim for dim, length in enumerate(array.chunk) if length > 1)
+    whole = all(end % length == 0 for ends, length in zip(part.box, array.chunk, strict=True) for end in ends)
+    return _chunk_keys(part, array) if whole and array.chunk[first + 1 :] == shape[first + 1 :] else []
+
+
+def _chunk_keys(part: ShardPart, array: Array) -> list[str]:
+    """The keys of the chunks that a part is made of, row-major."""
+    ends = zip(part.box, array.chunk, strict=True)
+    numbers = itertools.product(*(range(low // length, high // length) for (low, high), length in ends))
+    return ["/".join((f"{_path(part.name)}c", *map(str, one))) for one in numbers]
 
 
 def _context(ts: Any, more: Mapping[str, Any] | None = None) -> Any:
@@ -320,12 +358,17 @@ def _context(ts: Any, more: Mapping[str, Any] | None = None) -> Any:
 
 
 def _database(base: str) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": Path(base).absolute().as_uri() + "/", "target_data_file_size": FILE_BYTES}
+    return {"driver": "ocdbt", "base": chunk_files.url(base), "target_data_file_size": chunk_files.FILE_BYTES}
+
+
+def _path(name: str) -> str:
+    """The beginning of an array's keys."""
+    return name.replace("/", ".") + "/"
 
 
 def _spec(base: str, name: str, array: Array | None) -> dict[str, Any]:
     """The place of an array, and its metadata, if that is to be written."""
-    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**_database(base), "path": name.replace("/", ".") + "/"}}
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**_database(base), "path": _path(name)}}
     if array is None:
         return spec
     chunk = [max(1, length) for length in array.chunk]
@@ -355,14 +398,24 @@ def _mapped(memory: str) -> mmap.mmap | None:
 
 def _view(memory: mmap.mmap | None, array: Array, part: ShardPart) -> Any:
     """A part in the shared memory, as an array."""
-    import ml_dtypes
     import numpy as np
 
-    dtype = np.dtype(ml_dtypes.bfloat16 if array.dtype == "bfloat16" else array.dtype)
+    dtype = _dtype(array.dtype)
     shape = [high - low for low, high in part.box]
     count = int(np.prod(shape, dtype=np.int64))
     values = np.frombuffer(memory or b"", np.uint8, count * dtype.itemsize, part.offset)
     return values.view(dtype).reshape(shape)
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * _dtype(dtype).itemsize
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def _slices(box: Ends) -> tuple[slice, ...]:

@@ -18,11 +18,12 @@ from funrl import trees
 from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
 from funrl.algos.masks import where_masked
 from funrl.batch import Batch
-from funrl.mesh.collectives import pmax
+from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.heartbeat import beat
 from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
+from funrl.trainer.router_losses import Choices, counts_metric, load_metrics, router_numerators, token_count
 
 
 class NotFiniteError(ArithmeticError):
@@ -93,9 +94,14 @@ def gradient(
 
     Returns: the gradient tree, as these weights are stored; the metrics' values; the loss.
     """
-    grads, found = None, None
+    grads, found, chosen = None, None, None
+    if role.router.wanted:
+        micro_batches = list(micro_batches)
+        chosen = _choices(role, params, micro_batches, frozen)
     for rows in micro_batches:
-        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(params, role, rows, denominators, frozen)
+        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(
+            params, role, rows, denominators, frozen, chosen
+        )
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
         if each is not None:
@@ -104,6 +110,7 @@ def gradient(
         found = _joined(found, numerators, metrics)
     assert found is not None
     grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh)
+    denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     return grads, *_values(role, sums, found[1], metrics, denominators)
 
 
@@ -121,7 +128,7 @@ def loss_value(
         _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
         found = _joined(found, numerators, metrics)
     assert found is not None
-    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.token_axes)
+    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.row_axes)
     return _values(role, sums, found[1], metrics, denominators)
 
 
@@ -131,12 +138,16 @@ def objective(
     rows: Batch,
     denominators: Sequence[Tensor],
     frozen: Mapping[str, trees.Tree] | None = None,
+    chosen: Choices | None = None,
 ) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
     """A role's loss on some rows of a mini-batch, and its numerators and metrics.
 
     A role with an unembedding is asked for log-probabilities, and for what else of the present policy its loss reads,
     such as the divergence from its companion; one with a value head for values. Where sampled rows have no old
     log-probabilities, this is the only update on them: the present ones are the old ones.
+
+    Args:
+      chosen: the experts that the whole mini-batch chooses: the losses of routers are added.
     """
     loss, placed, frozen = role.loss, role.placed, frozen or {}
     assert loss is not None
@@ -158,7 +169,29 @@ def objective(
         seen |= engine_gap(rows)
     rows = rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp, divergence=scores.divergence)
     numerators, metrics = loss.numerators(logp_BT, rows)
+    if scores.load is not None:
+        seen |= counts_metric(scores.load, placed.mesh)
+        if chosen is not None:
+            more, told = router_numerators(role.router, scores.load, chosen, placed.mesh)
+            numerators, seen, denominators = (*numerators, *more), seen | told, (*denominators, *chosen.denominators)
     return value_of(numerators, tuple(denominators)), (numerators, metrics | seen)
+
+
+def _choices(
+    role: Role, params: trees.Tree, micro_batches: Sequence[Batch], frozen: Mapping[str, trees.Tree] | None
+) -> Choices:
+    """The experts that a mini-batch chooses, counted before its gradient is taken, where that takes a pass of its own.
+
+    Every rank has as many micro-batches.
+    """
+    mesh = role.placed.mesh
+    tokens = token_count(micro_batches, mesh)
+    if len(micro_batches) == 1 or not role.router.balance:
+        return Choices(None, tokens)
+    whole = role.whole(params, frozen or {})
+    counts_LE = sum(role.placed.choices(whole, rows) for rows in micro_batches)
+    assert isinstance(counts_LE, Tensor)
+    return Choices(psum(counts_LE, mesh, mesh.token_axes), tokens)
 
 
 @functools.cache
@@ -200,7 +233,7 @@ def _values(
     if peaks:
         names, most = zip(*peaks.items(), strict=True)
         values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
-    return values, value_of(numerators, tuple(denominators))
+    return load_metrics(values), value_of(numerators, tuple(denominators))
 
 
 def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:

@@ -154,7 +154,7 @@ RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'.*llama.*qwen2.*qwen3"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'.*llama.*qwen2.*qwen3"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'.*linear.*llama3"),

@@ -86,7 +86,7 @@ BROKEN = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
     "config not json": (lambda d: (d / "config.json").write_text("{"), "config.json is not JSON"),
     "config a list": (lambda d: (d / "config.json").write_text("[]"), "config.json holds a list"),
-    "unknown": (lambda d: _edit_config(d, model_type="mixtral"), "config.json: model_type is 'mixtral'"),
+    "unknown": (lambda d: _edit_config(d, model_type="mamba"), "config.json: model_type is 'mamba'"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "cut": (lambda d: _cut(d / "model.safetensors", 9000), "9000 bytes, its table says .* cut short"),
     "cut by a byte": (

@@ -146,7 +146,7 @@ class Linear(NamedTuple):
     """A placed model that can be checked by hand: the value of token v is params[v]."""
 
     mesh: Any
-    model: Any = type("Model", (), {"unembed": None})
+    model: Any = type("Model", (), {"unembed": None, "adapters": None})
     stored: Any = None
     compute: Any = None
 

@@ -1,0 +1,99 @@
+"""Products of rows with the weight of their own group: one call for all experts of a layer.
+
+Rows are sorted by group, and `ends` says where each group's run of rows ends; groups may be empty. Rows behind the last
+end belong to none, and their results are 0: so the number of rows may be static where that of the groups' rows is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_ALIGNMENT = 16  # bytes between rows that torch's own operator needs
+_OWN_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # of torch's own operator
+
+
+def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """x W_e^T for every row x of group e; differentiable by rows and weights.
+
+    Args:
+      x_RK: rows, sorted by group.
+      weight_ENK: one matrix a group.
+      ends_E: int32, the number of rows up to each group, itself included.
+
+    Returns: [R, N]; 0 behind the last end.
+
+    Example:
+      >>> x, w = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[10.0]], [[7.0]], [[100.0]]])
+      >>> grouped_linear(x, w, torch.tensor([1, 1, 2], dtype=torch.int32)).flatten().tolist()
+      [10.0, 200.0, 0.0]
+    """
+    return _GroupedLinear.apply(x_RK, weight_ENK, ends_E)
+
+
+@torch.library.custom_op("funrl::grouped_linear", mutates_args=())
+def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _has_operator(x, weight):
+        out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        rows = torch.arange(len(x), device=x.device)
+        return torch.where((rows < ends[-1]).unsqueeze(1), out, 0)  # which the operator does not write
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    for i, rows in enumerate(_runs(ends)):
+        if rows.stop > rows.start:
+            torch.mm(x[rows], weight[i].T, out=out[rows])
+    return out
+
+
+@torch.library.custom_op("funrl::grouped_weight", mutates_args=())
+def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if _has_operator(x, grad):
+        return F.grouped_mm(grad.T, x, offs=ends)
+    out = x.new_zeros(len(ends), grad.shape[1], x.shape[1])
+    for i, rows in enumerate(_runs(ends)):
+        if rows.stop > rows.start:
+            torch.mm(grad[rows].T, x[rows], out=out[i])
+    return out
+
+
+@_products.register_fake
+def _(x, weight, ends):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_weight_gradient.register_fake
+def _(grad, x, ends):
+    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Not `register_autograd`: `torch.func` refuses what that makes."""
+
+    @staticmethod
+    def forward(x, weight, ends):
+        return _products(x.contiguous(), weight.contiguous(), ends)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, ends = ctx.saved_tensors
+        with torch.no_grad():
+            grad = grad.contiguous()
+            d_x = _products(grad, weight.transpose(1, 2).contiguous(), ends) if ctx.needs_input_grad[0] else None
+            d_weight = _weight_gradient(grad, x.contiguous(), ends) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, None
+
+
+def _has_operator(x: Tensor, other: Tensor) -> bool:
+    """True where torch's own operator takes these: a dtype that it knows, and rows that are aligned."""
+    aligned = all(size * x.element_size() % ROW_ALIGNMENT == 0 for size in (*x.shape[1:], *other.shape[1:]))
+    return aligned and len(x) > 0 and x.dtype in _OWN_DTYPES.get(x.device.type, ())
+
+
+def _runs(ends: Tensor) -> list[slice]:
+    return [slice(*run) for run in itertools.pairwise([0, *ends.tolist()])]

@@ -1,0 +1,103 @@
+"""A feed-forward layer that is a mixture of experts, on one rank or over the mesh axis `expert`. No token is dropped.
+
+Every token goes to its k experts, which may be on other ranks of `expert`. There are two ways there and back:
+
+| way | sends to the experts | brings home | taken where |
+|---|---|---|---|
+| gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
+| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same backwards | there are more |
+
+Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.grouped_linear import grouped_linear
+from funrl.compiled_kernels.linear import linear
+from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum, psum_scatter, ragged_all_to_all
+from funrl.mesh.mesh import Axes, Mesh
+from funrl.models.config import Experts
+from funrl.models.routing import Load, Routes, combine, expert_counts, load_of, permute, route, slots_of, take_rows
+
+
+def mixture(
+    experts: Experts,
+    mesh: Mesh,
+    params: trees.Tree,
+    h_BTD: Tensor,
+    real_BT: Tensor | None = None,
+    ids_BTK: Tensor | None = None,
+) -> tuple[Tensor, Load]:
+    """Sum of each token's experts, [B, T, D], the same on every tensor rank; and their load.
+
+    Args:
+      params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; this rank's parts.
+      h_BTD: this rank's tokens, the same on every tensor rank.
+      real_BT: false at padding, which goes to no expert; None: there is none.
+      ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
+    """
+    h_TD = h_BTD.flatten(0, 1)
+    real_T = None if real_BT is None else real_BT.flatten()
+    routes = _routes(experts, params["router"], h_TD, real_T, None if ids_BTK is None else ids_BTK.flatten(0, 1))
+    over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
+    # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
+    h_TD, weights_TK = pbroadcast(h_TD, mesh, "tensor"), pbroadcast(routes.weights_TK, mesh, "tensor")
+    way = dispatch_gathered if mesh.size(over) <= experts.per_token else dispatch_ragged
+    out_TD = psum(way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK), mesh, "tensor")
+    return out_TD.view(h_BTD.shape), load_of(routes, real_T)
+
+
+def dispatch_gathered(
+    experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> Tensor:
+    """Sum of the experts of this rank over tokens of all ranks of `over`, brought home. One rank: no detour."""
+    h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
+    own = params["expert_gate"].shape[0]
+    static = torch.compiler.is_compiling()  # a graph of as many rows as there are slots
+    slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static)
+    y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
+    return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
+
+
+def dispatch_ragged(
+    experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> Tensor:
+    """The same with only those rows on their way that have an expert there."""
+    ranks, own = mesh.size(over), params["expert_gate"].shape[0]
+    slots = slots_of(ids_TK, 0, experts.count)
+    sent_E = expert_counts(ids_TK, experts.count)
+    came_RE = all_to_all(sent_E, mesh, over, 0, 0).view(ranks, own)  # from each rank, for each expert here
+    send, receive = sent_E.view(ranks, own).sum(1).tolist(), came_RE.sum(1).tolist()
+    x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh, over)
+    expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
+    order_M = expert_M.argsort(stable=True)  # they came by rank
+    y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int())
+    y_MD = permute(y_MD, order_M.argsort())
+    return combine(ragged_all_to_all(y_MD, receive, send, mesh, over), weights_TK, slots)
+
+
+def _routes(experts: Experts, router_ED: Tensor, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None) -> Routes:
+    logits_TE = linear(h_TD, router_ED)
+    if ids_TK is not None:
+        own_TK = route(logits_TE.detach(), experts.per_token, False, h_TD.dtype).ids_TK
+        ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
+    routes = route(logits_TE, experts.per_token, experts.normalized, h_TD.dtype, ids_TK)
+    if real_T is None:
+        return routes
+    return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))
+
+
+def _feed_forward(params: trees.Tree, x_MD: Tensor, ends_E: Tensor) -> Tensor:
+    """The experts on rows that are sorted by them."""
+    gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
+    return grouped_linear(F.silu(gate_MF) * up_MF, params["expert_down"], ends_E)
+
+
+def _expert_axes(experts: Experts, mesh: Mesh, held: int) -> tuple[str, ...]:
+    """The axes whose ranks have other experts, by how many this rank holds while the layer computes."""
+    return () if held == experts.count else ("expert",)

@@ -1,0 +1,193 @@
+"""Choice of experts: what a router gives each token, and how rows of tokens come to experts and back.
+
+A token's k pairs (token, expert) are its slots. `ExpertSlots` sorts them by expert, `take_rows` makes a row of each,
+and `combine` adds the experts' results back to their tokens. Both are gathers, forward and backward: they add in the
+same order every time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routes(NamedTuple):
+    """Experts of every token.
+
+    Attributes:
+      weights_TK: what a token's chosen experts count, in the dtype of the hidden states.
+      ids_TK: the chosen experts, int64; the number of experts where a token has none.
+      probs_TE: of all experts, in float32 or wider.
+      logits_TE: likewise.
+    """
+
+    weights_TK: Tensor
+    ids_TK: Tensor
+    probs_TE: Tensor
+    logits_TE: Tensor
+
+
+class Load(NamedTuple):
+    """Sums over this rank's tokens of one layer's routes, padding left out.
+
+    Attributes:
+      counts_E: how often each expert was chosen, int64; no gradient.
+      probs_E: probabilities of each expert.
+      z: squares of the log-sum-exp of the logits.
+      ids_TK: the chosen experts.
+    """
+
+    counts_E: Tensor
+    probs_E: Tensor
+    z: Tensor
+    ids_TK: Tensor
+
+
+class ExpertSlots(NamedTuple):
+    """ExpertSlots of T tokens by expert, M of them.
+
+    Attributes:
+      token_M: whose each is.
+      slot_M: its number among the T k slots.
+      row_TK: the row of each slot; where it has none here the first behind those of the experts, which counts 0.
+      ends_E: int32, the number of rows up to each expert, itself included.
+    """
+
+    token_M: Tensor
+    slot_M: Tensor
+    row_TK: Tensor
+    ends_E: Tensor
+
+
+def route(
+    logits_TE: Tensor, per_token: int, normalized: bool, dtype: torch.dtype, ids_TK: Tensor | None = None
+) -> Routes:
+    """Choose the experts of each token by softmax: the most probable ones, weighed by their probabilities.
+
+    Args:
+      per_token: how many.
+      normalized: whether a token's weights are divided by their sum.
+      dtype: of the weights.
+      ids_TK: experts to take instead, such as those that an engine chose.
+    """
+    probs_TE = logits_TE.softmax(-1, torch.promote_types(logits_TE.dtype, torch.float32))
+    ids_TK = _choose(probs_TE.detach(), per_token) if ids_TK is None else ids_TK
+    top_TK = probs_TE.gather(-1, ids_TK)
+    if normalized:
+        top_TK = top_TK / top_TK.sum(-1, keepdim=True)
+    return Routes(top_TK.to(dtype), ids_TK, probs_TE, logits_TE)
+
+
+@torch.library.custom_op("funrl::choose_experts", mutates_args=())
+def _choose(probs: Tensor, per_token: int) -> Tensor:
+    """Choose the most probable experts. An operator of its own, so that what saves or pretends choices finds them."""
+    return probs.topk(per_token, -1).indices
+
+
+@_choose.register_fake
+def _(probs, per_token):
+    return probs.new_empty(*probs.shape[:-1], per_token, dtype=torch.int64)
+
+
+def load_of(routes: Routes, real_T: Tensor | None) -> Load:
+    """Load of a layer's experts by its tokens.
+
+    Args:
+      real_T: bool, false at padding; None: there is none.
+    """
+    experts = routes.probs_TE.shape[-1]
+    z_T, probs_TE = routes.logits_TE.to(routes.probs_TE.dtype).logsumexp(-1).square(), routes.probs_TE
+    if real_T is not None:
+        z_T, probs_TE = z_T * real_T, probs_TE * real_T.unsqueeze(-1)
+    return Load(expert_counts(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), routes.ids_TK)
+
+
+def expert_counts(ids: Tensor, experts: int) -> Tensor:
+    """Count each of the numbers 0 ... experts - 1, [experts] int64; others are left out."""
+    flat = ids.flatten().clamp(max=experts)
+    return flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+
+
+def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> ExpertSlots:
+    """The slots of some experts, sorted by expert and in the order of tokens.
+
+    Args:
+      ids_TK: experts of each token.
+      first, experts: number of the first of these experts, and how many they are.
+      static: give all T k slots a row, those of other experts behind the rest, so that no shape depends on numbers.
+    """
+    local_TK = ids_TK - first
+    local = torch.where((local_TK >= 0) & (local_TK < experts), local_TK, experts).flatten()
+    ends_E = expert_counts(local, experts).cumsum(0)
+    slot_M = local.argsort(stable=True)
+    # Slots of other experts come last: their rows are those of no expert, which are 0.
+    row_TK = torch.minimum(_inverse(slot_M), ends_E[-1]).view(ids_TK.shape)
+    if not static:
+        slot_M = slot_M[: ends_E[-1].item()]
+    return ExpertSlots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E.int())
+
+
+def take_rows(x_TD: Tensor, slots: ExpertSlots) -> Tensor:
+    """A row for each slot: its token's, [M, D]."""
+    return _Take.apply(x_TD, slots.token_M, slots.row_TK)
+
+
+def combine(y_MD: Tensor, weights_TK: Tensor, slots: ExpertSlots) -> Tensor:
+    """For each token the sum of its slots' rows, each times its weight, [T, D]; slots without a row count 0."""
+    return _Combine.apply(y_MD, weights_TK, slots.token_M, slots.slot_M, slots.row_TK)
+
+
+def permute(x_RD: Tensor, order_R: Tensor) -> Tensor:
+    """The rows in another order; its gradient is a gather too."""
+    return _Take.apply(x_RD, order_R, _inverse(order_R).unsqueeze(1))
+
+
+def _inverse(order_R: Tensor) -> Tensor:
+    """Place of each row in an order. No size is read: where ranks are simulated it may differ between them."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.ones_like(order_R).cumsum(0) - 1)
+
+
+def _sum_rows(y_MD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+    padded = torch.cat([y_MD, y_MD.new_zeros(1, y_MD.shape[1])])
+    found = [padded.index_select(0, row_T) for row_T in row_TK.unbind(1)]
+    if weights_TK is not None:
+        found = [rows * weight_T.unsqueeze(1) for rows, weight_T in zip(found, weights_TK.unbind(1), strict=True)]
+    return functools.reduce(torch.add, found)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(x, token, row):
+        return x[token]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum_rows(grad, ctx.saved_tensors[0]), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(y, weights, token, slot, row):
+        return _sum_rows(y, row, weights)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, weights, token, slot, row = ctx.saved_tensors
+        d_y = d_weights = None
+        if ctx.needs_input_grad[0]:
+            d_y = grad[token] * weights.flatten()[slot].unsqueeze(1)
+        if ctx.needs_input_grad[1]:
+            padded = torch.cat([y, y.new_zeros(1, y.shape[1])])
+            d_weights = torch.stack([(grad * padded[row[:, k]]).sum(-1) for k in range(row.shape[1])], 1)
+        return d_y, d_weights, None, None, None

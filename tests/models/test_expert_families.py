@@ -1,0 +1,117 @@
+"""Families with experts against transformers: logits, greedy tokens, files."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from hf_peers import SMALL, greedy, greedy_of, logits_of, peer_of, tokens_of
+from safetensors import safe_open
+
+from funrl import trees
+from funrl.compiled_kernels.decode_step import kernel_problem
+from funrl.mesh import rules
+from funrl.mesh.mesh import Mesh, parse
+from funrl.models import ModelError, hf
+from funrl.models.config import config_from_hf, config_to_hf
+
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+CONFIGS = {
+    "qwen3_moe": {"model_type": "qwen3_moe", **EIGHT, "norm_topk_prob": True, "head_dim": 16},
+    "qwen3_moe some layers": {
+        "model_type": "qwen3_moe", **EIGHT, "mlp_only_layers": [1], "num_experts_per_tok": 1, "attention_bias": True,
+    },
+    "qwen3_moe window": {
+        "model_type": "qwen3_moe", **EIGHT, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral window": {
+        "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 5, "sliding_window": 9, "head_dim": 20,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 6},
+    "olmoe normalized": {
+        "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 4, "norm_topk_prob": True,
+        "attention_bias": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_greedy_tokens_and_round_trip(name, tmp_path):
+    peer = peer_of(CONFIGS[name], tmp_path / "theirs")
+    model, params = hf.load(tmp_path / "theirs")
+    tokens_BT = tokens_of(model.config)
+    with torch.no_grad():
+        expected = peer(tokens_BT).logits
+    assert expected.std() > 0.03
+    assert (logits_of(model, params, tokens_BT) - expected).abs().max() < 2e-5
+    assert torch.equal(greedy(model, params, tokens_BT[:2, :9], 16), greedy_of(peer, tokens_BT[:2, :9], 16))
+
+    hf.save(tmp_path / "ours", model, params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens_BT).logits, expected)
+    model_again, params_again = hf.load(tmp_path / "ours")
+    assert model_again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_round_trip_through_transformers(name):
+    config = config_from_hf(SMALL | CONFIGS[name])
+    assert config_from_hf(config_to_hf(config)) == config
+    theirs = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name]).to_dict()  # every field, as transformers 5 does
+    assert config_from_hf(theirs) == config
+    assert "does not take" in (kernel_problem(config, torch.float32) or "")
+
+
+@pytest.mark.parametrize(
+    "name,change,message",
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported is None"),
+        ("mixtral", {"num_experts_per_tok": 9}, "experts.per_token is 9, it must be at most their count, 4"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts is 0, it must be a whole number of at least 1"),
+        ("qwen3_moe", {"layer_types": ["full_attention"] * 3}, "layer_types is .*supported is None"),
+    ],
+)
+def test_what_a_family_does_not_support_is_named(name, change, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | CONFIGS[name] | change))
+    with pytest.raises(ModelError, match=message):
+        hf.load_model(tmp_path)
+
+
+def test_a_rank_reads_its_own_experts(tmp_path, monkeypatch):
+    peer_of(CONFIGS["mixtral"], tmp_path)
+    model, params = hf.load(tmp_path)
+    sizes, read = parse("dp2,ep2"), []
+    layouts = rules.layouts(model.shapes, model.axes, rules.fully_sharded(rules.STORED) | {"vocab": None}, sizes)
+
+    class Watched:
+        def __init__(self, *args, **kwargs):
+            self.file = safe_open(*args, **kwargs)
+
+        def get_slice(self, name):
+            read.append(name)
+            return self.file.get_slice(name)
+
+    monkeypatch.setattr(hf, "safe_open", Watched)
+    for rank in range(4):
+        read.clear()
+        mesh = Mesh(sizes, rank=rank)
+        _, local = hf.load(tmp_path, mesh=mesh, layouts=layouts, model=model)
+        expected = rules.shard(params, layouts, mesh)
+        assert all(torch.equal(a, b) for a, b in zip(trees.leaves(local), trees.leaves(expected), strict=True))
+        numbers = {name.split(".experts.")[1].split(".")[0] for name in read if ".experts." in name}
+        assert numbers == ({"0", "1"} if mesh.index("expert") == 0 else {"2", "3"})
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    peer_of(CONFIGS["olmoe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 tensors are missing, the first is model.layers.1.mlp.experts.5.up_proj"):
+        hf.check_directory(tmp_path)

@@ -1,0 +1,193 @@
+"""A mixture of experts against a plain loop over tokens, on simulated meshes, and with every collective at fault."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from funrl import trees
+from funrl.mesh import rules
+from funrl.mesh.collectives import psum
+from funrl.mesh.mesh import SINGLE, coordinates, parse
+from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
+from funrl.mesh.simulate import gather, per_rank, scatter, simulate
+from funrl.models import decoder_model
+from funrl.models import experts as module
+from funrl.models.config import Experts
+from funrl.models.experts import mixture
+from funrl.models.routing import expert_counts, slots_of, take_rows
+from funrl.tasks import arithmetic
+
+E, K, D, M, T = 4, 2, 8, 6, 8
+AXES = {
+    "router": ("router", "embed"), "expert_gate": ("experts", "mlp", "expert_embed"),
+    "expert_up": ("experts", "mlp", "expert_embed"), "expert_down": ("experts", "expert_embed", "mlp"),
+}  # fmt: skip
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    params = {"router": draw(E, D), "expert_gate": draw(E, M, D), "expert_up": draw(E, M, D)}
+    return params | {"expert_down": draw(E, D, M)}, draw(T, D), draw(T, D)
+
+
+def by_tokens(k, normalized, params, x_TD):
+    """Each token by itself; and the probabilities."""
+    out, probs = [], (x_TD @ params["router"].T).softmax(-1)
+    for x, p in zip(x_TD, probs, strict=True):
+        top, ids = p.topk(k)
+        top = top / top.sum() if normalized else top
+        gates = [F.silu(params["expert_gate"][e] @ x) * (params["expert_up"][e] @ x) for e in ids]
+        out.append(sum(t * params["expert_down"][e] @ g for t, e, g in zip(top, ids, gates, strict=True)))
+    return torch.stack(out), probs
+
+
+def loss(out_TD, probs_E, g_TD):
+    """Linear in tokens: outputs, and probabilities as routers' losses have them."""
+    return (out_TD * g_TD).sum() + (probs_E * torch.arange(1.0, E + 1)).sum()
+
+
+def expected(k, normalized):
+    params, x_TD, g_TD = weights()
+    leaves = [x.requires_grad_() for x in (*trees.leaves(params), x_TD)]
+    out_TD, probs = by_tokens(k, normalized, params, x_TD)
+    *grads, d_x = torch.autograd.grad(loss(out_TD, probs.sum(0), g_TD), leaves)
+    return out_TD.detach(), trees.fill(params, grads), d_x
+
+
+def worst(mesh_text, k, normalized=True):
+    """The largest difference of outputs and gradients from those of one process, over all ranks."""
+    out, grads, d_x = expected(k, normalized)
+    params, x_TD, g_TD = weights()
+    sizes = parse(mesh_text)
+    tokens = sizes["data"] * sizes["expert"]
+    layouts = rules.layouts(params, AXES, rules.COMPUTE, sizes)
+
+    def own(x, rank):
+        at = coordinates(sizes, rank)
+        return x.chunk(tokens)[at["data"] * sizes["expert"] + at["expert"]].clone()
+
+    with simulate(mesh_text) as mesh:
+        mine = trees.map(lambda x: x.requires_grad_(), scatter(params, layouts))
+        x_BTD = per_rank(mesh.world, lambda rank: own(x_TD, rank).unsqueeze(0)).requires_grad_()
+        g = per_rank(mesh.world, lambda rank: own(g_TD, rank))
+        got, load = mixture(Experts(E, k, M, normalized), mesh, mine, x_BTD)
+        *raw, d = torch.autograd.grad(loss(got[0], load.probs_E, g), [*trees.leaves(mine), x_BTD])
+        rest = rules.rest_axes(layouts, layouts, mesh)
+        summed = trees.fill(mine, [psum(x, mesh, axes) for x, axes in zip(raw, rest, strict=True)])
+        gaps = []
+        for rank in range(mesh.world):
+            pairs = [(gather(got, rank)[0], own(out, rank)), (gather(d, rank)[0], own(d_x, rank))]
+            boxes = [tuple(slice(*b) for b in layout.box(rank)) for layout in trees.leaves(layouts)]
+            parts = [x[box] for x, box in zip(trees.leaves(grads), boxes, strict=True)]
+            pairs += zip(trees.leaves(gather(summed, rank)), parts, strict=True)
+            gaps += [(a - b).abs().max().item() for a, b in pairs]
+    return max(gaps)
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "ep2", "dp2,ep2", "ep2,tp2", "ep4"])
+@pytest.mark.parametrize("k,normalized", [(1, False), (2, True), (4, True)])
+def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalized):
+    assert worst(mesh, k, normalized) < 1e-12
+
+
+class Scaled(torch.autograd.Function):
+    """Times `forward`, and the gradient times `backward`."""
+
+    @staticmethod
+    def forward(x, forward, backward):
+        return x * forward
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.backward_factor = inputs[2]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.backward_factor, None, None
+
+
+# k of ep2,tp2 (2: gathered, 1: ragged), the collective, and how many calls of it there are with floating point numbers
+CALLS = [
+    (2, "all_gather", 2), (2, "psum_scatter", 1), (2, "pbroadcast", 2), (2, "psum", 1), (1, "ragged_all_to_all", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["doubled", "gradient doubled", "left out"])
+@pytest.mark.parametrize("k,name,call", [(k, name, i) for k, name, calls in CALLS for i in range(calls)])
+def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
+    right, seen = getattr(module, name), []
+
+    def wrong(x, *args):
+        out = right(x, *args)
+        if not x.is_floating_point() or args[-1] == ():
+            return out
+        seen.append(name)
+        if len(seen) - 1 != call:
+            return out
+        if fault == "left out" and out.shape == x.shape:
+            return x
+        return Scaled.apply(out, *((2, 1) if fault == "doubled" else (1, 2)))
+
+    monkeypatch.setattr(module, name, wrong)
+    assert worst("ep2,tp2", k) > 1e-3
+    assert len(seen) == next(calls for ways, one, calls in CALLS if (ways, one) == (k, name))
+
+
+@pytest.mark.parametrize("fault", [("router", ()), ("expert_up", ("expert",))])
+def test_a_gradient_summed_over_other_axes_is_found(monkeypatch, fault):
+    right = rules.rest_axes
+
+    def wrong(stored, compute, mesh):
+        axes = dict(zip([name for name, _ in trees.named(stored)], right(stored, compute, mesh), strict=True))
+        return list((axes | dict([fault])).values())
+
+    monkeypatch.setattr(rules, "rest_axes", wrong)
+    assert worst("ep2,tp2", 2) > 1e-3
+
+
+def test_padding_goes_to_no_expert_and_given_routes_are_taken():
+    params, x_TD, _ = weights()
+    experts, real = Experts(E, K, M), torch.tensor([True] * 5 + [False] * 3)
+    out, load = mixture(experts, SINGLE, params, x_TD[None], real[None])
+    assert not out[0, 5:].any() and out[0, :5].any(1).all()
+    assert load.counts_E.sum() == 5 * K and (load.ids_TK[5:] == E).all()
+    alone, less = mixture(experts, SINGLE, params, x_TD[None, :5])
+    assert torch.allclose(alone[0], out[0, :5]) and torch.allclose(load.probs_E, less.probs_E)
+    assert torch.allclose(load.z, less.z)
+
+    routes = (less.ids_TK + 1) % E
+    routes[2] = -1  # as the router says
+    other, chosen = mixture(experts, SINGLE, params, x_TD[None, :5], None, routes[None])
+    assert torch.equal(chosen.ids_TK[[0, 1, 3, 4]], routes[[0, 1, 3, 4]]) and torch.allclose(other[0, 2], alone[0, 2])
+    again, _ = mixture(experts, SINGLE, params, x_TD[None, :5], None, less.ids_TK[None])
+    assert torch.equal(again, alone) and not torch.allclose(other[0, 0], alone[0, 0])
+
+
+def test_slots_are_sorted_by_expert_and_static_ones_have_a_tail():
+    ids = torch.tensor([[2, 0], [3, 2], [4, 4], [2, 1]])  # 4: none
+    assert expert_counts(ids, E).tolist() == [1, 1, 3, 1]
+    slots = slots_of(ids, 2, 2)
+    assert slots.token_M.tolist() == [0, 1, 3, 1] and slots.ends_E.tolist() == [3, 4]
+    assert slots.row_TK.tolist() == [[0, 4], [3, 1], [4, 4], [2, 4]]
+    static = slots_of(ids, 2, 2, static=True)
+    assert len(static.token_M) == 8 and torch.equal(static.token_M[:4], slots.token_M)
+    assert torch.equal(take_rows(torch.eye(4), slots).argmax(-1), slots.token_M)
+
+
+def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_can_be():
+    config = arithmetic.model_config(model="arithmetic_moe")
+    model = decoder_model(config)
+    for table in (rules.STORED, rules.fully_sharded(rules.STORED, ("data", "expert"))):
+        stored = rules.layouts(model.shapes, model.axes, table, parse("ep4"))
+        wanted = rules.layouts(model.shapes, model.axes, rules.GENERATE, parse("ep2,tp2"))
+        made = plan(stored, wanted, torch.float32)
+        assert received_bytes(made) == lower_bound_bytes(made)
+        experts = [i for i, name in enumerate(made.names) if "expert_" in name]
+        only = plan(*({name: dict(trees.named(tree))[name] for name in (made.names[i] for i in experts)}
+                      for tree in (stored, wanted)), torch.float32)  # fmt: skip
+        # A rank keeps of its 2 experts the half that it generates with, and receives that half of the other 6.
+        assert received_bytes(only) == [config.layers * 6 * 3 * 64 * 32 * 4] * 4
