@@ -142,6 +142,15 @@ class Batch:
     version: Annotated[
         Tensor, Field("token", "source", "of the weights that sampled it; there with --new_tokens_per_step", "int")
     ]
+    routes: Annotated[
+        Tensor,
+        Field(
+            "token_k",
+            "source",
+            "experts that it went to in the engine, layer by layer; -1: any; --router_replay",
+            "int",
+        ),
+    ]
     greedy_score: Annotated[Tensor, Field("row", "source", "outcome reward of a greedy completion of the prompt")]
     label: Annotated[
         Tensor,

@@ -41,6 +41,7 @@ class Placed:
       compute: layouts of the weights while their layer runs.
       dtype: the weights are cast to it to compute; gradients arrive in the dtype of the weights.
       layer: the function of one layer, such as a compiled one.
+      replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
     """
 
     model: Model
@@ -49,6 +50,7 @@ class Placed:
     compute: trees.Tree
     dtype: torch.dtype
     layer: Layer
+    replay: bool = False
 
     def token_scores(
         self,
@@ -157,7 +159,7 @@ class Placed:
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-        hidden_BTD, _, aux = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer)
+        hidden_BTD, _, aux = self.model.apply(weights, self._inputs(batch), self.mesh, layer=self.layer)
         load = Load(**aux) if aux else None
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
@@ -173,7 +175,14 @@ class Placed:
         """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
         with torch.no_grad():
             weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-            return self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).aux["counts_E"]
+            return self.model.apply(weights, self._inputs(batch), self.mesh, layer=self.layer).aux["counts_E"]
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        """Inputs of a forward pass, with the recorded experts where they are replayed."""
+        routes, inputs, experts = batch.get("routes"), inputs_of(batch), self.model.config.experts
+        if routes is None or experts is None or not self.replay:
+            return inputs
+        return inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=experts.per_token))
 
 
 class Teacher(NamedTuple):
@@ -197,6 +206,7 @@ def place(
     compute_rules: Rules = COMPUTE,
     dtype: torch.dtype = torch.float32,
     layer: Layer | None = None,
+    replay: bool = False,
 ) -> Placed:
     """A model on a mesh.
 
@@ -207,12 +217,13 @@ def place(
       compute_rules: rule table of the weights while their layer runs; what differs is gathered for it.
       dtype: the dtype to compute in.
       layer: a replacement of `model.layer`, such as a compiled one; None: that one.
+      replay: whether tokens go to the experts that a batch says.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
     """
     stored, compute = (layouts(model.shapes, model.axes, rules, mesh.sizes) for rules in (stored_rules, compute_rules))
-    return Placed(model, mesh, stored, compute, dtype, layer or model.layer)
+    return Placed(model, mesh, stored, compute, dtype, layer or model.layer, replay)
 
 
 def inputs_of(batch: Batch) -> Inputs:
