@@ -22,13 +22,18 @@ FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -s
 NEEDED = ("avx2", "fma")  # of the processor
 _FOLDER = Path(__file__).parent
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
-_ARGUMENTS = {  # as decode_step.cpp declares them
-    "funrl_panel": (),
-    "funrl_pack": (_I, _P, _N, _N, _N, _P),
-    "funrl_forward": (_I, _P, _P, _N),
-    "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
-    "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
-    "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
+DECODE_STEP, CHECKSUM = "decode_step.cpp", "checksum.cpp"
+_NAMES = {DECODE_STEP: "kernels", CHECKSUM: "checksum"}  # of the files in the cache
+_ARGUMENTS = {  # as the sources declare them
+    DECODE_STEP: {
+        "funrl_panel": (),
+        "funrl_pack": (_I, _P, _N, _N, _N, _P),
+        "funrl_forward": (_I, _P, _P, _N),
+        "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
+        "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
+        "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
+    },
+    CHECKSUM: {"funrl_crc32c": (_P, _N)},
 }
 
 
@@ -51,8 +56,8 @@ def library_problem() -> str | None:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The compiled kernels; a call lets other Python threads run.
+def library(source: str = DECODE_STEP) -> ctypes.CDLL:
+    """The compiled kernels of a source; a call lets other Python threads run.
 
     Raises:
       KernelError: there is no compiler, it fails, or the processor is not one that the kernels know.
@@ -61,16 +66,16 @@ def library() -> ctypes.CDLL:
     if problem is not None:
         raise KernelError(problem)
     try:
-        file = _compiled()
+        file = _compiled(source)
         try:
             loaded = ctypes.CDLL(str(file))
         except OSError:  # it is damaged: once more
             file.unlink()
-            loaded = ctypes.CDLL(str(_compiled()))
+            loaded = ctypes.CDLL(str(_compiled(source)))
     except OSError as error:
         text = f"the C++ kernels cannot be kept or loaded: {error}; XDG_CACHE_HOME may name another folder"
         raise KernelError(text) from error
-    for name, arguments in _ARGUMENTS.items():
+    for name, arguments in _ARGUMENTS[source].items():
         getattr(loaded, name).argtypes = arguments
     return loaded
 
@@ -95,21 +100,20 @@ def cache_folder() -> Path:
         return folder
 
 
-def _compiled() -> Path:
+def _compiled(source: str = DECODE_STEP) -> Path:
     command = [*_compiler(), *FLAGS.split()]
-    sources = sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.hpp")])
+    sources = [_FOLDER / source, *sorted(_FOLDER.glob("*.hpp"))]
     version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     parts = [" ".join(command), version, _processor(), *(file.read_text() for file in sources)]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    target = cache_folder() / f"kernels-{name}.so"
+    target = cache_folder() / f"{_NAMES[source]}-{name}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, own = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        source = _FOLDER / "decode_step.cpp"
-        done = subprocess.run([*command, str(source), "-o", own], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, str(_FOLDER / source), "-o", own], capture_output=True, text=True, check=False)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise KernelError(f"{command[0]} cannot compile the C++ kernels: {first}")

@@ -37,8 +37,18 @@ def generation(
     baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
     found = Costs()
     for sampling in (job.sampling, *baseline):
-        for often, count in waves(job, whole, sampling, prompt_tokens, room, hardware):
-            found = after(found, times(_wave(job, generator, sampling, prompt_tokens, count, hardware), often))
+        found = after(found, completions(job, generator, whole, sampling, prompt_tokens, room, hardware))
+    return found
+
+
+def completions(
+    job: Job, generator: Generator, whole: Generator, sampling: Sampling, prompt_tokens: int, room: float,
+    hardware: Hardware,
+) -> Costs:  # fmt: skip
+    """Costs of completions that are drawn alike; the others as in `generation`."""
+    found = Costs()
+    for often, count in waves(job, whole, sampling, prompt_tokens, room, hardware):
+        found = after(found, times(_wave(job, generator, sampling, prompt_tokens, count, hardware), often))
     return found
 
 

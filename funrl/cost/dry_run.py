@@ -36,6 +36,7 @@ from funrl.cost.estimate import (
 )
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.hardware import USABLE, Hardware
+from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.supervised import TEXT_FIELDS
@@ -53,7 +54,9 @@ from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
 from funrl.trainer.job import Job
 from funrl.trainer.job_data import Task, Texts, embedded_texts
+from funrl.trainer.judging import JudgeJob
 from funrl.trainer.roles import READERS
+from funrl.trainer.scorers import model_path
 from funrl.trainer.settings import Settings, for_kind, scoring_budget
 from funrl.trainer.sources import Source
 from funrl.trainer.step_rows import Rows, moved
@@ -89,11 +92,15 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     else:
         task = Task("dry run", (), (), (), (1.0,), None, jobs.new_tokens(settings))
     sampling, _ = jobs.samplings(settings, jobs.new_tokens(settings), model.config.eos, model.config)
+    judge = None
+    if (directory := model_path(settings, "judge")) is not None:
+        judge = plain_judge(settings, directory, read_model(directory, settings.model_code), sizes, memory)
     return Job(
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
         dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
         rates=jobs.learning_rates(settings, algorithm), tokenizer=None, task=task, algorithm=algorithm,
         sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=jobs.lora_of(settings, model),
+        judge=judge,
     )  # fmt: skip
 
 
@@ -118,7 +125,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
         if settings.text_tokens is not None:
             return settings.text_tokens
         if settings.model is not None or settings.data is not None:
-            return TEXT_TOKENS
+            return settings.max_text_tokens or TEXT_TOKENS
         texts = embedded_texts(settings, jobs.texts_kind(algorithm), arithmetic.tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
     if settings.prompt_tokens is not None:
@@ -138,7 +145,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     Raises:
       SettingsError: rows are longer than the model's positions.
     """
-    width = check_width(job, tokens)
+    width, judge, job = check_width(job, tokens), job.judge, job._replace(judge=None)  # none is opened
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -151,6 +158,10 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             found["reshard"] = resharding(job, parts, parts.generator, rests)
             if job.settings.verify_sync:
                 found["verify"] = verifying(job, parts, parts.generator, found["reshard"].peak, hardware)
+            if judge is not None and not judge.model.config.module:
+                verdicts = judging(job, judge, parts, tokens, engine + sum(rests.values()), hardware)
+                axes |= verdicts.axes
+                found = with_judge_phase(found, verdicts, rests | {"weights": rests["weights"] + engine})
         useful = useful_shares(job, parts, plan)
         if job.settings.offload and hardware.accelerator:
             found = without_offloaded(job, parts, found, rests)
@@ -164,8 +175,18 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         parameters=trees.count(job.models[job.lead].shapes),
         trained=trees.count(parts.roles[job.lead].stored),
         useful={name: share for name, share in useful.items() if name in found},
-        left_out=_left_out(job, hardware),
+        left_out=_left_out(job, judge, hardware),
     )
+
+
+def with_judge_phase(found: dict[str, Costs], judge: JudgeCost, kept: dict[str, float]) -> dict[str, Costs]:
+    """The phases with a judge's weights in all of them, and its verdicts as one of their own behind generation.
+
+    Args:
+      kept: bytes by kind that a rank holds while it writes.
+    """
+    phases = {"generate": found["generate"], "score_judge": plus(judge.costs, kept)} | found
+    return {name: plus(costs, {"weights": judge.weights}) for name, costs in phases.items()}
 
 
 def check_width(job: Job, tokens: int) -> int:
@@ -198,7 +219,7 @@ def _describe(job: Job, tokens: int) -> str:
     return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
 
 
-def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
+def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
     """Parts of a step that are not counted, in words."""
     settings = job.settings
     out = ["rewards"] * job.generates + [
@@ -212,8 +233,8 @@ def _left_out(job: Job, hardware: Hardware) -> tuple[str, ...]:
         out.append("generation, which is by transformers' own code")
     if job.generates and settings.probe_sync_every:
         out.append(f"the probe of the engine every {settings.probe_sync_every} steps")
-    if settings.judge is not None:
-        out.append("the judge")
+    if judge is not None and judge.model.config.module:
+        out.append("the judge, which is by transformers' own code")
     if job.generates and job.algorithm.example == "pair":
         out.append("that of a prompt's samples only the best and the worst are trained on")
     if settings.offload:

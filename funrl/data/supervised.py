@@ -4,7 +4,7 @@
 |---|---|
 | demonstrations | `{"prompt": text or messages, "completion": text}` or `{"messages": [...]}` or `{"text": text}` |
 | preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and "margin" where it is known |
-| ratings | `{"prompt": text or messages, "completion": text, "label": true or false}` |
+| ratings | `{"prompt": text or messages, "completion": text, "label": true or false}`, or a preference, which is two |
 | steps | `{"prompt": text or messages, "completions": [text, ...], "labels": [true or false, ...]}` |
 
 Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; of a conversation every turn
@@ -14,7 +14,7 @@ predicts. A separator follows every step, and what is trained of a step is its l
 names of columns.
 
 What is checked when: `load_examples` reads every record and checks its fields, without tokenizing. Before a run,
-`check_lengths` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
+`fit_texts` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
 that may be too long by their bytes. A text is tokenized when it is read: once a draw, by the rank that has it. What is
 drawn for a step is checked too, as a chat template may add tokens to a line of few bytes.
 """
@@ -34,6 +34,7 @@ from funrl.data.columns import Fields, renamed, text_columns
 from funrl.data.json_lines import DataError, JsonLines
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
+from funrl.data.pair_halves import PairHalves, is_pair
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted, tools_of
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
@@ -79,19 +80,21 @@ class TextFile(Sequence[TextExample]):
       has_margin: whether every record has a margin: of the file, and of those that are trained on beside it.
       fields: names of fields -> columns, as in `renamed`.
       form: of the prompts.
+      most: tokens of a text, beyond which it is `shortened`; None: it is taken whole.
     """
 
     def __init__(
         self,
-        records: JsonLines | Records,
+        records: JsonLines | Records | PairHalves,
         kind: str,
         tokenizer: Any,
         has_margin: bool,
         fields: Fields | None = None,
         form: PromptFormat = PLAIN_PROMPTS,
+        most: int | None = None,
     ):
         self.records, self.kind, self.tokenizer = records, kind, tokenizer
-        self.has_margin, self.fields, self.form = has_margin, fields or {}, form
+        self.has_margin, self.fields, self.form, self.most = has_margin, fields or {}, form, most
 
     def __len__(self) -> int:
         return len(self.records)
@@ -103,10 +106,11 @@ class TextFile(Sequence[TextExample]):
     def __getitem__(self, index: int | slice | np.ndarray) -> TextExample | TextFile:
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
         if isinstance(index, (slice, np.ndarray)):
-            return TextFile(self.records[index], self.kind, self.tokenizer, self.has_margin, self.fields, self.form)
+            return self._with(records=self.records[index])
         record, where = self.records[index], self.records.where(index)
         try:
             found = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
+            found = found if self.most is None else shortened(found, self.most)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
@@ -114,13 +118,25 @@ class TextFile(Sequence[TextExample]):
         # A column of margins needs one for every row, whichever rows are drawn.
         return found._replace(margin=found.margin if self.has_margin else None, source=where)
 
+    def with_margin(self, has_margin: bool) -> TextFile:
+        """The same with margins or without."""
+        return self._with(has_margin=has_margin)
+
+    def at_most(self, tokens: int) -> TextFile:
+        """The same with texts that are `shortened` when they are read."""
+        return self._with(most=tokens)
+
     def suspects(self, positions: int) -> Iterable[int]:
         """Indices of the examples that are worth tokenizing to find one that is too long or that is refused."""
         nbytes = self.records.nbytes
-        if nbytes[:-1].sum() <= SMALL_BYTES:
+        if nbytes[nbytes < np.iinfo(np.int64).max].sum() <= SMALL_BYTES:  # that of a last line is not known
             return range(len(self))
         # A token is a byte at least, but for what a template adds.
         return np.flatnonzero((nbytes > positions) | (np.arange(len(nbytes)) < FIRST_LINES)).tolist()
+
+    def _with(self, **changes: Any) -> TextFile:
+        names = ("records", "kind", "tokenizer", "has_margin", "fields", "form", "most")
+        return TextFile(**{name: getattr(self, name) for name in names} | changes)
 
 
 def load_examples(
@@ -136,17 +152,21 @@ def load_examples(
     Raises:
       DataError: the file is missing or empty, or a record is not as the table above says.
     """
-    fields, without_margin = fields or {}, 0
+    fields, without_margin, paired = fields or {}, 0, None
 
     def check(record: Any) -> None:
-        nonlocal without_margin
-        found = text_columns(renamed(record, fields), kind)
-        check_record(found, kind)
+        nonlocal without_margin, paired
+        record = renamed(record, fields)
+        paired = kind == "ratings" and is_pair(record) if paired is None else paired
+        found = text_columns(record, "preferences" if paired else kind)
+        check_record(found, "preferences" if paired else kind)
         without_margin += found.get("margin") is None
 
     records = open_records(path, check)
     if not len(records):
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
+    if paired:
+        return TextFile(PairHalves(records, fields), kind, tokenizer, False, {}, form)
     return TextFile(records, kind, tokenizer, not without_margin, fields, form)
 
 
@@ -157,7 +177,7 @@ def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seq
       shares: as in `Mixture`.
     """
     margin = all(file.has_margin for file in files)
-    alike = [TextFile(one.records, one.kind, one.tokenizer, margin, one.fields, one.form) for one in files]
+    alike = [one.with_margin(margin) for one in files]
     return alike[0] if len(alike) == 1 else Mixture(alike, shares)
 
 
@@ -313,36 +333,22 @@ def text_batch(
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
 
 
-def suspects_of(examples: Sequence[TextExample], positions: int) -> Iterable[int]:
-    """Places of the examples to look at for one that is too long: of a file `TextFile.suspects`, else all."""
-    if isinstance(examples, Mixture):
-        parts = zip(examples.starts.tolist(), examples.parts, strict=False)
-        return [start + place for start, part in parts for place in suspects_of(part, positions)]
-    return examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
+def shortened(example: TextExample, most: int) -> TextExample:
+    """An example whose texts have at most so many tokens.
 
+    What comes before the first trained token loses its beginning, as much of both texts of a pair. Where the rest is
+    too long even so, at most half of the text comes before that token, and the rest loses its end.
 
-def check_lengths(examples: Sequence[TextExample], positions: int, tokenizer: Any) -> None:
-    """Compare texts with the longest sequence that a model was made for; of a large file only `suspects`.
-
-    Raises:
-      DataError: naming the first example that is longer, and how many there are.
+    Args:
+      most: at least 2.
     """
-    first, count = None, 0
-    for number in suspects_of(examples, positions):
-        one = examples[number]
-        if max(len(t.tokens) for t in one.texts) > positions:
-            first, count = first or (number + 1, one), count + 1
-    if first is None:
-        return
-    number, one = first
-    longest, text = max(enumerate(one.texts), key=lambda pair: len(pair[1].tokens))
-    name = "text" if len(one.texts) == 1 else f"prompt with {TEXT_FIELDS['preferences'][longest]!r}"
-    begins = tokenizer.decode(text.tokens[:40])[:60]
-    others = f"; {count} of {len(examples)} examples are too long" if count > 1 else ""
-    raise DataError(
-        f"{one.source or f'example {number}'}: the {name} has {len(text.tokens)} tokens, but the model has {positions} "
-        f"positions; shorten it, leave it out or take a model with more{others} (it begins {begins!r})"
-    )
+    prompt = example.texts[0].trained.index(True)
+    rest = max(len(text.tokens) for text in example.texts) - prompt
+    if prompt + rest <= most:
+        return example
+    begin = prompt - min(prompt, most - rest if rest < most else most // 2)
+    texts = tuple(Text(text.tokens[begin:][:most], text.trained[begin:][:most]) for text in example.texts)
+    return example._replace(texts=texts, labels=example.labels[: sum(texts[0].trained)])
 
 
 def _read(text: Text, pad: int) -> Text:

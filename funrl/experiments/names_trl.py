@@ -171,6 +171,15 @@ def _report_to(text: str, context: NameContext) -> Meaning:
     return Meaning({"report_to": ",".join(ours)} if ours else {}, "TensorBoard and JSON lines are always written")
 
 
+def _divergence(text: str, context: NameContext) -> Meaning:
+    names = {"reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js", "alpha_divergence": "alpha"}
+    if "divergence" not in context.arguments:
+        raise DifferentError(f"{context.recipe} has no --divergence")
+    if text not in names:
+        raise DifferentError(f"{text} is not one of {', '.join(names)}")
+    return Meaning({"divergence": names[text]})
+
+
 def _flag(ours: str, yes: str, no: str) -> Convert:
     return lambda text, context: Meaning({ours: yes if is_true(text) else no})
 
@@ -200,12 +209,22 @@ def _reward_funcs(text: str, context: NameContext) -> Meaning:
 
 def _prompt_length(text: str, context: NameContext) -> Meaning:
     if context.texts:
-        raise DifferentError(_TEXTS)
+        raise DifferentError("the limit of a prompt and its completion together is --max_text_tokens")
     return Meaning({"max_prompt_tokens": text}, "--long_prompts says what is done with longer ones")
 
 
+def _text_length(text: str, context: NameContext) -> Meaning:
+    if not context.texts:
+        raise DifferentError("the limits are --max_prompt_tokens and --max_new_tokens")
+    if text.lower() in ("none", "null", ""):
+        return Meaning({}, "the model's positions are the limit")
+    if context.recipe == "reward_model":
+        return Meaning({"max_text_tokens": text, "long_prompts": "drop"})
+    difference = "a longer text loses the beginning of its prompt, in TRL its end"
+    return Meaning({"max_text_tokens": text, "long_prompts": "truncate"}, difference)
+
+
 _MEMORY = "what is kept and computed again is --remat and --token_budget here"
-_TEXTS = "texts are not cut here; one that is longer than the model's positions is an error"
 TRL: dict[str, Convert] = {
     "model_name_or_path": same("model"),
     "reward_model_name_or_path": same("reward_model"),
@@ -264,8 +283,8 @@ TRL: dict[str, Convert] = {
     "max_completion_length": same("max_new_tokens"),
     "response_length": same("max_new_tokens"),
     "max_prompt_length": _prompt_length,
-    "max_length": different(_TEXTS),
-    "max_seq_length": different(_TEXTS),
+    "max_length": _text_length,
+    "max_seq_length": _text_length,
     "packing": default_only("true", "rows are always packed end to end, and do not see one another; leave it out"),
     "padding_free": default_only("true", "rows are always packed end to end; leave it out"),
     "beta": _kl,
@@ -285,7 +304,7 @@ TRL: dict[str, Convert] = {
     "scale_rewards": _scale_rewards,
     "label_smoothing": argument("smoothing", "its labels are taken as they are"),
     "rpo_alpha": argument("likelihood_coef", "it has no such term"),
-    "f_divergence_type": argument("divergence", "it has none"),
+    "f_divergence_type": _divergence,
     "f_alpha_divergence_coef": argument("divergence_alpha", "it has none"),
     "ld_alpha": argument("length_alpha", "it has none"),
     "center_rewards_coefficient": argument("center", "it is no reward model"),

@@ -171,10 +171,13 @@ def _logger(text: str, context: NameContext) -> Meaning:
 
 
 def _reward(text: str, context: NameContext) -> Meaning:
-    path = context.theirs.get("custom_reward_function.path", "null")
-    if path in ("null", "None", ""):
+    for place in ("reward.custom_reward_function", "custom_reward_function"):  # of newer and of older versions
+        path = context.theirs.get(f"{place}.path", "null")
+        name = context.theirs.get(f"{place}.name", "compute_score")
+        if path not in ("null", "None", ""):
+            break
+    else:
         return Meaning({})
-    name = context.theirs.get("custom_reward_function.name", "compute_score")
     return Meaning({"reward": f"{path}:{name}"}, "docs/rewards.md says with which arguments it is called")
 
 

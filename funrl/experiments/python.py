@@ -181,7 +181,7 @@ def train(
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
       mesh: devices by axis, such as "dp4,tp2".
       on_step: called with the number and the metrics of every step, in the process of rank 0.
-      settings: any flag by its name, the arguments of a recipe that is named included.
+      settings: any flag by its name, the arguments of a recipe that is named included; a path may be a `Path`.
 
     Raises:
       SettingsError: a setting that does not exist or cannot work; before anything is started.
@@ -194,6 +194,7 @@ def train(
         raise SettingsError(
             f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
         )
+    settings = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
     own = {name: settings.pop(name) for name in arguments if name in settings and name not in settings_flags()}
     given = Given(
         model if isinstance(model, Model) else None,

@@ -264,7 +264,7 @@ def _hidden(one, config, params, mesh, layer, offsets, **inputs: Tensor) -> Tens
 
 def _one_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens as one packed row, their positions and the offsets of its sequences."""
-    tokens_BT, positions, segments, offsets, _ = inputs
+    tokens_BT, positions, segments, offsets = inputs.tokens, inputs.positions, inputs.segments, inputs.offsets
     (B, T), device = tokens_BT.shape, tokens_BT.device
     positions = torch.arange(T, device=device) if positions is None else positions
     positions_1N = positions.expand(B, T).reshape(1, -1)

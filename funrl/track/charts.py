@@ -122,9 +122,9 @@ def line_chart(
     values = [value for one in series for _, value in one.points]
     x, y = step_scale(*steps), log_scale(values) if log else linear_scale(values, bounds)
     drawing = "".join(_curve(one, x, y) for one in series)
-    last = number(series[0].points[-1][1])
+    last = "" if len(series) > 1 else number(series[0].points[-1][1])  # those of several are in the legend
     ends = ", ".join(f"{one.name} {number(one.points[0][1])} to {number(one.points[-1][1])}" for one in series)
-    legend = _legend([(one.name, one.colour) for one in series]) if len(series) > 1 else ""
+    legend = _legend(series) if len(series) > 1 else ""
     return (
         f'<figure class="card"><figcaption><b>{html.escape(title)}</b><output>{last}</output>'
         f"<small>{html.escape(unit)}</small>{legend}</figcaption>"
@@ -156,8 +156,12 @@ def stacked_chart(title: str, unit: str, steps: Sequence[int], layers: Sequence[
     )
 
 
-def _legend(entries: Sequence[tuple[str, int]]) -> str:
-    keys = "".join(f'<span><i class="key c{colour}"></i>{html.escape(name)}</span>' for name, colour in entries)
+def _legend(series: Sequence[Series]) -> str:
+    """The curves' colours and names, with the last value of each."""
+    keys = "".join(
+        f'<span><i class="key c{one.colour}"></i>{html.escape(one.name)}<b>{number(one.points[-1][1])}</b></span>'
+        for one in series
+    )
     return f'<div class="legend">{keys}</div>'
 
 

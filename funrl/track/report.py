@@ -29,7 +29,7 @@ from funrl.track.samples import Sample, first_and_last, read_samples
 
 PHASES = {  # in the order of a step, with the page's colour of each
     "generate": 0, "reward": 5, "score_policy": 2, "score_reference": 6, "score_critic": 4, "advantage": 7,
-    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 5, "eval": 9, "other": 10,
+    "update_critic": 3, "update_policy": 1, "reshard": 8, "verify": 11, "eval": 9, "other": 10,
 }  # fmt: skip
 ORDER = "Answers are shown with their digits in the usual order; the model writes the ones first."
 LONGEST_TEXT = 4000  # characters of a prompt or completion on the page

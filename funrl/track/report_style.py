@@ -1,8 +1,8 @@
 """The style sheet of the report: light and dark, from a phone's width up."""
 
-# Ten colours in an order in which neighbours differ for every kind of colour vision; "other" comes last and is grey.
-LIGHT = "#2f66d0 #e2872b #2a9d84 #c2507f #7a62c9 #8f9a2e #45a7d6 #a0694a #d0453f #5d7f8f #9a9a9a"
-DARK = "#7aa5ff #f0a355 #4fc4a8 #e884ad #a996f0 #bcc85a #74c6ee #c99472 #f07a72 #8fb2c2 #8b8b8b"
+# Ten colours in an order in which neighbours differ for every kind of colour vision, the grey of "other", and one more.
+LIGHT = "#2f66d0 #e2872b #2a9d84 #c2507f #7a62c9 #8f9a2e #45a7d6 #a0694a #d0453f #5d7f8f #9a9a9a #7d4b1f"
+DARK = "#7aa5ff #f0a355 #4fc4a8 #e884ad #a996f0 #bcc85a #74c6ee #c99472 #f07a72 #8fb2c2 #8b8b8b #d9b48a"
 
 
 def _colours(values: str) -> str:
@@ -58,13 +58,15 @@ figcaption{display:grid;grid-template-columns:1fr auto;gap:0 12px;font-size:14.5
 figcaption b,figcaption output{font-weight:640}
 figcaption small{grid-column:1/-1;color:var(--soft);font-size:12.5px;min-height:1.4em}
 figure.card{display:flex;flex-direction:column}
-.legend{grid-column:1/-1;display:flex;gap:14px;font-size:12.5px;color:var(--soft);margin-top:3px}
+.legend{grid-column:1/-1;display:flex;flex-wrap:wrap;gap:0 14px;font-size:12.5px;color:var(--soft);margin-top:3px}
+.legend span{overflow-wrap:anywhere}.legend b{color:var(--ink);font-weight:640;margin-left:5px}
 .lead{font-size:13.5px;color:var(--soft);margin:-8px 0 14px}
 .key{display:inline-block;width:9px;height:9px;border-radius:3px;background:var(--c);margin-right:6px}
 .note{font-size:12px;color:var(--soft);margin-top:6px}
 .plot{display:grid;grid-template-columns:auto 1fr;grid-template-rows:minmax(150px,1fr) 20px;flex:1;font-size:11.5px;
 color:var(--soft);margin-top:14px}
 .two .plot,.time .plot{grid-template-rows:minmax(220px,1fr) 20px}
+.two>figure:only-child{grid-column:1/-1}
 .y{position:relative}
 .y span{position:absolute;right:9px;transform:translateY(50%);line-height:1;white-space:nowrap}
 .x{grid-column:2;position:relative;margin-right:8px}
@@ -115,13 +117,14 @@ overflow-wrap:anywhere}
 border-top:1px solid var(--line);font-weight:400}
 .runs tr:first-child th,.differ tr:first-child th{border:0;color:var(--soft)}
 .runs th:first-child{white-space:nowrap;font-weight:600}
-.runs td small{display:block;color:var(--soft)}
+.runs td{white-space:nowrap}
+.runs td small{display:block;color:var(--soft);white-space:normal;min-width:9em}
 .differ th:first-child{color:var(--soft)}
 .differ td{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:12.5px;
 overflow-wrap:anywhere;min-width:9em}
 @media(max-width:980px){.three{grid-template-columns:repeat(2,minmax(0,1fr))}.time{grid-template-columns:minmax(0,1fr)}}
 @media(max-width:640px){main{padding:28px 14px 56px}.two,.three,.config{grid-template-columns:minmax(0,1fr)}
-.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}section{margin-top:34px}.grid{gap:12px}
+.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.tile:last-child:nth-child(odd){grid-column:1/-1}section{margin-top:34px}.grid{gap:12px}
 .two .plot,.time .plot{grid-template-rows:minmax(180px,1fr) 20px}}
 @media print{body{background:#fff}.card{break-inside:avoid}}
 """

@@ -42,6 +42,7 @@ from funrl.trainer.job_data import (
     texts_of,
 )
 from funrl.trainer.judging import JudgeJob, judge_job
+from funrl.trainer.learning_rates import learning_rates
 from funrl.trainer.own_texts import reads_tokens
 from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
@@ -191,7 +192,7 @@ def job_of(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.dtype], model, models, directories,
-        learning_rates(settings, algorithm), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        learning_rates(settings, algorithm, model), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
         judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
         lora_of(settings, model),
     )  # fmt: skip
@@ -532,16 +533,6 @@ def inherited(job: Job) -> dict[str, float]:
     found = {name: x for name, x in sampling_defaults(job.model.config).items() if x != EVAL_DEFAULTS[name]}
     idle = IDLE_IF_GREEDY if job.eval_sampling.greedy else ()
     return {name: x for name, x in found.items() if getattr(job.settings, f"eval_{name}") is None and name not in idle}
-
-
-def learning_rates(settings: Settings, algorithm: Algorithm) -> dict[str, float]:
-    """Peak learning rates of the roles that learn."""
-    scratch, given = (1e-3, 1e-5) if settings.lora_rank is None else (3e-3, 1e-4)
-    lr = settings.lr if settings.lr is not None else (scratch if settings.model is None else given)
-    critic = 2 * lr if settings.critic_lr is None else settings.critic_lr
-    implicit = lr if settings.implicit_reward_lr is None else settings.implicit_reward_lr
-    own = {"critic": critic, "implicit_reward": implicit}
-    return {name: own.get(name, lr) for name in algorithm.losses}
 
 
 @contextlib.contextmanager

@@ -7,22 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from funrl.data.columns import renamed
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
+from funrl.data.pair_halves import halves_of
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextFile,
-    check_lengths,
     joined_files,
     load_examples,
     text_batch,
     text_example,
 )
+from funrl.data.text_lengths import fit_texts
 from funrl.loading import load_function
 from funrl.mesh.mesh import Mesh
 from funrl.models import Config, Model
@@ -40,6 +42,7 @@ from funrl.trainer.prompt_data import (
     fit,
     format_of,
     given_prompts,
+    pairs_of,
     read_prompts,
     split,
     to_example,
@@ -110,6 +113,8 @@ class Texts(NamedTuple):
       heldout: to evaluate on.
       kind: one of `supervised.TEXT_FIELDS`.
       demonstrations, readable: as in `Task`.
+      remarks: on what was done with the data, for the log.
+      most: tokens of a text.
     """
 
     name: str
@@ -118,6 +123,8 @@ class Texts(NamedTuple):
     kind: str
     demonstrations: Demonstrations | None
     readable: Callable[[str], str] | None = None
+    remarks: tuple[str, ...] = ()
+    most: int | None = None
 
 
 def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
@@ -246,23 +253,36 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: Config, give
     """
     if settings.step_separator is not None and kind != "steps":
         raise SettingsError(f"--step_separator={settings.step_separator}: {kind} have no steps; leave it out")
+    most, reason = config.max_positions, f"the model has {config.max_positions} positions"
+    if settings.max_text_tokens is not None and settings.max_text_tokens < most:
+        most, reason = settings.max_text_tokens, f"--max_text_tokens is {settings.max_text_tokens}"
     if settings.data is None and given.records is None:
         refuse_idle_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)
-    else:
-        examples = _text_examples(settings, "data", kind, tokenizer, given.records)
-        heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
-        if heldout is not None:
-            places = chosen_places(len(heldout), settings.eval_prompts, settings.seed)
-            train, heldout = examples, examples_at(heldout, places)
-        else:
-            train, heldout = split(examples, settings.eval_prompts, settings.seed)
-        name = "records" if settings.data is None else name_of_files(data_files(settings, "data"))
-        texts = Texts(name, train, heldout, kind, arithmetic.demonstrations)
-    check_lengths(texts.examples, config.max_positions, tokenizer)
-    if texts.heldout is not texts.examples:
-        check_lengths(texts.heldout, config.max_positions, tokenizer)
-    return texts
+        return _fitting(texts, most, settings.long_prompts, reason, tokenizer)
+    examples = _text_examples(settings, "data", kind, tokenizer, given.records)
+    heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
+    name = "records" if settings.data is None else name_of_files(data_files(settings, "data"))
+    texts = Texts(name, examples, heldout or (), kind, arithmetic.demonstrations)
+    texts = _fitting(texts, most, settings.long_prompts, reason, tokenizer)
+    if heldout is None:
+        train, held = split(texts.examples, settings.eval_prompts, settings.seed)
+        return texts._replace(examples=train, heldout=held)
+    places = chosen_places(len(texts.heldout), settings.eval_prompts, settings.seed)
+    return texts._replace(heldout=examples_at(texts.heldout, places))
+
+
+def _fitting(texts: Texts, most: int, how: str, reason: str, tokenizer: Any) -> Texts:
+    """Texts of at most so many tokens, with remarks; the others as in `fit_texts`."""
+    numbers = pairs_of(texts.examples)
+    pairs = 0 if numbers is None else len(numbers) - len(np.unique(numbers))
+    found = [f"{pairs} pairs are {2 * pairs} texts, the chosen ones labelled good and the rejected ones bad"]
+    found = found if pairs else []
+    fitting = {}
+    for name, examples, said in (("examples", texts.examples, "texts"), ("heldout", texts.heldout, "held-out texts")):
+        fitting[name], remark = fit_texts(examples, most, how, reason, tokenizer) if len(examples) else (examples, "")
+        found += [f"{said}: {remark}"] * bool(remark)
+    return texts._replace(**fitting, remarks=tuple(found), most=most)
 
 
 def _text_examples(
@@ -272,7 +292,10 @@ def _text_examples(
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
     if records is not None:
-        return [text_example(renamed(record, fields), kind, tokenizer, form) for record in records]
+        made = [(f"record {n}", renamed(record, fields)) for n, record in enumerate(records, 1)]
+        if kind == "ratings":
+            made = [(source, half) for source, record in made for half in halves_of(record)]
+        return [text_example(record, kind, tokenizer, form)._replace(source=source) for source, record in made]
     if getattr(settings, flag) is None:
         return None
     files = data_files(settings, flag)

@@ -15,7 +15,8 @@ from funrl import trees
 from funrl.algos.core import Filter, reads
 from funrl.algos.filters.by_row import every, rewarded
 from funrl.batch import select
-from funrl.data.supervised import check_lengths, mismatched, text_batch
+from funrl.data.supervised import mismatched, text_batch
+from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
@@ -77,6 +78,8 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     """The source of the rows that a job trains on."""
     settings, task = job.settings, job.task
     if not isinstance(task, Task):
+        for remark in task.remarks:
+            show.note(remark)
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
             task.examples, task.heldout, to_rows, parts.roles, frozen, settings.batch_prompts, settings.seed,
@@ -303,18 +306,18 @@ def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     of the next one.
 
     Raises:
-      DataError: a text has more tokens than the model has positions, or cannot be read.
+      DataError: a text has more tokens than it may, or cannot be read.
     """
-    positions, count = job.model.config.max_positions, len(examples)
+    assert isinstance(job.task, Texts)
+    most, count = job.task.most or job.model.config.max_positions, len(examples)
     further = count if "mismatched" in reads(job.algorithm).required else 0
     owner = generating_ranks(count + further, 1, mesh.size(mesh.row_axes))
     places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
     own = [examples[i] for i in places if i < count]
-    check_lengths(own, positions, job.tokenizer)
-    own += [mismatched(examples[i - count], examples[(i + 1) % count], positions) for i in places if i >= count]
+    check_lengths(own, most, job.tokenizer)
+    own += [mismatched(examples[i - count], examples[(i + 1) % count], most) for i in places if i >= count]
     # A rank without texts has the same fields of no rows.
-    steps = isinstance(job.task, Texts) and job.task.kind == "steps"
-    some = text_batch(own or [examples[0]], job.pad, job.lead in READERS, mesh.device, steps)
+    some = text_batch(own or [examples[0]], job.pad, job.lead in READERS, mesh.device, job.task.kind == "steps")
     mine = select(some, slice(len(own)))
     margin = mine.get("margin")
     mine = mine if margin is None else mine._replace(margin=margin.to(job.master))

@@ -11,6 +11,7 @@ import numpy as np
 from funrl.data.columns import Fields
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
+from funrl.data.pair_halves import PairHalves
 from funrl.data.prompt_format import (
     OWN,
     PLAIN_PROMPTS,
@@ -24,14 +25,14 @@ from funrl.data.prompt_format import (
     text_of_flag,
 )
 from funrl.data.prompts import Prompt, check_prompts, load_prompts
-from funrl.data.supervised import TextFile
+from funrl.data.supervised import TextExample, TextFile
+from funrl.data.text_lengths import MOST_SOURCES, named_lines
 from funrl.data.tokenizer import TokenizerError
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.generation import Example
 from funrl.trainer.settings import Settings
 
 SPLIT = 0x5917  # sets the numbers that hold prompts out apart from those that shuffle
-NAMED_PROMPTS = 10  # prompts that a remark names
 
 
 class Fitting(NamedTuple):
@@ -158,13 +159,45 @@ def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[An
     if not count:
         few = examples if heldout >= len(examples) else examples_at(examples, np.arange(heldout))
         return examples, few
-    held = chosen_places(len(examples), count, seed)
+    held = chosen_examples(examples, count, seed)
     return examples_at(examples, np.setdiff1d(np.arange(len(examples)), held)), examples_at(examples, held)
 
 
 def chosen_places(total: int, count: int, seed: int) -> np.ndarray:
     """`count` places of `total`, ascending, that the seed chooses."""
     return np.sort(np.random.default_rng((seed, SPLIT)).permutation(total)[:count])
+
+
+def chosen_examples(examples: Sequence[Any], count: int, seed: int) -> np.ndarray:
+    """`chosen_places` of at most `count` examples, but one pair at least; the two texts of a pair stay together."""
+    pairs = pairs_of(examples)
+    if pairs is None:
+        return chosen_places(len(examples), count, seed)
+    order = pairs[np.random.default_rng((seed, SPLIT)).permutation(len(examples))]
+    _, first = np.unique(order, return_index=True)
+    drawn = order[np.sort(first)]
+    sizes = np.bincount(pairs)[drawn].cumsum()
+    return np.flatnonzero(np.isin(pairs, drawn[sizes <= max(count, sizes[0])]))
+
+
+def pairs_of(examples: Sequence[Any]) -> np.ndarray | None:
+    """[examples] a number of the pair that each text is from, or of its own; None: all are their own."""
+    if isinstance(examples, TextFile) and isinstance(examples.records, PairHalves):
+        return examples.records.places // 2
+    if isinstance(examples, list):  # in memory
+        sources = [one.source for one in examples if isinstance(one, TextExample) and one.source]
+        paired = len(set(sources)) < len(sources) == len(examples)
+        return np.unique(sources, return_inverse=True)[1] if paired else None
+    if not isinstance(examples, Mixture):
+        return None
+    parts = [pairs_of(part) for part in examples.parts]
+    if all(part is None for part in parts):
+        return None
+    numbers, begin = [], 0
+    for part, pairs in zip(examples.parts, parts, strict=True):
+        numbers.append(begin + (np.arange(len(part)) if pairs is None else pairs))
+        begin = 1 + int(numbers[-1].max(initial=begin))
+    return np.concatenate(numbers)
 
 
 def examples_at(examples: Sequence[Any], places: np.ndarray) -> Sequence[Any]:
@@ -213,13 +246,8 @@ def fit(prompts: Sequence[Example], most: int, how: str, reason: str) -> Fitting
 
 
 def _named(prompts: Sequence[Example]) -> str:
-    """The first ones by file and line: "a.jsonl, line 3, 7; b.jsonl, line 2 and 5 more"."""
-    by_file: dict[str, list[str]] = {}
-    for one in prompts[:NAMED_PROMPTS]:
-        file, _, number = one.source.rpartition(" ")
-        by_file.setdefault(file, []).append(number or repr(one.text[:60]))
-    named = "; ".join(f"{file} {', '.join(numbers)}".strip() for file, numbers in by_file.items())
-    return named + (f" and {len(prompts) - NAMED_PROMPTS} more" if len(prompts) > NAMED_PROMPTS else "")
+    """The first ones by file and line, or by their texts."""
+    return named_lines([one.source or repr(one.text[:60]) for one in prompts[:MOST_SOURCES]], len(prompts))
 
 
 def _parts(prompts: Sequence[Example]) -> Sequence[Sequence[Example]]:

@@ -237,12 +237,17 @@ class Settings:
     tools: str | None = flag(None, "job", "FILE.json with a list of JSON schemas of tools, for the chat template")
     template_arguments: str | None = flag(None, "job", "further arguments of the chat template: enable_thinking:false")
     long_prompts: str = flag(
-        "error", "job", "what is done with prompts that are too long: error, drop, or truncate to their last tokens",
-        one_of("error", "drop", "truncate"), kinds=RL,
+        "error", "job", "what is done with prompts and texts that are too long: error, drop, or truncate, prompts to "
+        "their last tokens",
+        one_of("error", "drop", "truncate"),
     )  # fmt: skip
     max_prompt_tokens: int | None = flag(
         None, "job", "tokens of a prompt at most", at_least(1), kinds=RL,
         chosen="what --max_new_tokens leaves of the model's positions",
+    )  # fmt: skip
+    max_text_tokens: int | None = flag(
+        None, "job", "tokens of a prompt and its completion at most", at_least(2), kinds=SUPERVISED,
+        chosen="the model's positions",
     )  # fmt: skip
     curriculum: str | None = flag(
         None, "job", "FILE.py:function that weights the prompts before each step, by the metrics so far", kinds=RL
@@ -283,7 +288,7 @@ class Settings:
         "job",
         "tokens of a prompt and its completion that --dry_run takes",
         at_least(1),
-        chosen="the embedded task's longest, else 1024",
+        chosen="the embedded task's longest, else --max_text_tokens, else 1024",
         kinds=SUPERVISED,
         requires="dry_run",
     )
@@ -354,7 +359,7 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch, 1e-5 with --model; with --lora_rank 3e-3 and 1e-4",
+        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), 5e-7 to 1e-3; --lora_rank: 3e-3, 10 times",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL

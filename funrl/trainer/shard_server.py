@@ -4,9 +4,9 @@ Tensorstore has threads of its own, and a process that has them cannot be forked
 (by a reward, by the next run of a notebook), so tensorstore is never imported there. What is written and read passes
 through memory that both share, requests and answers through pipes.
 
-On disk each rank has an OCDBT database `ocdbt.process_R` with its chunks, in files of up to `FILE_BYTES`; a commit
-joins their indices in one, without touching the chunks. Arrays are zarr 3 with a checksum in each chunk. It is what
-orbax writes and reads.
+On disk each rank has an OCDBT database `ocdbt.process_R` with its chunks, and one more for the large ones, which
+`chunk_files` writes; a commit joins their indices in one, without touching the chunks. Arrays are zarr 3 with a
+checksum in each chunk. It is what orbax writes and reads.
 
     python -m funrl.trainer.shard_server
 
@@ -18,7 +18,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
+import math
 import mmap
 import os
 import re
@@ -26,14 +28,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.trainer import chunk_files
+
 ARRIVED = "arrived"  # folder in which each rank leaves a file when it has written its part
 COMPLETE = "complete.json"  # written last: a checkpoint that has it is whole
-FILE_BYTES = 256 << 20
 CACHE_BYTES = 64 << 20  # of the databases' index
 COPY_THREADS, FILE_THREADS = 2, 8
 NICENESS, NICE_BYTES = 19, 64 << 20  # of a process that writes more than this: training comes first
@@ -200,7 +204,7 @@ def _write_parts(request: WriteShards) -> None:
     import numpy as np
     import tensorstore as ts
 
-    context, memory = _context(ts), _mapped(request.memory)
+    context, memory, large = _context(ts), _mapped(request.memory), []
     base = str(Path(request.folder) / f"ocdbt.process_{request.process}")
     opened = {}
     for name, array in request.arrays.items():
@@ -208,11 +212,17 @@ def _write_parts(request: WriteShards) -> None:
         opened[name] = ts.open(_spec(base, name, array) | {"open": True} | mode, context=context)
     written = []
     for part in request.parts:
-        values = _view(memory, request.arrays[part.name], part)
+        array = request.arrays[part.name]
+        values = _view(memory, array, part)
+        if keys := _large_chunks(part, array):
+            large.append((keys[0], values.reshape(-1).view(np.uint8)))
+            continue
         target = opened[part.name].result()[_slices(part.box)]
         written.append(target.write(values, can_reference_source_data_indefinitely=True))
     for name, number in request.numbers.items():
         written.append(opened[name].result().write(np.array(number, request.arrays[name].dtype)))
+    if large:
+        chunk_files.write_chunks(f"{base}.chunks", large)
     for future in written:
         future.result()
     for future in opened.values():
@@ -285,8 +295,8 @@ def read_parts(request: ReadShards) -> str | None:
     """Read parts into memory: None, or which array cannot be read."""
     import tensorstore as ts
 
-    context, memory = _context(ts, {"file_io_mode": {"mode": "memmap"}}), _mapped(request.memory)
-    opened, copies = {}, []
+    context, memory = _context(ts, {"file_io_mode": {"mode": "memmap"}}), _mapped(request.memory, write_all=True)
+    opened, copies, large = {}, [], []
     for name in dict.fromkeys(part.name for part in request.parts):
         opened[name] = ts.open(_spec(request.path, name, None), open=True, context=context)
     for part in request.parts:
@@ -295,15 +305,58 @@ def read_parts(request: ReadShards) -> str | None:
             found = opened[part.name].result()
             if tuple(found.shape) != array.shape or found.dtype.name != array.dtype:
                 return f"{part.name} has shape {list(found.shape)} and dtype {found.dtype.name}"
+            if keys := _large_chunks(part, array._replace(chunk=tuple(found.chunk_layout.read_chunk.shape or ()))):
+                large.append((part, keys))
+                continue
             target = ts.array(_view(memory, array, part), context=context, copy=False)
             copies.append((part.name, target.write(found[_slices(part.box)])))
         except Exception as error:
             return f"{part.name}: {_first_line(error)}"
+    problem = _read_large(request, memory, large) if large else None
     for name, copy in copies:
         try:
             copy.result()
         except Exception as error:
-            return f"{name}: {_first_line(error)}"
+            problem = problem or f"{name}: {_first_line(error)}"
+    return problem
+
+
+def _large_chunks(part: ShardPart, array: Array) -> list[str]:
+    """The keys of the chunks of a part, which are whole and behind one another in memory; [] where they are not, or
+    where tensorstore is to have them."""
+    if _nbytes(array.chunk, array.dtype) < chunk_files.LARGE_BYTES or chunk_files.checksum() is None:
+        return []
+    shape = tuple(high - low for low, high in part.box)
+    first = next(dim for dim, length in enumerate(array.chunk) if length > 1)
+    whole = all(end % length == 0 for ends, length in zip(part.box, array.chunk, strict=True) for end in ends)
+    return _chunk_keys(part, array) if whole and array.chunk[first + 1 :] == shape[first + 1 :] else []
+
+
+def _chunk_keys(part: ShardPart, array: Array) -> list[str]:
+    """The keys of the chunks that a part is made of, row-major."""
+    ends = zip(part.box, array.chunk, strict=True)
+    numbers = itertools.product(*(range(low // length, high // length) for (low, high), length in ends))
+    return ["/".join((f"{_path(part.name)}c", *map(str, one))) for one in numbers]
+
+
+def _read_large(request: ReadShards, memory: mmap.mmap | None, large: list[tuple[ShardPart, list[str]]]) -> str | None:
+    """Read parts that are made of large chunks: None, or which array cannot be read."""
+    import numpy as np
+
+    places = chunk_files.places_of(request.path, [key for _, keys in large for key in keys])
+    with ThreadPoolExecutor(COPY_THREADS) as readers:
+        running = []
+        for part, keys in large:
+            values = np.split(_view(memory, request.arrays[part.name], part).reshape(-1).view(np.uint8), len(keys))
+            for key, one in zip(keys, values, strict=True):
+                if key not in places:
+                    return f"{part.name}: the chunk {key} is missing"
+                running.append((part.name, readers.submit(chunk_files.read_chunk, places[key], one)))
+        for name, read in running:
+            try:
+                read.result()
+            except (OSError, ValueError) as error:
+                return f"{name}: {error}"
     return None
 
 
@@ -320,12 +373,17 @@ def _context(ts: Any, more: Mapping[str, Any] | None = None) -> Any:
 
 
 def _database(base: str) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": Path(base).absolute().as_uri() + "/", "target_data_file_size": FILE_BYTES}
+    return {"driver": "ocdbt", "base": chunk_files.url(base), "target_data_file_size": chunk_files.FILE_BYTES}
+
+
+def _path(name: str) -> str:
+    """The beginning of an array's keys."""
+    return name.replace("/", ".") + "/"
 
 
 def _spec(base: str, name: str, array: Array | None) -> dict[str, Any]:
     """The place of an array, and its metadata, if that is to be written."""
-    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**_database(base), "path": name.replace("/", ".") + "/"}}
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {**_database(base), "path": _path(name)}}
     if array is None:
         return spec
     chunk = [max(1, length) for length in array.chunk]
@@ -347,22 +405,37 @@ def _tree_entry(name: str, array: Array) -> dict[str, Any]:
     return {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": False}}
 
 
-def _mapped(memory: str) -> mmap.mmap | None:
-    """The memory that the rank shares; None where it has none."""
+def _mapped(memory: str, write_all: bool = False) -> mmap.mmap | None:
+    """The memory that the rank shares; None where it has none.
+
+    Args:
+      write_all: its pages are wanted now: one by one, when each is touched, they cost several times as much.
+    """
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if write_all else 0)
     with open(memory, "r+b") as file:
-        return mmap.mmap(file.fileno(), 0) if os.fstat(file.fileno()).st_size else None
+        return mmap.mmap(file.fileno(), 0, flags) if os.fstat(file.fileno()).st_size else None
 
 
 def _view(memory: mmap.mmap | None, array: Array, part: ShardPart) -> Any:
     """A part in the shared memory, as an array."""
-    import ml_dtypes
     import numpy as np
 
-    dtype = np.dtype(ml_dtypes.bfloat16 if array.dtype == "bfloat16" else array.dtype)
+    dtype = _dtype(array.dtype)
     shape = [high - low for low, high in part.box]
     count = int(np.prod(shape, dtype=np.int64))
     values = np.frombuffer(memory or b"", np.uint8, count * dtype.itemsize, part.offset)
     return values.view(dtype).reshape(shape)
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(shape) * _dtype(dtype).itemsize
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def _slices(box: Ends) -> tuple[slice, ...]:

@@ -9,6 +9,7 @@ from funrl import trees
 from funrl.cost import decoding, dry_run
 from funrl.mesh.mesh import single
 from funrl.trainer import build as trainer_build
+from funrl.trainer.declaration import SettingsError
 
 
 def with_cache(job, gigabytes, rows=512):
@@ -84,3 +85,23 @@ def test_remax_generates_greedily_too():
     # One more completion a prompt: 3 of them instead of 2, and the prompt is read once more.
     assert 1.4 < with_greedy.flops / without.flops < 2
     assert with_greedy.seconds > 1.4 * without.seconds
+
+
+def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
+    """As if it were the policy, with the completions as its prompts, at all layers; its weights stay."""
+    config = write_config(tmp_path, num_hidden_layers=5)
+    (tmp_path / "template.txt").write_text("Is {{completion}} right?")  # 10 characters beside it: 3 tokens
+    judge = {"prompts": "p.jsonl", "judge": config, "judge_template": str(tmp_path / "template.txt")}
+    job = small("grpo", sizes={"layers": 1}, judge_max_new_tokens=8, **judge)
+    found, without = (dry_run.estimate(one, 8, CPU).phases for one in (job, job._replace(judge=None)))
+    assert [name for name in found if name not in without] == ["score_judge"] == list(found)[1:2]
+    for name, costs in without.items():
+        assert found[name].peak["weights"] - costs.peak["weights"] == trees.nbytes(job.judge.model.shapes), name
+    one = plain("grpo", model=config, prompts="p.jsonl", batch_prompts=16, samples_per_prompt=1, max_new_tokens=8)
+    generator = trainer_build.build(one, single(), lambda _: None).generator
+    alone = decoding.generation(one, generator, generator, 8 + 24 + 3, 1e9, CPU)
+    assert found["score_judge"].flops == pytest.approx(alone.flops)
+    assert found["score_judge"].seconds == pytest.approx(alone.seconds, rel=0.05)  # it draws greedily
+    assert found["score_judge"].peak["cache"] == alone.peak["cache"]
+    with pytest.raises(SettingsError, match=r"it reads 35 tokens and may write 4090 .*, but it has 4096 positions"):
+        dry_run.estimate(small("grpo", judge_max_new_tokens=4090, **judge), 8, CPU)

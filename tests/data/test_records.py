@@ -9,7 +9,8 @@ import pytest
 from funrl.data.json_lines import DataError
 from funrl.data.prompts import PromptError, load_prompts
 from funrl.data.records import open_records, read_records
-from funrl.data.supervised import check_lengths, load_examples
+from funrl.data.supervised import load_examples
+from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import character_tokenizer
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "extra_info": {"index": n}} for n in range(25)]

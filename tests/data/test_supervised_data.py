@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from funrl.data import supervised
-from funrl.data.supervised import DataError, Text, TextExample, check_lengths, load_examples, text_batch, text_example
+from funrl.data.mixture import Mixture
+from funrl.data.supervised import DataError, Text, TextExample, load_examples, shortened, text_batch, text_example
+from funrl.data.text_lengths import check_lengths, fit_texts
 from funrl.data.tokenizer import character_tokenizer
 from funrl.tasks import arithmetic
 
@@ -90,10 +92,68 @@ def test_a_text_that_is_too_long_is_named(tokenizer, tmp_path):
         DataError, match=r"line 5: the prompt with 'rejected' has 104 tokens, but the model has 103 pos"
     ):
         check_lengths(examples, 103, arithmetic.tokenizer())
-    with pytest.raises(DataError, match=r"line 3: .*; 2 of 3 examples are too long \(it begins '1\+1=444444444"):
+    with pytest.raises(DataError, match=r"line 3: .*; 2 of 3 examples are too long: .*line 3, 5 \(it begins '1\+1=444"):
         check_lengths(examples, 13, arithmetic.tokenizer())
     with pytest.raises(DataError, match=r"^example 1: the text has 2 tokens"):
         check_lengths([TextExample((Text([2, 3], [False, True]),))], 1, arithmetic.tokenizer())
+
+
+def test_a_prompt_loses_its_beginning_before_what_is_trained_its_end():
+    def text(prompt, rest):
+        return Text([*range(prompt + rest)], [False] * prompt + [True] * rest)
+
+    def cut(most, *texts, labels=()):
+        found = shortened(TextExample(texts, labels=labels), most)
+        assert found.labels == labels[: sum(found.texts[0].trained)]
+        return [(one.tokens, sum(one.trained)) for one in found.texts]
+
+    assert cut(8, text(5, 3)) == [([*range(8)], 3)]
+    assert cut(5, text(5, 3)) == [([3, 4, 5, 6, 7], 3)]
+    assert cut(5, text(5, 3), text(5, 1)) == [([3, 4, 5, 6, 7], 3), ([3, 4, 5], 1)]  # the same prompt
+    assert cut(4, text(5, 9)) == [([3, 4, 5, 6], 2)] and cut(4, text(1, 9)) == [([0, 1, 2, 3], 3)]
+    steps = Text([*range(9)], [False, False, False, True, False, True, False, False, True])
+    assert cut(7, steps, labels=(1.0, 0.0, 1.0)) == [([2, 3, 4, 5, 6, 7, 8], 3)]
+    assert cut(4, steps, labels=(1.0, 0.0, 1.0)) == [([1, 2, 3, 4], 1)]
+
+
+@pytest.mark.parametrize("kind", ["list", "file", "mixture"])
+def test_texts_that_are_too_long_are_left_out_or_shortened(kind, tmp_path):
+    tokens, file = arithmetic.tokenizer(), tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "1+1=", "completion": "2" * n}) + "\n" for n in (1, 9, 2, 7)))
+    examples = load_examples(file, "demonstrations", tokens)
+    if kind != "file":
+        examples = list(examples) if kind == "list" else Mixture([examples[:2], examples[2:]], (500, 500))
+    lengths = lambda found: [len(one.texts[0].tokens) for one in found]  # noqa: E731
+    left, remark = fit_texts(examples, 8, "drop", "why", tokens)
+    assert lengths(left) == [6, 7] and remark == f"2 of 4 are left out, as why: {file}, line 2, 4"
+    cut, remark = fit_texts(examples, 8, "truncate", "why", tokens)
+    assert lengths(cut) == [6, 8, 7, 8] and remark == f"2 of 4 are shortened to 8 tokens, as why: {file}, line 2, 4"
+    assert fit_texts(examples, 99, "drop", "why", tokens).remark == ""
+    if kind == "mixture":
+        assert left.shares == cut.shares == (500, 500)
+    with pytest.raises(DataError, match="--long_prompts=drop: no text is left of a file, as why"):
+        fit_texts(examples, 5, "drop", "why", tokens)
+
+
+def test_pairs_are_ratings_of_two_texts(tokenizer, tmp_path):
+    """As TRL's: the chosen one is good, the rejected one is bad; a conversation's prompt is what both begin with."""
+    file, turn = tmp_path / "pairs.jsonl", {"role": "user", "content": "q"}
+    rows = [
+        {"question": "a", "chosen": "b", "rejected": "cd"},
+        {side: [turn, {"role": "assistant", "content": side[0]}] for side in ("chosen", "rejected")},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = load_examples(file, "ratings", tokenizer)
+    found = [(tokenizer.decode(one.texts[0].tokens), one.labels, one.source) for one in examples]
+    first, second = (f"{file}, line {n}" for n in (1, 2))
+    assert found == [
+        ("ab</s>", (1.0,), first), ("acd</s>", (0.0,), first),
+        ("u:q;a:c</s>", (1.0,), second), ("u:q;a:r</s>", (0.0,), second),
+    ]  # fmt: skip
+    assert [one.labels for one in pickle.loads(pickle.dumps(examples))[1:3]] == [(0.0,), (1.0,)]
+    file.write_text(json.dumps(rows[0]) + '\n{"prompt": "a", "completion": "b", "label": true}\n')
+    with pytest.raises(DataError, match="line 2: there is no field 'chosen'"):
+        load_examples(file, "ratings", tokenizer)
 
 
 def test_the_embedded_preferences_are_right_and_wrong_sums():
@@ -199,6 +259,7 @@ MEMORY = """
 import json, resource, sys
 from funrl.data.supervised import load_examples, text_batch
 from funrl.data import supervised
+from funrl.data.mixture import Mixture
 from funrl.data.tokenizer import character_tokenizer
 
 tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")

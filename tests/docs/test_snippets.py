@@ -24,8 +24,13 @@ from funrl.trainer.settings import settings_flags
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
-    "docs/reward_models.md", "docs/engines.md", "docs/replay.md",
+    "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/models.md", "docs/dry_run.md",
+    "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/scale_out.md",
 ]  # fmt: skip
+ELSEWHERE = {
+    "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
+    "docs/resharding.md": "tests/cost/test_resharding_docs.py",
+}
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 SHORT = [
@@ -56,7 +61,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("page", [*PAGES, "docs/models.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page, tmp_path):
     write_files(page, tmp_path)
     for number, (name, text) in enumerate(blocks(page, "python")):
@@ -88,6 +93,17 @@ def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model
     hf.save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
 
 
+def tiny_gpt2(folder: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from funrl.data.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer(string.printable)
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def commands(page: str) -> list[list[str]]:
     """The commands of the page's shell blocks; a block's run in one folder, in their order."""
     found = [[line for line in text.splitlines() if line and line != "./test"] for _, text in blocks(page, "bash")]
@@ -103,7 +119,19 @@ def words_of(line: str) -> list[str]:
     words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
-    others = {"--help", "export", "doctor", "evaluate", "generate", "replay", "bisect", "import", "report", "compare"}
+    others = {
+        "--help",
+        "--dry_run",
+        "export",
+        "doctor",
+        "evaluate",
+        "generate",
+        "replay",
+        "bisect",
+        "import",
+        "report",
+        "compare",
+    }
     if not others & set(words) and any(word.startswith("funrl.experiments") for word in words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
@@ -122,6 +150,11 @@ def test_commands_run(page, lines, tmp_path):
     write_files(page, tmp_path)
     tiny_model(tmp_path / "MODEL_DIR")
     tiny_model(tmp_path / "TEACHER_DIR")
+    if any("GPT2_DIR" in line for line in lines):
+        tiny_gpt2(tmp_path / "GPT2_DIR")
+    config = json.loads((tmp_path / "MODEL_DIR/config.json").read_text())
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
     tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
     tiny_model(tmp_path / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))
     tiny_model(tmp_path / "JUDGE_DIR", positions=512)
@@ -163,6 +196,14 @@ def test_a_resumed_run_makes_only_the_steps_that_are_left(tmp_path):
     steps = [json.loads(line)["step"] for line in (tmp_path / "RUN/metrics.jsonl").read_text().splitlines()]
     assert [one.returncode for one in done] == [0, 0] and steps == [1, 2, 3]
     assert "resumed after step 2" in done[1].stdout + done[1].stderr
+
+
+def test_every_page_with_code_is_executed():
+    """Here, or in the test that `ELSEWHERE` names."""
+    with_code = {page for page in LINKED if any(blocks(page, language) for language in ("python", "bash"))}
+    assert with_code - {"CONTRIBUTING.md"} == {*PAGES, *ELSEWHERE}  # whose commands are those of the checks
+    for page, file in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / file).read_text()
 
 
 def test_links_lead_somewhere():

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from funrl.algos.recipes import NAMES, recipe
-from funrl.experiments import cli
+from funrl.experiments import cli, names_verl
 from funrl.experiments.command import Experiment, read_command
 from funrl.experiments.config_file import read_config
 from funrl.experiments.import_config import imported
-from funrl.experiments.renaming import TEXT_RECIPES
+from funrl.experiments.renaming import TEXT_RECIPES, NameContext
 from funrl.trainer.declaration import SettingsError, kinds_of
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -38,6 +38,7 @@ def read(name, *argv):
          {"batch_prompts": 16, "steps": 9}),
         ("dpo", "--beta=0.5 --label_smoothing=0.1 --loss_type=exo_pair",
          {"beta": 0.5, "smoothing": 0.1, "loss": "exo"}),
+        ("dpo", "--f_divergence_type=js_divergence", {"divergence": "js"}),
         ("sft", "--packing=true --lr_scheduler_type=constant_with_warmup --warmup_steps=3 --save_steps=7",
          {"lr_schedule": "constant", "lr_warmup_steps": 3, "save_every": "7"}),
     ],
@@ -67,7 +68,8 @@ def test_an_alias_is_said_once():
         ("grpo", "--num_train_epochs=3", "--num_train_epochs=3 is TRL's: the length of a run is --steps here"),
         ("grpo", "--logging_steps=10", "written after every step; leave it out"),
         ("grpo", "--loss_type=dr_grpo", "its dapo and bnpo `funrl grpo --noper_sequence`.*this is grpo"),
-        ("sft", "--max_length=9", "texts are not cut here"),
+        ("grpo", "--max_length=9", "the limits are --max_prompt_tokens and --max_new_tokens"),
+        ("sft", "--max_prompt_length=9", "together is --max_text_tokens"),
         ("grpo", "--per_device_train_batch_size=3", r"--batch_prompts \(3 completions / 8\) would be 0.375"),
         ("grpo", "--fp16=true", "there is no float16; --dtype=bfloat16"),
         ("grpo", "--dataset_name=trl-lib/tldr", "neither a file nor a directory.*--prompts=PATH"),
@@ -202,3 +204,9 @@ def test_a_preset_fits_by_the_dry_run(preset, tmp_path, capsys):
     assert main("grpo", ["grpo", f"--config={preset}", f"--model={tmp_path / 'config.json'}", "--dry_run"]) == 0
     out = capsys.readouterr().out
     assert "\nfits: the most that a rank holds" in out, out
+
+
+@pytest.mark.parametrize("place", ["custom_reward_function", "reward.custom_reward_function"])
+def test_a_reward_of_verl_is_found_in_either_place(place):
+    context = NameContext({f"{place}.path": "r.py", f"{place}.name": "f"}, {}, frozenset(), "grpo")
+    assert names_verl.VERL[f"{place}.path"]("r.py", context).flags == {"reward": "r.py:f"}

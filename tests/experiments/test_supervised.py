@@ -55,7 +55,7 @@ def test_a_text_that_is_too_long_is_refused_and_the_longest_that_fits_is_trained
     file.write_text("\n".join(map(json.dumps, lines)))
     assert run("sft", f"--data={file}", "--steps=1", f"--run_dir={tmp_path / 'long'}") == 2
     said = capsys.readouterr().err
-    assert f"{file}, line 3: the text has 65 tokens, but the model has 64 positions; shorten it" in said
+    assert f"{file}, line 3: the text has 65 tokens, but the model has 64 positions; --long_prompts=drop" in said
     assert "(it begins '1+1=22" in said and not (tmp_path / "long").exists()
     file.write_text("\n".join(map(json.dumps, lines[:2])))
     assert run("sft", f"--data={file}", "--steps=1", f"--run_dir={tmp_path / 'fits'}") == 0

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zlib
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,4 +18,4 @@ if __name__ == "__main__":
         tree["step"],
         tree["coefficient"],
     ]
-    print(json.dumps([*found, flags, sizes]))
+    print(json.dumps([*found, flags, sizes, zlib.crc32(np.asarray(tree["roles"]["large"]).tobytes())]))

@@ -106,6 +106,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     ),
     "long_prompts": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_prompt_tokens": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
+    "max_text_tokens": "trainer/test_job_data.py::test_texts_that_are_too_long_are_refused_dropped_or_shortened",
     "curriculum": "trainer/test_curriculum.py::test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit",
     "difficulty": "trainer/test_curriculum.py::test_prompts_that_are_solved_are_left_alone_from_then_on",
     "teacher": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",

@@ -68,3 +68,43 @@ def test_a_prompt_that_the_tokenizer_refuses_is_named_with_its_line(tmp_path):
     path = lines(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": chat}])
     with pytest.raises(SettingsError, match=r"rows\.jsonl, line 2: .*this tokenizer has no chat template"):
         prompts_of(Settings(prompts=path), TOKENIZER, GIVEN)
+
+
+def test_texts_that_are_too_long_are_refused_dropped_or_shortened(tmp_path):
+    path = lines(tmp_path / "rows.jsonl", [{"prompt": "ab" * n, "completion": "c"} for n in (1, 9, 2)])
+
+    def made(kind="demonstrations", given=GIVEN, **flags):
+        return texts_of(Settings(data=path, **flags), kind, TOKENIZER, SMALL, given)
+
+    with pytest.raises(
+        ValueError, match=r"line 2: the text has 20 tokens, but --max_text_tokens is 8; --long_prompts="
+    ):
+        made(max_text_tokens=8)
+    texts = made(max_text_tokens=8, long_prompts="drop")
+    assert [len(one.texts[0].tokens) for one in texts.examples] == [4, 6]
+    said = f"as --max_text_tokens is 8: {path}, line 2"
+    assert texts.remarks == (f"texts: 1 of 3 are left out, {said}",) and texts.most == 8
+    texts = made(max_text_tokens=8, long_prompts="truncate", eval_data=path)
+    assert TOKENIZER.decode(texts.examples[1].texts[0].tokens) == "abababc</s>"
+    shortened = f"1 of 3 are shortened to 8 tokens, {said}"
+    assert texts.remarks == (f"texts: {shortened}", f"held-out texts: {shortened}")
+    assert made(long_prompts="drop").remarks == () and made().most == 32
+
+
+def test_kto_takes_pairs_and_holds_out_both_texts_of_one(tmp_path):
+    rows = [{"prompt": "ab"[n % 2] * (n + 1), "chosen": "c", "rejected": "d"} for n in range(20)]
+    path = lines(tmp_path / "rows.jsonl", rows)
+    texts = texts_of(Settings(data=path), "ratings", TOKENIZER, SMALL, GIVEN)
+    assert texts.remarks == ("20 pairs are 40 texts, the chosen ones labelled good and the rejected ones bad",)
+    assert len(texts.examples) == 36 and [one.labels for one in texts.heldout] == [(1.0,), (0.0,)] * 2
+    sources = [one.source for one in texts.heldout]
+    assert sources[0] == sources[1] and sources[2] == sources[3]
+    assert not set(sources) & {one.source for one in texts.examples}
+    some = lines(tmp_path / "some.jsonl", [{"prompt": "a", "completion": "b", "label": True}] * 20)
+    both = texts_of(Settings(data=f"{some},{path}"), "ratings", TOKENIZER, SMALL, GIVEN)
+    assert len(both.examples) + len(both.heldout) == 60 and 5 <= len(both.heldout) <= 6
+    given = GIVEN._replace(records=rows)
+    assert [one.labels for one in texts_of(Settings(), "ratings", TOKENIZER, SMALL, given).examples[:2]] == [
+        (1.0,),
+        (0.0,),
+    ]

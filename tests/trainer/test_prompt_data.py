@@ -57,7 +57,7 @@ def test_texts_of_several_files_are_read_where_they_are(tmp_path):
     given = texts_of(Settings(data=first, eval_data=second, eval_prompts=4), "preferences", TOKENIZER, SMALL, Given())
     assert len(given.examples) == 30 and len(given.heldout) == 4
     assert {one.source.split(",")[0] for one in given.heldout} == {second}
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 3: the prompt with 'chosen' has 5 tokens.*of 36 examples"):
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 3: the prompt with 'chosen' has 5 tokens.*of 40 examples"):
         texts_of(
             Settings(data=f"{second},{first}"),
             "preferences",

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from funrl.mesh.mesh import Mesh, parse, single
+from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.rules import layout
 from funrl.mesh.sums import own_range
 from funrl.trainer import row_shards, shards
@@ -18,6 +20,7 @@ from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards, read_h
 from funrl.trainer.shard_server import Array, Commit, WriteShards
 from funrl.trainer.shards import (
     Memory,
+    ShardError,
     ShardServer,
     chunk_shape,
     chunks,
@@ -36,6 +39,7 @@ AXES = {
     "flags": ((3, 4), ("whole", "columns"), torch.bool),
     "empty": ((0, 4), ("whole", "whole"), torch.float32),
 }
+LARGE = {"roles/large": ((512, 2048), ("both", "columns"), torch.float32)}  # 1 MiB on each of four ranks
 MESHES = ["dp1", "dp2,tp2", "dp4", "tp4"]
 READER = Path(__file__).with_name("orbax_reader.py")
 
@@ -114,23 +118,60 @@ def write_checkpoint(folder, mesh, server):
     return arrays
 
 
+def read_on(mesh, folder, arrays, server, monkeypatch):
+    """What each rank of a mesh reads of a checkpoint of `whole_tensors`, by itself, beside what it is to be."""
+    monkeypatch.setattr(shards, "gather_objects", lambda value, mesh: [value])
+    monkeypatch.setattr(shards, "_finer", lambda layout, x, mesh: layout)
+    for one, tensors, found in ranks_of(mesh):
+        got = dict(read_tensors(str(folder / "step-1"), arrays, tensors, found, one, server))
+        assert got.keys() == tensors.keys()
+        yield from ((got[name], x) for name, x in tensors.items())
+
+
 def test_what_one_mesh_writes_another_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 32)
     monkeypatch.setattr(shards, "WINDOW_BYTES", 200)  # several windows
-    server, whole = ShardServer(), whole_tensors()
+    server = ShardServer()
     for mesh in ("dp2,tp2", "dp1"):
         arrays = write_checkpoint(tmp_path, mesh, server)
-        for one, tensors, found in [(single(), whole, {}), *ranks_of("tp4")]:
-            monkeypatch.setattr(shards, "gather_objects", lambda value, mesh: [value])  # each reads by itself,
-            monkeypatch.setattr(shards, "_finer", lambda layout, x, mesh: layout)  # and all that it needs
-            got = dict(read_tensors(str(tmp_path / "step-1"), arrays, tensors, found, one, server))
-            assert got.keys() == tensors.keys()
-            for name, x in tensors.items():
-                assert torch.equal(got[name], x) and got[name].dtype == x.dtype, (mesh, name)
+        for reader in ("dp1", "tp4"):
+            for got, expected in read_on(reader, tmp_path, arrays, server, monkeypatch):
+                assert torch.equal(got, expected) and got.dtype == expected.dtype, (mesh, reader)
     server.close()
 
 
-def test_orbax_reads_what_ranks_write(tmp_path):
+@pytest.mark.parametrize("writer", ["kernel", "tensorstore"])
+def test_large_chunks_are_the_same_whoever_writes_and_reads_them(writer, tmp_path, monkeypatch):
+    if writer == "kernel" and library_problem() is not None:
+        pytest.skip(library_problem())
+    monkeypatch.setitem(AXES, "roles/large", LARGE["roles/large"])
+    servers = {}
+    for name, compiler in {"kernel": None, "tensorstore": "no-such-compiler"}.items():
+        with monkeypatch.context() as patch:
+            if compiler is not None:
+                patch.setenv("CXX", compiler)
+            servers[name] = ShardServer()
+            servers[name]._start()
+    arrays = write_checkpoint(tmp_path, "dp2,tp2", servers[writer])
+    data = sorted((tmp_path / "step-1").glob("ocdbt.process_*.chunks/d/*"), key=lambda file: file.stat().st_size)
+    assert bool(data) == (writer == "kernel")
+    for server in servers.values():
+        for mesh in ("dp2,tp2", "tp2", "tp4"):  # the chunks of the writers, two at once, and parts of them
+            for got, expected in read_on(mesh, tmp_path, arrays, server, monkeypatch):
+                assert torch.equal(got, expected) and got.dtype == expected.dtype, mesh
+    if data:
+        content = bytearray(data[-1].read_bytes())
+        content[len(content) // 2] ^= 1
+        data[-1].write_bytes(content)
+        for server in servers.values():
+            with pytest.raises(ShardError, match=r"roles/large: .*(checksum|[Dd]igest)"):
+                list(read_on("dp2,tp2", tmp_path, arrays, server, monkeypatch))
+    for server in servers.values():
+        server.close()
+
+
+def test_orbax_reads_what_ranks_write(tmp_path, monkeypatch):
+    monkeypatch.setitem(AXES, "roles/large", LARGE["roles/large"])
     if find_spec("orbax") is None:  # to import it here would start threads in a process that is forked later
         pytest.skip("orbax is not installed")
     server = ShardServer()
@@ -143,7 +184,7 @@ def test_orbax_reads_what_ranks_write(tmp_path):
     whole = whole_tensors()
     assert json.loads(done.stdout.splitlines()[-1]) == [
         "bfloat16", whole["roles/a"].tolist(), whole["roles/b"].float().tolist(), 3, 0.1, whole["flags"].tolist(),
-        [0, 4],
+        [0, 4], zlib.crc32(whole["roles/large"].numpy().tobytes()),
     ]  # fmt: skip
 
 

@@ -1,0 +1,111 @@
+"""The judge in a dry run: its weights, and the verdicts that it writes on the completions of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import NamedTuple
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.cost.costs import Costs, along
+from funrl.cost.decoding import completions
+from funrl.cost.estimate import DEPTHS, axes_of
+from funrl.cost.hardware import USABLE, Hardware
+from funrl.mesh.launch import view
+from funrl.models import Model
+from funrl.rollout.native import FREE_SHARE, native_engine
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.build import Parts
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.job import Job
+from funrl.trainer.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
+from funrl.trainer.settings import Settings
+from funrl.trainer.sharding import generate_sizes
+
+CHARACTERS = 4  # of a template, that a token has; no tokenizer is read
+
+
+class JudgeCost(NamedTuple):
+    """Cost of the verdicts of a step for one rank.
+
+    Attributes:
+      costs: of generation, without the weights.
+      weights: bytes, which are held in every phase.
+      axes: as in `Estimate`.
+    """
+
+    costs: Costs
+    weights: float
+    axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
+
+
+def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[str, int], memory: float) -> JudgeJob:
+    """The judge that the flags describe, as far as its costs go.
+
+    Args:
+      directory, model: of the judge.
+      sizes: of the mesh to train on.
+      memory: bytes of a device.
+
+    Raises:
+      SettingsError: it has a value head, or the template cannot be read.
+    """
+    if model.unembed is None:
+        raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
+    text = TEMPLATE if settings.judge_template is None else read_template(settings.judge_template)
+    sampling = Sampling(greedy=True, max_new_tokens=settings.judge_max_new_tokens)
+    return JudgeJob(
+        directory, model, None, text, re.compile(settings.judge_pattern), sampling,
+        generate_sizes(settings, sizes, model, memory),
+    )  # fmt: skip
+
+
+def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware) -> JudgeCost:
+    """Verdicts on all completions of a step, greedy baselines included, each with its whole prompt.
+
+    Args:
+      prompt_tokens: of the policy.
+      held: bytes that a rank holds besides while the judge writes.
+
+    Raises:
+      SettingsError: what it reads and writes is more than its positions.
+    """
+    assert parts.generator is not None
+    read, positions = tokens_to_read(job, judge, prompt_tokens), judge.model.config.max_positions
+    if read + judge.sampling.max_new_tokens > positions:
+        raise SettingsError(
+            f"--judge={judge.directory}: it reads {read} tokens and may write {judge.sampling.max_new_tokens} "
+            f"(--judge_max_new_tokens), but it has {positions} positions"
+        )
+    mesh, layers = view(parts.mesh, judge.sizes), judge.model.config.layers
+    each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
+    settings = dataclasses.replace(job.settings, batch_prompts=job.settings.batch_prompts * each, kv_cache_gb=None)
+
+    def of_depth(count: int) -> Job:
+        return job._replace(settings=settings, model=judge.model.with_layers(count))
+
+    def generator_of(one: Job):
+        assert parts.generator is not None
+        engine = native_engine(one.model, mesh, job.dtype, settings.decode_rows, note=lambda _: None)
+        return parts.generator._replace(engine=engine, mesh=mesh)
+
+    whole = generator_of(of_depth(layers))
+    stored = trees.leaves(whole.engine.weights.layouts)
+    weights = float(job.dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in stored))
+    room = FREE_SHARE * (hardware.memory * USABLE - held - weights)
+
+    def at(count: int) -> Costs:
+        one = of_depth(count)
+        return completions(one, generator_of(one), whole, judge.sampling, read, room, hardware)
+
+    few, more = DEPTHS
+    costs = at(layers) if layers <= more else along(at(few), (at(more), layers - few))
+    return JudgeCost(costs, weights, axes_of(mesh))
+
+
+def tokens_to_read(job: Job, judge: JudgeJob, prompt_tokens: int) -> int:
+    """Tokens of the text that the judge is given on a completion: the policy's, and those of the template."""
+    characters = len(PLACEHOLDER.sub("", judge.template))
+    return prompt_tokens + job.sampling.max_new_tokens + math.ceil(characters / CHARACTERS)

@@ -1,0 +1,94 @@
+"""Pages that are written by a program are what the code says, and the glossary names every metric."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import funrl
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
+from tools import comparison, names, pieces, recipes  # noqa: E402
+
+GLOSSARY = ROOT / "docs" / "metrics.md"
+GROUPS = (
+    "actor", "critic", "curriculum", "difficulty", "distillation", "eval", "filter_groups", "implicit_reward", "memory",
+    "partial", "perf", "preference", "resampling", "response_length", "reward", "rollout", "rollout_corr", "sync",
+    "time_s", "train", "update",
+)  # fmt: skip
+NOT_METRICS = {"train/device", "eval/1", "eval/1/1", "preference/1", "response_length/1", "rollout/logprob_gap"}
+
+
+def test_the_pieces_page_is_current():
+    assert pieces.PAGE.read_text() == pieces.page(), "python tools/pieces.py writes it anew"
+
+
+def test_every_piece_has_what_the_page_shows():
+    lines = [line for line in pieces.page().splitlines() if line.startswith("| [`")]
+    assert len(lines) > 80
+    assert [line for line in lines if not line.split(" | ")[1].strip()] == []
+
+
+def test_the_tables_of_names_are_current():
+    text = names.PAGE.read_text()
+    assert text == names.page(text), "python tools/names.py writes them anew"
+
+
+def test_the_table_of_what_others_do_is_current():
+    text = comparison.PAGE.read_text()
+    assert text == comparison.page(text), "python tools/comparison.py writes it anew"
+
+
+@pytest.mark.slow
+def test_the_dry_runs_of_the_presets_are_current():
+    text = recipes.PAGE.read_text()
+    assert all("fits: " in recipes.shown(text, preset) for preset in recipes.PRESETS)
+    smallest = "qwen2.5_0.5b_1gpu"
+    assert recipes.shown(text, smallest) == recipes.block(smallest), "python tools/recipes.py makes them anew"
+
+
+def defined():
+    """Names of the glossary as patterns: NAME stands for any text, k for a number."""
+    found = [name for line in GLOSSARY.read_text().splitlines() for name in re.findall(r"`([a-z_]+/[^`]+)`", line)]
+    return [re.compile(re.escape(one).replace("NAME", ".+").replace("@k", r"@\d+") + r"\Z") for one in found]
+
+
+def is_defined(name, patterns):
+    return any(pattern.match(name) for pattern in patterns)
+
+
+def metrics_of_the_source():
+    """Every text of the package that is the name of a metric; what an f-string fills in is "1"."""
+    found = set()
+    for file in (ROOT / "funrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+            else:
+                continue
+            if re.fullmatch(rf"({'|'.join(GROUPS)})/[\w@/]+", text):
+                found.add(text)
+    return {name for name in found - NOT_METRICS if not name.endswith("/")}
+
+
+def test_the_glossary_has_every_metric_that_the_source_names():
+    patterns = defined()
+    found = metrics_of_the_source()
+    assert len(found) > 90
+    assert sorted(name for name in found if not is_defined(name, patterns)) == []
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "dpo"])
+def test_the_glossary_has_every_metric_of_a_run(recipe, tmp_path):
+    short = {"steps": 1, "warmstart_steps": 1, "batch_prompts": 4, "eval_prompts": 4, "run_dir": tmp_path / "run"}
+    run = funrl.train(recipe, **short | ({} if recipe == "dpo" else {"samples_per_prompt": 2, "save_rollouts": 1}))
+    written = json.loads(Path(run.run_dir, "metrics.jsonl").read_text().splitlines()[-1])
+    assert set(written) == {"step", *written} and len(written) > 10
+    patterns = defined()
+    assert [name for name in written if name != "step" and not is_defined(name, patterns)] == []

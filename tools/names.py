@@ -1,0 +1,136 @@
+"""The tables of TRL's and verl's names in docs/migration.md, written by asking for the meaning of each name.
+
+    python tools/names.py
+
+`tests/docs/test_written_pages.py` fails where the page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "migration.md"
+sys.path.insert(0, str(ROOT))
+
+from funrl.algos import recipe  # noqa: E402
+from funrl.experiments.names_trl import TRL  # noqa: E402
+from funrl.experiments.names_verl import VERL  # noqa: E402
+from funrl.experiments.renaming import Convert, DifferentError, Meaning, NameContext  # noqa: E402
+from funrl.trainer.settings import Settings  # noqa: E402
+
+RECIPES = ("grpo", "ppo", "dpo", "reward_model", "sft", "gspo")  # the first that has the name's meaning is asked
+NUMBERS = ("1", "2", "0.1")
+VALUES = {  # an example of each name whose value is no number
+    **dict.fromkeys(("model_name_or_path", "reward_model_name_or_path", "reward_model_path", "output_dir"), "DIR"),
+    **dict.fromkeys(("actor_rollout_ref.model.path", "trainer.default_local_dir"), "DIR"),
+    "dataset_name": "docs", "reward_funcs": "mine.score", "learning_rate": "1e-6", "eval_strategy": "steps",
+    "save_strategy": "no", "logging_strategy": "steps", "report_to": "wandb", "lr_scheduler_type": "cosine",
+    "optim": "adamw_torch", "torch_dtype": "bfloat16", "vllm_mode": "colocate", "vllm_server_base_url": "URL",
+    "loss_type": "dapo", "importance_sampling_level": "token", "scale_rewards": "group",
+    "f_divergence_type": "js_divergence", "per_device_train_batch_size": "8", "gradient_accumulation_steps": "4",
+    "steps_per_generation": "4", "generation_batch_size": "64", "warmup_ratio": "0.1", "max_steps": "100",
+    "per_device_eval_batch_size": "8", "fp16": "false", "use_vllm": "true", "bf16": "true",
+    "gradient_checkpointing": "true", "mask_truncated_completions": "false", "sync_ref_model": "false",
+    "push_to_hub": "false", "vllm_importance_sampling_correction": "false", "resume_from_checkpoint": "true",
+    "algorithm.adv_estimator": "grpo", "data.train_files": "FILE", "data.val_files": "FILE",
+    "data.prompt_key": "problem", "data.filter_overlong_prompts": "true", "data.truncation": "left",
+    "custom_reward_function.path": "FILE.py", "reward.custom_reward_function.path": "FILE.py",
+    "reward_model.model.path": "DIR", "data.train_batch_size": "1024", "trainer.logger": "['console','wandb']",
+    "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.dtype": "bfloat16",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "2", "actor_rollout_ref.actor.strategy": "fsdp",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "256", "actor_rollout_ref.actor.optim.lr": "1e-6",
+    "actor_rollout_ref.actor.optim.warmup_style": "cosine", "actor_rollout_ref.actor.use_dynamic_bsz": "true",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine", "actor_rollout_ref.actor.clip_ratio": "0.2",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "0.1", "actor_rollout_ref.actor.use_kl_loss": "true",
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl", "actor_rollout_ref.actor.kl_loss_coef": "0.001",
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean", "trainer.n_gpus_per_node": "8", "trainer.nnodes": "2",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "true", "algorithm.use_kl_in_reward": "true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "true", "algorithm.kl_ctrl.type": "adaptive",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "true", "algorithm.kl_ctrl.kl_coef": "0.001",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "true", "algorithm.kl_ctrl.target_kl": "0.1",
+    "actor_rollout_ref.model.use_remove_padding": "true", "algorithm.norm_adv_by_std_in_grpo": "false",
+    **dict.fromkeys(("packing", "padding_free", "disable_dropout", "shuffle_dataset", "log_completions"), "true"),
+    "trainer.val_before_train": "true", "epsilon": "0.2", "epsilon_high": "0.28", "beta": "0.04", "kl_coef": "0.05",
+    "cliprange": "0.2", "cliprange_value": "0.2", "lam": "0.95", "delta": "4.0", "num_generations": "8",
+    "max_completion_length": "512", "response_length": "512", "max_prompt_length": "512", "label_smoothing": "0.1",
+    "num_mini_batches": "4", "actor_rollout_ref.rollout.n": "5", "data.max_response_length": "512",
+    "data.max_prompt_length": "512", "actor_rollout_ref.actor.clip_ratio_low": "0.2", "eval_steps": "50",
+    "actor_rollout_ref.actor.clip_ratio_high": "0.28", "actor_rollout_ref.actor.clip_ratio_c": "3.0",
+    "actor_rollout_ref.actor.entropy_coeff": "0.001", "algorithm.lam": "0.95", "critic.cliprange_value": "0.5",
+    "save_steps": "50", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "16384",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "65536", "vllm_server_timeout": "240",
+    "actor_rollout_ref.rollout.max_num_seqs": "256", "actor_rollout_ref.actor.optim.weight_decay": "0.01",
+    "trainer.total_training_steps": "100", "trainer.save_freq": "20", "trainer.test_freq": "5",
+    "critic.optim.lr": "1e-5", "actor_rollout_ref.rollout.temperature": "0.7",
+}  # fmt: skip
+ASKED = {"algorithm.norm_adv_by_std_in_grpo": ("dr_grpo",)}  # the recipe that `funrl import` finds by it
+KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": "true"}
+KL_REWARD = {"algorithm.use_kl_in_reward": "true"}
+BESIDE = {  # what a name has a meaning with
+    "epsilon_high": {"epsilon": "0.2"},
+    "warmup_ratio": {"max_steps": "100"},
+    "reward_model.model.path": {"reward_model.enable": "true"},
+    "actor_rollout_ref.actor.kl_loss_coef": KL_LOSS,
+    "actor_rollout_ref.actor.kl_loss_type": KL_LOSS,
+    "algorithm.kl_ctrl.kl_coef": KL_REWARD,
+    "algorithm.kl_ctrl.type": KL_REWARD,
+    "algorithm.kl_ctrl.target_kl": KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"},
+}
+
+
+def table(names: Mapping[str, Convert]) -> str:
+    """A line of each name: what it means here, and what differs; sorted as the names are."""
+    lines = ["| there | here | what differs |", "|---|---|---|"]
+    return "\n".join(lines + [row(name, convert) for name, convert in names.items()])
+
+
+def row(name: str, convert: Convert) -> str:
+    """The line of one name, by the first recipe and value that have a meaning."""
+    values, problem = (VALUES[name],) if name in VALUES else NUMBERS, ""
+    found: list[tuple[str, str, Meaning]] = []
+    for asked in ASKED.get(name, RECIPES):
+        for value in values:
+            try:
+                meaning = convert(value, context(name, value, asked))
+            except DifferentError as error:
+                problem = problem or str(error)
+            else:
+                found.append((value, asked, meaning))
+                break
+    if not found:
+        return f"| `{name}` | - | {cell(problem)} |"
+    value, asked, meaning = next((one for one in found if one[2].flags), found[0])
+    flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items()) or "as it always is"
+    of = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
+    return f"| `{name}={value}` | {flags} | {'; '.join(filter(None, (of, cell(meaning.difference))))} |"
+
+
+def context(name: str, value: str, asked: str) -> NameContext:
+    """A command line with one name and those that it needs beside it, for a recipe with its defaults."""
+    ours = dataclasses.asdict(Settings())
+    arguments = frozenset(inspect.signature(recipe(asked)).parameters)
+    return NameContext(BESIDE.get(name, {}) | {name: value}, ours, arguments, asked)
+
+
+def cell(text: str) -> str:
+    """Text that a cell of a table holds."""
+    return text.replace("|", "\\|").replace("*", "\\*").replace("](", "] (").replace("<", "&lt;")
+
+
+def page(text: str) -> str:
+    """The page with its tables written anew."""
+    for name, names in {"TRL": TRL, "verl": VERL}.items():
+        begin, end = f"<!-- {name}: written by tools/names.py -->\n", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        text = before + begin + "\n" + table(names) + "\n\n" + end + rest.split(end)[1]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
+    print(f"wrote {PAGE.relative_to(ROOT)}")

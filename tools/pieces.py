@@ -1,0 +1,134 @@
+"""The pieces reference: docs/pieces.md, written from the docstrings of `funrl.algos`.
+
+    python tools/pieces.py
+
+`tests/docs/test_written_pages.py` fails where the page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "pieces.md"
+sys.path.insert(0, str(ROOT))
+
+from funrl import algos  # noqa: E402
+
+INTERNAL = {"kl_to", "or_token_ratio", "run_term"}
+KINDS = {  # what a piece returns: the heading, and one line
+    "Advantage": ("Advantages and corrections", "Links of a `chain`: `init() -> state`, "
+                  "`update(signal, state, batch) -> (signal, state)`."),
+    "Controller": ("Controllers of a KL in the reward", "For `token_rewards` and `kl_in_reward`."),
+    "Lambda": ("Lambdas of `gae`", "A lambda for each row."),
+    "Term": ("Terms", "`(logp, batch) -> (loss per token, metrics)`; joined by `add`, `scale` and `weighted`."),
+    "Ratio": ("Ratios", "The `ratio` of a term."),
+    "Selection": ("Selections of tokens", "For `on_tokens`."),
+    "PairLoss": ("Losses of pairs", "For `preference`."),
+    "PairReward": ("Rewards of pairs", "For `preference`."),
+    "PairWeight": ("Weights of pairs", "For `preference`."),
+    "Loss": ("Losses", "What a role minimises: made by `reduce`, joined by `sum_losses`."),
+    "Reduction": ("Reductions", "From a loss per token to one number, for `reduce`."),
+    "Filter": ("Filters", "Which rows are trained on; joined by `every`."),
+}  # fmt: skip
+PARTS = re.compile(
+    r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
+    re.MULTILINE,
+)
+
+
+def page() -> str:
+    """docs/pieces.md."""
+    found = pieces()
+    lines = [
+        "# Pieces",
+        "",
+        "Everything that an algorithm is made of, by kind. It is written from the docstrings by "
+        "`python tools/pieces.py`;",
+        "[Algorithms](algorithms.md) tells how they are joined, and which recipe has which. All are imported from",
+        "`funrl.algos` by their names. Needs are fields of the batch ([`funrl/batch.py`](../funrl/batch.py)): [B] is a",
+        "number a row, [B, T] a number a token.",
+    ]
+    for kind, (heading, text) in KINDS.items():
+        lines += ["", f"## {heading}", "", text, "", "| piece | what it does | needs | paper |", "|---|---|---|---|"]
+        lines += [row(name) for name in found[kind]]
+    return "\n".join(lines) + "\n"
+
+
+def pieces() -> dict[str, list[str]]:
+    """Names of the public pieces by kind, those of a file beside each other."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name in algos.WHERE:
+        value = getattr(algos, name)
+        if not inspect.isfunction(value) or name in INTERNAL or name in algos.NAMES:
+            continue
+        kind = inspect.signature(value).return_annotation
+        if kind in found:
+            found[kind].append(name)
+    return {kind: sorted(names, key=lambda name: (algos.WHERE[name], name)) for kind, names in found.items()}
+
+
+def row(name: str) -> str:
+    """The line of one piece in its table."""
+    piece = getattr(algos, name)
+    text = inspect.getdoc(piece) or ""
+    file = Path(inspect.getfile(piece)).relative_to(ROOT).as_posix()
+    shown, (maths, of_table) = f"[`{name}`](../{file})" + arguments(piece), formula(piece, name)
+    what = description(text) + f" {cell(maths)}" * bool(maths)
+    return "| " + " | ".join((shown, what, part(text, "Needs"), linked(of_table or papers(piece)))) + " |"
+
+
+def arguments(piece: object) -> str:
+    """Arguments with their defaults, in parentheses."""
+    found = inspect.signature(piece).parameters.values()  # type: ignore[arg-type]
+    names = [one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in found]
+    return f" `({', '.join(names)})`" if names else " `()`"
+
+
+def description(text: str) -> str:
+    """A docstring before its first part: what the piece does, and its formula."""
+    first = PARTS.search(text)
+    return cell(text[: first.start()] if first else text)
+
+
+def formula(piece: object, name: str) -> tuple[str, list[str]]:
+    """Formula and papers of a piece whose file has them in a table; "" and none where it has not."""
+    lines = (inspect.getdoc(inspect.getmodule(piece)) or "").splitlines()
+    row = next((one for one in lines if one.startswith(f"| {name.removesuffix('_pairs')} |")), "")
+    return (row.split(" | ")[1], addresses(row)) if row and name.endswith("_pairs") else ("", [])
+
+
+def part(text: str, name: str) -> str:
+    """One part of a docstring, to the next one; "-" where it has none."""
+    match = re.search(rf"\b{name}: ?(.*?)(?=\.? (?:Makes|Metrics?|Returns|Reads)\b|\n\S|\n\n|\Z)", text, re.DOTALL)
+    return cell(match[1]).rstrip(".") if match else "-"
+
+
+def papers(piece: object) -> list[str]:
+    """Addresses that a piece refers to, or else its file where that names one paper."""
+    own, of_file = inspect.getdoc(piece) or "", inspect.getdoc(inspect.getmodule(piece)) or ""
+    return addresses(own) or (addresses(of_file) if len(addresses(of_file)) == 1 else [])
+
+
+def linked(links: list[str]) -> str:
+    """Addresses as links that show what comes last in them."""
+    return ", ".join(f"[{link.split('/abs/')[-1].split('//')[-1]}]({link})" for link in links) or "-"
+
+
+def addresses(text: str) -> list[str]:
+    """Addresses of the references in a docstring."""
+    return list(dict.fromkeys(re.findall(r"https://[^\s,;)]+[^\s,;).]", text)))
+
+
+def cell(text: str) -> str:
+    """Text that a cell of a table holds."""
+    text = re.sub(r"\s+", " ", text.strip())
+    return text.replace("|", "\\|").replace("*", "\\*").replace("](", "] (").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")

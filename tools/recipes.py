@@ -1,0 +1,66 @@
+"""The tables of docs/recipes.md: the dry run of every preset in recipes/, really made.
+
+    python tools/recipes.py
+
+takes a minute or two of one core. `tests/docs/test_written_pages.py` makes the first one again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+PRESETS = {  # of recipes/, with the config.json of its model in recipes/models/
+    "qwen2.5_0.5b_1gpu": "qwen2.5_0.5b", "qwen2.5_7b_8gpus": "qwen2.5_7b", "llama3_70b_8nodes": "llama3_70b",
+}  # fmt: skip
+
+
+def dry_run(preset: str) -> str:
+    """What the dry run of a preset prints.
+
+    Raises:
+      CalledProcessError: it ends with an error, which it prints.
+    """
+    command = [sys.executable, "-m", "funrl.experiments.cli", *arguments(preset)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.rstrip() + "\n"
+
+
+def arguments(preset: str) -> list[str]:
+    """Flags of the dry run of a preset, which needs no model but its config.json."""
+    return [f"--config=recipes/{preset}.yaml", f"--model=recipes/models/{PRESETS[preset]}.json", "--dry_run"]
+
+
+def marks(preset: str) -> tuple[str, str]:
+    """Lines between which the table of a preset stands."""
+    return f"<!-- {preset}: written by tools/recipes.py -->\n", f"<!-- end of {preset} -->"
+
+
+def shown(text: str, preset: str) -> str:
+    """What a page shows for a preset."""
+    begin, end = marks(preset)
+    return text.split(begin)[1].split(end)[0]
+
+
+def block(preset: str) -> str:
+    """The command of a preset's dry run, and what it prints."""
+    return f"\n```text\n$ funrl {' '.join(arguments(preset))}\n{dry_run(preset)}```\n\n"
+
+
+def page(text: str) -> str:
+    """The page with its tables written anew."""
+    for preset in PRESETS:
+        begin, end = marks(preset)
+        before, rest = text.split(begin)
+        text = before + begin + block(preset) + end + rest.split(end)[1]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
