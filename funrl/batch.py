@@ -388,6 +388,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "group": torch.tensor([0, 0, 1, 1]), "score": torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64),
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
+        "routes": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
         "label": mask.double(), "version": mask.long(), "failed": torch.zeros(B, dtype=torch.bool),
         "mismatched": torch.tensor([False, True, False, True]),

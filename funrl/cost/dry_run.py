@@ -98,7 +98,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     return Job(
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
         dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
-        rates=jobs.learning_rates(settings, algorithm), tokenizer=None, task=task, algorithm=algorithm,
+        rates=jobs.learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
         sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=jobs.lora_of(settings, model),
         judge=judge,
     )  # fmt: skip
