@@ -228,6 +228,7 @@ class TableObserver:
 
     def __init__(self, job: Job, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
         assert isinstance(job.task, Task)
+        self.readable = job.task.readable
         self.heldout, self.per_prompt = job.task.heldout, job.eval_sampling.samples
         self.write, self.first, self.count = write, mesh.rank == 0, 0
         for remark in (*job.task.remarks, *remarks_on_sampling(job, "")):
@@ -248,6 +249,8 @@ class TableObserver:
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
         for row in rows if self.first else ():
+            if self.readable is not None:
+                row = row._replace(completion=self.readable(row.completion), answer=self.readable(row.answer))
             self.write(row, self.heldout[self.count // self.per_prompt].fields)
             self.count += 1
 

@@ -14,6 +14,7 @@
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
 | skipped/ | rows of updates that were not finite, a few of them | when one is left out |
+| profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut

@@ -17,7 +17,7 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
-from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
+from funrl.trainer.settings import PROFILE, Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
@@ -67,6 +67,7 @@ def check_together(settings: Settings) -> None:
         _check_reward_timeout,
         _check_trackers,
         _check_difficulty,
+        _check_profile,
     ):
         check(settings)
 
@@ -320,6 +321,40 @@ def _check_lora(settings: Settings) -> None:
 def _check_difficulty(settings: Settings) -> None:
     if settings.difficulty is not None:
         difficulty_of(settings.difficulty)
+
+
+class ProfileWindow(NamedTuple):
+    """Steps of which --profile writes a trace: `count` from `first` on."""
+
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The last of them."""
+        return self.first + self.count - 1
+
+
+def profile_window(settings: Settings) -> ProfileWindow | None:
+    """The steps of --profile; None: there are none."""
+    match = re.fullmatch(PROFILE, settings.profile) if settings.profile else None
+    return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
+
+
+def _check_profile(settings: Settings) -> None:
+    window = profile_window(settings)
+    if window is not None and window.last > settings.steps:
+        raise SettingsError(
+            f"--profile={settings.profile}: the trace would end with step {window.last}, and --steps={settings.steps}; "
+            "name steps of the run"
+        )
+    ranks = () if settings.profile_ranks == "all" else parts(settings.profile_ranks)
+    world = devices(mesh_sizes(settings))
+    if beyond := [rank for rank in ranks if int(rank) >= world]:
+        raise SettingsError(
+            f"--profile_ranks={settings.profile_ranks}: the mesh {settings.mesh} has the ranks 0 to {world - 1}, and "
+            f"no {beyond[0]}"
+        )
 
 
 def _check_reward_timeout(settings: Settings) -> None:

@@ -1,10 +1,11 @@
 """Large chunks of a checkpoint, written and read as plain bytes at the speed of a copy.
 
 A chunk on disk is its bytes and their CRC-32C. Tensorstore computes that at 2 GB a second on processors that it does
-not know; here a kernel does at 17, and the bytes go from the shared memory to the disk without a copy between. What is
-written is an OCDBT database of its own, `ocdbt.process_R.chunks`: data files, one B+tree node that finds the chunks in
-them, and a manifest. The commit joins it with the others, and any reader of OCDBT finds all chunks. Small chunks, and
-all where there is no compiler, go tensorstore's own way; what a reader finds is the same.
+not know; here a kernel does at 17, and the bytes go from the shared memory to the disk, and from there to a rank's own
+tensors, without a copy between. What is written is an OCDBT database of its own, `ocdbt.process_R.chunks`: data files,
+one B+tree node that finds the chunks in them, and a manifest. The commit joins it with the others, and any reader of
+OCDBT finds all chunks. Small chunks, and all where there is no compiler, go tensorstore's own way; what a reader finds
+is the same.
 
 Reference: the storage format, https://google.github.io/tensorstore/kvstore/ocdbt
 """
@@ -31,8 +32,9 @@ from funrl.compiled_kernels.kernel_library import CHECKSUM, KernelError, library
 LARGE_BYTES = 1 << 20  # of a chunk that is worth it
 FILE_BYTES = 256 << 20  # of a data file, before the next begins
 CHECKSUM_BYTES = 4
+READ_THREADS = 2
 NODE_MAGIC = 0x0CDB20DE
-CONFIG = {
+MANIFEST_CONFIG = {
     "compression": {"id": "zstd"}, "max_decoded_node_bytes": 8 << 20, "max_inline_value_bytes": 100,
     "version_tree_arity_log2": 4,
 }  # fmt: skip
@@ -42,7 +44,7 @@ class DamagedChunk(ValueError):
     """A chunk whose bytes are not those that were written."""
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """Where the value of a key is: `length` bytes of a file, checksum included."""
 
     file: str
@@ -52,11 +54,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def checksum() -> Callable[[np.ndarray], int] | None:
-    """CRC-32C of an array's bytes, as a function; None where the kernel cannot be had or tensorstore is too old."""
-    import tensorstore as ts
-
-    if not hasattr(ts.ocdbt, "undump_manifest"):
-        return None
+    """CRC-32C of an array's bytes, as a function; None where the kernel cannot be had."""
     try:
         kernel: Any = library(CHECKSUM).funrl_crc32c
     except KernelError:
@@ -77,7 +75,7 @@ def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
     summed = checksum()
     assert summed is not None, "the caller has asked"
     os.makedirs(Path(folder) / "d")
-    entries: dict[bytes, Place] = {}
+    entries: dict[bytes, Span] = {}
     file: BinaryIO | None = None
     on_disk: list[Future[None]] = []
     with ThreadPoolExecutor(1) as disk:
@@ -86,7 +84,7 @@ def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
                 if file is None:
                     name = f"d/{secrets.token_hex(16)}"
                     file = open(Path(folder) / name, "wb", buffering=0)  # noqa: SIM115  (closed by `_finish`)
-                entries[key.encode()] = Place(name, file.tell(), values.nbytes + CHECKSUM_BYTES)
+                entries[key.encode()] = Span(name, file.tell(), values.nbytes + CHECKSUM_BYTES)
                 _write_all(file, values.data)
                 _write_all(file, memoryview(summed(values).to_bytes(CHECKSUM_BYTES, "little")))
                 if file.tell() >= FILE_BYTES:
@@ -111,7 +109,7 @@ def _finish(file: BinaryIO) -> None:
         os.fsync(file.fileno())
 
 
-def _write_index(folder: str, entries: dict[bytes, Place]) -> None:
+def _write_index(folder: str, entries: dict[bytes, Span]) -> None:
     """Write the node and the manifest of a database of these values, in the order of their keys."""
     import tensorstore as ts
 
@@ -122,14 +120,18 @@ def _write_index(folder: str, entries: dict[bytes, Place]) -> None:
     }  # fmt: skip
     root = {"location": f"btreenode::{name}:0:{len(node)}", "statistics": statistics}
     version = {"commit_time": time.time_ns(), "generation_number": 1, "root": root, "root_height": 0}
-    manifest = {"config": CONFIG | {"uuid": secrets.token_hex(16)}, "version_tree_nodes": [], "versions": [version]}
+    manifest = {
+        "config": MANIFEST_CONFIG | {"uuid": secrets.token_hex(16)},
+        "version_tree_nodes": [],
+        "versions": [version],
+    }
     for path, content in ((name, node), ("manifest.ocdbt", ts.ocdbt.undump_manifest(manifest))):
         file = open(Path(folder) / path, "wb", buffering=0)  # noqa: SIM115  (closed by `_finish`)
         _write_all(file, memoryview(content))
         _finish(file)
 
 
-def leaf_node(entries: dict[bytes, Place]) -> bytes:
+def leaf_node(entries: dict[bytes, Span]) -> bytes:
     """The encoded B+tree node of height 0 that finds some values in files.
 
     Args:
@@ -175,7 +177,7 @@ def _varints(numbers: Sequence[int]) -> bytes:
     return bytes(out)
 
 
-def places_of(folder: str, keys: Sequence[str]) -> dict[str, Place]:
+def places_of(folder: str, keys: Sequence[str]) -> dict[str, Span]:
     """Where a database has values: of those keys that it has, and that are not within its index."""
     import tensorstore as ts
 
@@ -185,7 +187,8 @@ def places_of(folder: str, keys: Sequence[str]) -> dict[str, Place]:
     places = {}
     for key, location in _values(folder, root["location"], b"", sorted(key.encode() for key in keys)):
         _, parent, file, offset, length = location.split(":")
-        places[key.decode()] = Place(str(Path(folder) / (unquote(parent) + unquote(file))), int(offset), int(length))
+        path = Path(folder) / (unquote(parent) + unquote(file))
+        places[key.decode()] = Span(str(path), int(offset), int(length))
     return places
 
 
@@ -218,13 +221,19 @@ def url(folder: str) -> str:
     return Path(folder).absolute().as_uri() + "/"
 
 
-def read_chunk(place: Place, values: np.ndarray) -> None:
-    """Read a chunk into an array [n] of uint8, and verify its checksum.
+def read_chunks(wanted: Sequence[tuple[Span, np.ndarray]]) -> None:
+    """Read chunks, each into an array [n] of uint8, and verify their checksums.
 
     Raises:
-      OSError: the file cannot be read.
+      OSError: a file cannot be read.
       DamagedChunk: bytes are missing, or not those that were written.
     """
+    with ThreadPoolExecutor(READ_THREADS) as readers:
+        for done in [readers.submit(_read_chunk, *one) for one in wanted]:
+            done.result()
+
+
+def _read_chunk(place: Span, values: np.ndarray) -> None:
     summed, last = checksum(), bytearray(CHECKSUM_BYTES)
     assert summed is not None, "the caller has asked"
     if place.length != values.nbytes + CHECKSUM_BYTES:
