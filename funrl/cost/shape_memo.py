@@ -80,7 +80,7 @@ def _described(func: Any, args: tuple, out: Any) -> _Known | str | None:
             return None
     elif offset or _may_alias(out, args) or out.untyped_storage().nbytes() != out.numel() * out.element_size():
         return None
-    return _Known(out.shape, out.stride(), out.dtype, offset, view)
+    return _Known(out.shape, out.stride(), out.dtype, int(offset), view)
 
 
 def _may_alias(out: Tensor, args: tuple) -> bool:
