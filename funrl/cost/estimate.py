@@ -27,7 +27,7 @@ from funrl.trainer.micro import sizes_of, token_ranks
 DEPTHS = (3, 4)
 MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
-TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
+TRACED = 2  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 
 class Estimate(NamedTuple):
@@ -182,7 +182,7 @@ def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
 
 
 def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
-    """Costs of `rows` rows of this rank in micro-batches of `piece`: the fourth and later ones are like the third.
+    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second.
 
     Args:
       at: the trace of a number of rows of this rank.
@@ -190,4 +190,12 @@ def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Cost
     if rows <= TRACED * piece:
         return at(rows).phases
     few, more = at((TRACED - 1) * piece).phases, at(TRACED * piece).phases
-    return {name: along(costs, (more[name], rows / piece - (TRACED - 1))) for name, costs in few.items()}
+    found, steps = {}, rows / piece - (TRACED - 1)
+    for name, costs in few.items():
+        found[name] = along(costs, (more[name], steps))
+        if name.startswith(UPDATES):  # a gradient is held from the second on, and not once more
+            found[name].peaks = {
+                part: held | {"batch": found[name].peaks.get(part, held).get("batch", 0.0)}
+                for part, held in more[name].peaks.items()
+            }
+    return found

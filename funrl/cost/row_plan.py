@@ -64,7 +64,7 @@ class RowPlan(NamedTuple):
 def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
     settings, mesh = job.settings, parts.mesh
-    samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
+    samples = rows_of_step(job) // settings.batch_prompts
     source = mesh if parts.generator is None else parts.generator.mesh
     lengths = np.full(settings.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
@@ -81,6 +81,12 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
         for epoch in range(settings.epochs)
     ]
     return RowPlan(lengths, before, epochs)
+
+
+def rows_of_step(job: Job) -> int:
+    """Rows of a step: of the completions of all prompts, or of texts and what KTO compares them with."""
+    samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
+    return job.settings.batch_prompts * samples
 
 
 def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:

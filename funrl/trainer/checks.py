@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parsed_fields
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
@@ -17,7 +18,7 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
-from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
+from funrl.trainer.settings import PROFILE, Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
@@ -68,6 +69,7 @@ def check_together(settings: Settings) -> None:
         _check_reward_timeout,
         _check_trackers,
         _check_difficulty,
+        _check_profile,
     ):
         check(settings)
 
@@ -108,7 +110,7 @@ def check_data(settings: Settings) -> None:
 def check_files(settings: Settings) -> None:
     """Check that the files and directories that flags name are there, and --fields; they are not read.
 
-    A model that looks like a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B, is left to who loads it.
+    A model that the local Hugging Face cache has, such as Qwen/Qwen3-0.6B, is left to who loads it.
 
     Raises:
       SettingsError, LoadError: one is missing.
@@ -120,10 +122,12 @@ def check_files(settings: Settings) -> None:
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
     for name in ("model", "teacher", *SCORERS):
         path = model_path(settings, name)
-        if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        if path is None or settings.dry_run or Path(path).is_dir():
             continue
-        if not Path(path).is_dir():
-            raise SettingsError(f"--{name}: {path} is not a directory")
+        named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
+        if not (named and has_cached_model(path)):
+            nor = ", nor the name of a model in the local Hugging Face cache" if named else ""
+            raise SettingsError(f"--{name}: {path} is not a directory{nor}")
     for one in () if settings.reward is None else parse_rewards(settings.reward):
         if one.source not in VERIFIERS:
             locate("reward", one.source)
@@ -332,6 +336,40 @@ def _check_lora(settings: Settings) -> None:
 def _check_difficulty(settings: Settings) -> None:
     if settings.difficulty is not None:
         difficulty_of(settings.difficulty)
+
+
+class ProfileWindow(NamedTuple):
+    """Steps of which --profile writes a trace: `count` from `first` on."""
+
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The last of them."""
+        return self.first + self.count - 1
+
+
+def profile_window(settings: Settings) -> ProfileWindow | None:
+    """The steps of --profile; None: there are none."""
+    match = re.fullmatch(PROFILE, settings.profile) if settings.profile else None
+    return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
+
+
+def _check_profile(settings: Settings) -> None:
+    window = profile_window(settings)
+    if window is not None and window.last > settings.steps:
+        raise SettingsError(
+            f"--profile={settings.profile}: the trace would end with step {window.last}, and --steps={settings.steps}; "
+            "name steps of the run"
+        )
+    ranks = () if settings.profile_ranks == "all" else parts(settings.profile_ranks)
+    world = devices(mesh_sizes(settings))
+    if beyond := [rank for rank in ranks if int(rank) >= world]:
+        raise SettingsError(
+            f"--profile_ranks={settings.profile_ranks}: the mesh {settings.mesh} has the ranks 0 to {world - 1}, and "
+            f"no {beyond[0]}"
+        )
 
 
 def _check_reward_timeout(settings: Settings) -> None:

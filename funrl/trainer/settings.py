@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funrl import seeds
-from funrl.mesh.text import SHORT, TOKEN_AXES, MeshError, parse
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshError, parse, wanted_devices
 from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
@@ -41,6 +41,7 @@ ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "pr
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
@@ -49,7 +50,10 @@ NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's de
 class Settings:
     """The flags of every run. None means: the run chooses."""
 
-    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep, sp (sequence) or tp (tensor), such as dp4,tp2")
+    mesh: str = flag(
+        "dp1", "devices", "devices by axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; "
+        "auto:8 chooses, and --fsdp too, by a dry run"
+    )  # fmt: skip
     generate_mesh: str | None = flag(
         None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
     )
@@ -297,6 +301,7 @@ class Settings:
         kinds=SUPERVISED,
         requires="dry_run",
     )
+    json: bool = flag(False, "job", "print what --dry_run finds as one JSON object", requires="dry_run")
     run_dir: str | None = flag(None, "job", "where results go", chosen="runs/NAME-TIME")
     save_every: str = flag(
         "10m", "job", "steps between checkpoints in --run_dir, such as 50, or a time, such as 10m; 0: none",
@@ -312,6 +317,16 @@ class Settings:
     keep_rollouts: int | None = flag(
         None, "job", "newest of these steps that are kept", at_least(1), chosen="all", requires="save_rollouts"
     )
+    profile: str | None = flag(
+        None, "output", "STEP:COUNT, such as 3:1: a trace of so many steps from this one on, in profile/ of the run "
+        "directory, for Perfetto or Chrome",
+        Bound("a step and a number of steps, such as 3:1", lambda x: re.fullmatch(PROFILE, x) is not None),
+    )  # fmt: skip
+    profile_ranks: str = flag(
+        "0", "output", "ranks that write one: some, such as 0,8, or all",
+        Bound("all or some numbers, such as 0,8", lambda x: re.fullmatch(r"all|\d{1,6}(,\d{1,6})*", x) is not None),
+        requires="profile",
+    )  # fmt: skip
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
@@ -436,7 +451,7 @@ class Settings:
     )  # fmt: skip
     report_to: str | None = flag(
         None, "output", "further trackers",
-        some_of(*TRACKERS),
+        some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
     )  # fmt: skip
     sample_every: int = flag(
         10, "output", "steps between samples", at_least(1)
@@ -468,13 +483,16 @@ def check_values(settings: Settings) -> None:
 
 
 def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
-    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none.
+    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none. Those of auto:N, which is
+    not chosen yet, are N over data.
 
     Raises:
       SettingsError: its text is not a mesh.
     """
+    text = getattr(settings, name)
     try:
-        return {} if getattr(settings, name) is None else parse(getattr(settings, name), name)
+        wanted = wanted_devices(text) if text is not None and name == "mesh" else None
+        return {} if text is None else parse(text if wanted is None else f"dp{wanted}", name)
     except MeshError as error:
         raise SettingsError(str(error)) from error
 
