@@ -193,7 +193,9 @@ class Batch:
     offsets: Annotated[Tensor, Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", "int")]
     trained: Annotated[
         Tensor,
-        Field("packing", "trainer", "[N] places where the mask is true, behind the first of a packed row", "int"),
+        Field(
+            "packing", "trainer", "[N] places of this rank's part of a packed row behind which the mask is true", "int"
+        ),
     ]
     sampled: Annotated[Tensor, Field("token", "trainer", "the mask before corrections, set after the chain", "bool")]
     entropy: Annotated[Tensor, Field("token", "step", "nats, differentiable")]

@@ -109,7 +109,14 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
+def has_cached_model(name: str) -> bool:
+    """True if the local cache may have a model of this name."""
+    older = os.environ.get("HUGGINGFACE_HUB_CACHE")  # the variable's name before
+    return older is not None or (_cache("HF_HUB_CACHE", "hub") / f"models--{name.replace('/', '--')}").is_dir()
+
+
 def _cache(variable: str, folder: str) -> Path:
+    """A folder of the Hugging Face cache, as its libraries find it."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     found = os.environ.get(variable) or Path(os.environ.get("HF_HOME") or home) / folder
     return Path(found).expanduser()

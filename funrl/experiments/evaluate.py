@@ -292,7 +292,8 @@ def evaluation_text(found: Evaluation) -> str:
     """The numbers of an evaluation as a table."""
     told = {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
     mean = f" (mean@{found.samples})" if found.samples > 1 else ""
-    lines = [f"{found.prompts} prompts, {found.samples} completions of each", ""]
+    prompts = f"{found.prompts} prompt{'s' * (found.prompts != 1)}"
+    lines = [f"{prompts}, {found.samples} completion{'s' * (found.samples != 1)} of each", ""]
     lines.append(f"{'':<24}{'value':>9}   95% interval")
     for name, value in told.items():
         if "/" in name or name.endswith(("_ci_low", "_ci_high")) or name in ("response_length", "clip_ratio"):

@@ -13,6 +13,7 @@ SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
 AUTOMATIC = "auto"  # what a text begins with that leaves the mesh to the run
 ROW_AXES = ("data", "expert")  # those that split a batch's rows
+TOKEN_AXES = (*ROW_AXES, "sequence")  # those that split its tokens
 
 
 class MeshError(ValueError):

@@ -57,9 +57,9 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     raw = read_json(file)
     try:
         check_config_fields(raw)
-        config, make = _config_of(raw, code)
         if (head := _head_of(raw)) is not None:
-            return with_value_head(make(config), *head)
+            return _classifier(raw, code, *head)
+        config, make = _config_of(raw, code)
         beside = file.with_name(GENERATION)
         if file.name == "config.json" and beside.exists():
             file, generation = beside, read_json(beside)
@@ -71,6 +71,17 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     except Exception as error:  # transformers raises what it likes, in several lines
         said = " ".join(str(error).split())
         raise ModelError(f"{file}: it describes no model ({type(error).__name__}: {said})") from error
+
+
+def _classifier(raw: Mapping[str, Any], code: str, labels: int, bias: bool) -> Model:
+    try:
+        config, make = _config_of(raw, code)
+        return with_value_head(make(config), labels, bias)
+    except ModelError as error:
+        raise ModelError(
+            f"{raw['architectures'][0]}: only a classifier on a causal language model that this package computes can "
+            f"score: {error}"
+        ) from error
 
 
 def _config_of(raw: Mapping[str, Any], code: str) -> tuple[Config, Callable[[Config], Model]]:

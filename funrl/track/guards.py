@@ -209,7 +209,7 @@ def long_completions(rows: Sequence[Row]) -> str | None:
     if share > 0.9 or (share > 0.5 and _mean(length[-WINDOW:]) > 2 * _mean(length[:WINDOW])):
         return (
             f"{share:.0%} of the completions are cut off at --max_new_tokens, without an end: raise it, or give the "
-            "reward a price for length; a model that never ends needs its end token (--stop, eos_token_id)"
+            "reward a price for length; a model that never ends needs its end token (eos_token_id of config.json)"
         )
     return None
 

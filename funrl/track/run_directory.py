@@ -100,6 +100,10 @@ class RunDirectory:
         return self.path / "rollouts"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def skipped(self) -> Path:
         return self.path / "skipped"
 
@@ -286,7 +290,7 @@ def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
     files = (run.metrics, run.samples, run.eval_samples, run.report)
     models = (run.model, run.adapter, run.base)
-    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped)
+    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped, run.profile)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

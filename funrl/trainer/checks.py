@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parsed_fields
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
-from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
@@ -63,6 +64,7 @@ def check_together(settings: Settings) -> None:
         _check_remat,
         _check_generate_mesh,
         _check_sharding,
+        _check_sequence_parallel,
         _check_lora,
         _check_reward_timeout,
         _check_trackers,
@@ -108,7 +110,7 @@ def check_data(settings: Settings) -> None:
 def check_files(settings: Settings) -> None:
     """Check that the files and directories that flags name are there, and --fields; they are not read.
 
-    A model that looks like a name of the Hugging Face hub, such as Qwen/Qwen3-0.6B, is left to who loads it.
+    A model that the local Hugging Face cache has, such as Qwen/Qwen3-0.6B, is left to who loads it.
 
     Raises:
       SettingsError, LoadError: one is missing.
@@ -120,10 +122,12 @@ def check_files(settings: Settings) -> None:
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
     for name in ("model", "teacher", *SCORERS):
         path = model_path(settings, name)
-        if path is None or settings.dry_run or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path):
+        if path is None or settings.dry_run or Path(path).is_dir():
             continue
-        if not Path(path).is_dir():
-            raise SettingsError(f"--{name}: {path} is not a directory")
+        named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
+        if not (named and has_cached_model(path)):
+            nor = ", nor the name of a model in the local Hugging Face cache" if named else ""
+            raise SettingsError(f"--{name}: {path} is not a directory{nor}")
     for one in () if settings.reward is None else parse_rewards(settings.reward):
         if one.source not in VERIFIERS:
             locate("reward", one.source)
@@ -286,6 +290,10 @@ def _check_generate_mesh(settings: Settings) -> None:
     if settings.generate_mesh is None:
         return
     world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
+    if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
+        raise SettingsError(
+            f"--generate_mesh={settings.generate_mesh}: generation does not split the tokens of a row; write dp for sp"
+        )
     if generating != world:
         raise SettingsError(
             f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
@@ -293,10 +301,17 @@ def _check_generate_mesh(settings: Settings) -> None:
         )
 
 
+def _check_sequence_parallel(settings: Settings) -> None:
+    if settings.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
+        raise SettingsError(
+            f"--sequence_parallel={settings.sequence_parallel} does nothing: --mesh={settings.mesh} has no sp"
+        )
+
+
 def _check_sharding(settings: Settings) -> None:
     if not settings.fsdp:
         return
-    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in ROW_AXES)
+    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"

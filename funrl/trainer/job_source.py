@@ -78,7 +78,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     """The source of the rows that a job trains on."""
     settings, task = job.settings, job.task
     if not isinstance(task, Task):
-        for remark in task.remarks:
+        for remark in (*task.remarks, *remarks_on_batch(settings.batch_prompts, len(task.examples), "texts")):
             show.note(remark)
         to_rows = functools.partial(text_rows, job, parts.mesh)
         return text_source(
@@ -86,7 +86,8 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
             scoring_budget(settings), clock, show, job.algorithm.advantage, text_samples(job, parts, frozen, show),
         )  # fmt: skip
     generation = generation_of(job, parts, frozen, clock, show)
-    for remark in (*task.remarks, *remarks_on_sampling(job, "eval_")):
+    repeated = remarks_on_batch(settings.batch_prompts, len(task.prompts), "prompts")
+    for remark in (*task.remarks, *repeated, *remarks_on_sampling(job, "eval_")):
         show.note(remark)
     if settings.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
@@ -98,6 +99,16 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     assert parts.generator is not None
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
     return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
+
+
+def remarks_on_batch(batch: int, examples: int, what: str) -> list[str]:
+    """A remark where a step draws more examples than there are to train on.
+
+    Args:
+      what: name of the examples.
+    """
+    said = f"--batch_prompts={batch}: there are {examples} {what} to train on, so a step has some more than once"
+    return [said] if batch > examples else []
 
 
 def remarks_on_sampling(job: Job, prefix: str) -> list[str]:

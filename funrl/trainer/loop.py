@@ -31,7 +31,7 @@ from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
-from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
+from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost, token_ranks
 from funrl.trainer.observing import Observer
 from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.rescue import WholeState, saved_on_failure
@@ -249,7 +249,8 @@ def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | N
     if chain is not None and chain.whole_groups:
         assert group is not None
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(settings), cost)
-    return plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost).to
+    how = (settings.minibatches, settings.seed, step, 0, settings.token_budget, cost, token_ranks(mesh))
+    return plan_epoch(lengths, ranks, *how).to
 
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:

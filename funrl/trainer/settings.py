@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funrl import seeds
-from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse, wanted_devices
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshError, parse, wanted_devices
 from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
@@ -51,8 +51,8 @@ class Settings:
     """The flags of every run. None means: the run chooses."""
 
     mesh: str = flag(
-        "dp1", "devices", "devices by axis, dp (data), ep, sp or tp (tensor), such as dp4,tp2; auto:8 chooses, and "
-        "--fsdp too, by a dry run"
+        "dp1", "devices", "devices by axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; "
+        "auto:8 chooses, and --fsdp too, by a dry run"
     )  # fmt: skip
     generate_mesh: str | None = flag(
         None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
@@ -66,18 +66,23 @@ class Settings:
         "what forward passes compute in (bfloat16 keeps float32 master weights)",
         one_of("float32", "float64", "bfloat16"),
     )
-    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data too")
+    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data and sp too")
     fsdp_axes: str | None = flag(
         None,
         "devices",
         "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
-        some_of(*(short for short, axis in SHORT.items() if axis in ROW_AXES)),
+        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
         chosen="all",
         requires="fsdp",
     )
     fsdp_models: str | None = flag(
         None, "devices", "which models --fsdp shards", some_of(*ROLES), chosen="all", requires="fsdp"
     )
+    sequence_parallel: str = flag(
+        "auto", "devices", "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends "
+        "keys from rank to rank; auto: ulysses where the heads divide",
+        one_of("auto", "ulysses", "ring"),
+    )  # fmt: skip
     remat: str = flag(
         "none",
         "devices",
@@ -449,7 +454,7 @@ class Settings:
     )  # fmt: skip
     report_to: str | None = flag(
         None, "output", "further trackers",
-        some_of(*TRACKERS),
+        some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
     )  # fmt: skip
     sample_every: int = flag(
         10, "output", "steps between samples", at_least(1)
