@@ -21,7 +21,7 @@ from funrl.algos import NAMES, recipe  # noqa: E402
 
 
 def said(name: str) -> tuple[str, str]:
-    """What the head of a recipe's file says of verl and of TRL.
+    """Differences of verl and of TRL, from the head of a recipe's file.
 
     Raises:
       ValueError: it says nothing of one of them.

@@ -20,7 +20,7 @@ PRESETS = {  # of recipes/, with the config.json of its model in recipes/models/
 
 
 def dry_run(preset: str) -> str:
-    """What the dry run of a preset prints.
+    """Output of the dry run of a preset.
 
     Raises:
       CalledProcessError: it ends with an error, which it prints.
@@ -42,7 +42,7 @@ def marks(preset: str) -> tuple[str, str]:
 
 
 def shown(text: str, preset: str) -> str:
-    """What a page shows for a preset."""
+    """The part of a page that shows a preset."""
     begin, end = marks(preset)
     return text.split(begin)[1].split(end)[0]
 

@@ -28,6 +28,7 @@ import funrl.models.routing  # noqa: F401  (these register their operators)
 from funrl import trees
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
+from funrl.cost.shape_memo import ShapeMemo
 from funrl.data.packing import UNIT, RowCost
 from funrl.optim.base import Transformation
 
@@ -170,6 +171,7 @@ class Tracer(TorchDispatchMode):
     ):
         super().__init__()
         self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        self.memo = None if self.fake is None else ShapeMemo(self.fake)
         self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
         self.live: dict[int, tuple[int, str, Any]] = {}
@@ -305,8 +307,7 @@ class Tracer(TorchDispatchMode):
             return special(*args, **kwargs)
         if func in _INDEXING:
             args = (args[0], [p for i in args[1] for p in _positions(i)], *args[2:])
-        with self.fake:
-            out = func(*args, **kwargs)
+        out = self.memo.run(func, args, kwargs) if self.memo else func(*args, **kwargs)
         # A real tensor that was written to stays the tensor that the program goes on with.
         return args[0] if func._schema.is_mutable and args and not isinstance(args[0], (FakeTensor, list)) else out
 

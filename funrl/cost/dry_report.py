@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 from collections.abc import Callable
 from typing import Any
 
 from funrl.algos.core import Algorithm
-from funrl.cost.costs import MEMORY_KINDS, UPDATES, Costs
+from funrl.cost.costs import MEMORY_KINDS
+from funrl.cost.dry_json import as_object
 from funrl.cost.dry_run import estimate, plain_job, tokens_of
-from funrl.cost.estimate import MOVE, RESHARD, Estimate, stage_of
-from funrl.cost.hardware import HARDWARE, USABLE, Hardware, collective_seconds, message_seconds
+from funrl.cost.estimate import Estimate, stage_of
+from funrl.cost.hardware import HARDWARE, Hardware
+from funrl.cost.mesh_search import Traced, search
+from funrl.cost.rates import communication, rates_of
+from funrl.cost.remedies import Verdict, verdict_of, written_flags
+from funrl.cost.search_report import search_json, search_text
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
-from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.offload import PARTS
-from funrl.trainer.settings import Settings, scoring_budget
-from funrl.trainer.sharding import sharded_roles
+from funrl.mesh.text import wanted_devices
+from funrl.trainer.settings import Settings
 
 DEFAULT = "h100"
-ATTEMPTS = 3  # estimates of other flags where it does not fit
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
@@ -29,28 +31,48 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     Raises:
       ValueError: a flag that cannot work, as a run would say it.
     """
+    settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
 
     def costs(settings: Settings, hardware: Hardware) -> Estimate:
         return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
 
+    if wanted_devices(settings.mesh) is not None:
+        return searched(settings, algorithm, costs)
     return report(settings, costs)
 
 
+def searched(settings: Settings, algorithm: Algorithm, costs: Callable[[Settings, Hardware], Estimate]) -> str:
+    """Tables of the meshes of --mesh=auto:N, or with --json one object."""
+    hardware = HARDWARE[str(settings.hardware)]
+    found = search(settings, algorithm, hardware)
+    best = found.best[0]
+    fits = verdict_of(best.found, best.settings, hardware, lambda settings: costs(settings, hardware))
+    if settings.json:
+        return search_json(found, fits)
+
+    def describe(one: Traced) -> str:
+        parts = [title(one.found, one.settings), rate(one.found, hardware), verdict(fits, hardware)]
+        return "\n".join([*parts, f"not counted: {', '.join(one.found.left_out)}"])
+
+    return search_text(found, describe)
+
+
 def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
-    """Tables and verdict.
+    """Tables and verdict, or with --json the same as one object.
 
     Args:
       settings: the flags.
       costs: estimates such flags.
     """
-    settings = dataclasses.replace(settings, hardware=settings.hardware or DEFAULT)
-    hardware = HARDWARE[str(settings.hardware)]
+    hardware = HARDWARE[str(settings.hardware or DEFAULT)]
     found = costs(settings, hardware)
-    parts = [title(found, settings), memory(found), work(found, hardware), traffic(found)]
-    parts.append(verdict(found, settings, hardware, lambda settings: costs(settings, hardware)))
-    return "\n\n".join([*parts, f"not counted: {', '.join(found.left_out)}"])
+    fits = verdict_of(found, settings, hardware, lambda settings: costs(settings, hardware))
+    if settings.json:
+        return json.dumps(as_object(found, fits, hardware), indent=1)
+    parts = [title(found, settings), memory(found), work(found, hardware), rate(found, hardware), traffic(found)]
+    return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(found.left_out)}"])
 
 
 def title(found: Estimate, settings: Settings) -> str:
@@ -98,23 +120,6 @@ def _spent(flops: float, kernels: float, collectives: float) -> tuple[str, ...]:
     return (f"{flops:.3g}", f"{kernels:.3g} s", f"{collectives:.3g} s", f"{kernels + collectives:.3g}")
 
 
-def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
-    """Seconds of all collectives of a phase, one after the other."""
-    seconds = 0.0
-    for (op, group), (count, nbytes) in costs.traffic.items():
-        if op == RESHARD:
-            seconds += message_seconds(hardware, count, nbytes, near=False)
-            continue
-        _, axes, sizes = found.axes[group]
-        ranks = meshes.members(sizes, axes)[0]
-        near = len({rank // RANKS_PER_NODE for rank in ranks}) == 1
-        if op == MOVE:
-            seconds += message_seconds(hardware, count, nbytes, near)
-        else:
-            seconds += collective_seconds(hardware, op, count, nbytes, len(ranks), near)
-    return seconds
-
-
 def traffic(found: Estimate) -> str:
     """Bytes by mesh axes and collective, of one step and one rank."""
     stages: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -134,61 +139,26 @@ def traffic(found: Estimate) -> str:
     return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
 
 
-def verdict(found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]) -> str:
-    """The verdict: the job fits, or flags that reduce its memory, added one after the other until it does.
+def rate(found: Estimate, hardware: Hardware) -> str:
+    """Hours of the run and tokens a second."""
+    rates = rates_of(found, hardware)
+    devices = f", {rates.tokens_per_second_per_device:,.0f} of each device" if rates.devices > 1 else ""
+    return (
+        f"a step takes {rates.seconds:.3g} s, --steps={rates.steps} take {rates.hours:,.3g} h: "
+        f"{rates.tokens_per_second:,.0f} tokens a second{devices}"
+    )
 
-    Args:
-      costs: estimates other settings.
-    """
-    room = hardware.memory * USABLE
-    name, most = _worst(found)
-    ratio = f"{size(most)} of the {size(room)} that can be used of {size(hardware.memory)}"
-    if most <= room:
-        return f"fits: the most that a rank holds, in {name}, is {ratio}"
-    over = [n for n, c in found.phases.items() if c.total > room]
-    lines = [f"does not fit: a rank needs {ratio}, in {name}; too large: {', '.join(over)}"]
-    together: dict[str, Any] = {}
-    for changes in remedies(found, settings, hardware, name)[:ATTEMPTS]:
-        together |= changes
-        try:
-            name, most = _worst(costs(dataclasses.replace(settings, **together)))
-        except ValueError:  # a mesh, say, that the model's heads do not divide over
-            together = {k: v for k, v in together.items() if k not in changes}
-            continue
-        flags = " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in together.items())
-        lines.append(f"  with {flags}: {size(most)}, in {name}" + (" (fits)" if most <= room else ""))
-        if most <= room:
-            break
+
+def verdict(found: Verdict, hardware: Hardware) -> str:
+    """The verdict in words: the job fits, or what flags bring it to, and cost."""
+    ratio = f"{size(found.peak.nbytes)} of the {size(found.room)} that can be used of {size(hardware.memory)}"
+    if found.fits:
+        return f"fits: the most that a rank holds, in {found.peak.phase}, is {ratio}"
+    lines = [f"does not fit: a rank needs {ratio}, in {found.peak.phase}; too large: {', '.join(found.too_large)}"]
+    for flags, peak, seconds, fits in found.suggestions:
+        more = seconds / found.seconds - 1 if found.seconds else 0.0
+        compared = f", {abs(more):.0%} {'longer' if more > 0 else 'shorter'}" if abs(more) >= 0.005 else ""
+        fitting = " (fits)" if fits else ""
+        reached = f"{size(peak.nbytes)}, in {peak.phase}{fitting}; a step takes {seconds:.3g} s{compared}"
+        lines.append(f"  with {written_flags(flags)}: {reached}")
     return "\n".join(lines)
-
-
-def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
-    """Changes of flags that may help the worst phase, most promising first."""
-    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.model.config
-    states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
-    passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
-    total, changes = sum(peak.values()), []
-    if not settings.fsdp and sizes["data"] > 1 and states > 0.2 * total:
-        changes.append({"fsdp": True})
-    if settings.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
-        changes.append({"fsdp_models": ",".join(found.roles)})
-    if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
-        changes.append({"remat": "full"})
-    budgets = {"score_token_budget": scoring_budget(settings), "token_budget": settings.token_budget}
-    flag = {"score": "score_token_budget", "update": "token_budget"}.get(stage_of(worst))
-    if flag is not None and passing > 0.2 * total and budgets[flag] > found.tokens:
-        changes.append({flag: max(found.tokens, budgets[flag] // 4)})
-    if peak.get("cache", 0) > 0.2 * total and settings.samples_per_prompt > 2:
-        changes.append({"samples_per_prompt": settings.samples_per_prompt // 2})
-    generates = "generate" in found.phases
-    if generates and hardware.accelerator and settings.offload is None and states > 0.2 * total:
-        changes.append({"offload": ",".join(PARTS)})
-    wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
-    if sizes["data"] % 2 == 0 and config.heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
-        changes.append(dict.fromkeys(["mesh", "generate_mesh"] if generates else ["mesh"], meshes.text(wider)))
-    return changes
-
-
-def _worst(found: Estimate) -> tuple[str, float]:
-    name = max(found.phases, key=lambda n: found.phases[n].total)
-    return name, math.ceil(found.phases[name].total)

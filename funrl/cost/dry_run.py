@@ -259,14 +259,14 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
     learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware))
     local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks), {}
-    piece = rows_of_a_pass(settings.token_budget, width)
+    piece = rows_of_a_pass(settings.token_budget, width, mesh)
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         room = FREE_SHARE * (hardware.memory * USABLE - sum(some.resting.values()))
         found["generate"] = Costs({"other": {}})
         if not job.models["policy"].config.module:
             found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
-    scores = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width))
+    scores = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width, mesh))
     found |= with_moves(job, plan, scores, some.token_bytes)
     again = MOVES[1] in found  # the step keeps the rows as they were when they were scored
     kept = local - mini + again * local

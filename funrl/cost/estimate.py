@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from funrl import trees
 from funrl.cost.costs import UPDATES, Costs, Tracer, along
 from funrl.cost.hardware import Hardware
-from funrl.data.packing import packed_sizes
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
@@ -20,14 +20,14 @@ from funrl.models import Model
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
-from funrl.trainer.micro import MULTIPLE
+from funrl.trainer.micro import sizes_of, token_ranks
 
 # Layers that are traced; deeper models are on the line through the two. With fewer than three no layer stands between
 # one whose weights are on their way and one whose gradients are.
 DEPTHS = (3, 4)
 MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
-TRACED = 3  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
+TRACED = 2  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
 
 class Estimate(NamedTuple):
@@ -86,16 +86,19 @@ def stage_of(phase: str) -> str:
 
 @contextlib.contextmanager
 def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
-    """Rank 0 of a mesh whose other ranks do not exist; what is sent to them goes nowhere."""
-    world = Mesh(sizes).world
+    """A rank of a mesh whose other ranks do not exist; what is sent to them goes nowhere.
+
+    Of those that share the tokens of rows it is the last: where keys go round a ring it has most to do.
+    """
+    world, rank = Mesh(sizes).world, (sizes["sequence"] - 1) * sizes["tensor"]
     if world == 1:
         yield single()
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        yield Mesh(sizes, 0, torch.device("cpu"), launch.groups(sizes))
+        yield Mesh(sizes, rank, torch.device("cpu"), launch.groups(sizes))
     finally:
         dist.destroy_process_group()
 
@@ -173,13 +176,13 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     return job._replace(model=made[id(job.model)], models={name: made[id(x)] for name, x in job.models.items()})
 
 
-def rows_of_a_pass(token_budget: int, width: int) -> int:
+def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
     """Rows of `width` tokens in one forward pass."""
-    return packed_sizes(token_budget, width, MULTIPLE)[-1] // width
+    return sizes_of(np.array([width]), token_budget, token_ranks(mesh))[0][-1] // width
 
 
 def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
-    """Costs of `rows` rows of this rank in micro-batches of `piece`: the fourth and later ones are like the third.
+    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second.
 
     Args:
       at: the trace of a number of rows of this rank.
@@ -187,4 +190,12 @@ def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Cost
     if rows <= TRACED * piece:
         return at(rows).phases
     few, more = at((TRACED - 1) * piece).phases, at(TRACED * piece).phases
-    return {name: along(costs, (more[name], rows / piece - (TRACED - 1))) for name, costs in few.items()}
+    found, steps = {}, rows / piece - (TRACED - 1)
+    for name, costs in few.items():
+        found[name] = along(costs, (more[name], steps))
+        if name.startswith(UPDATES):  # a gradient is held from the second on, and not once more
+            found[name].peaks = {
+                part: held | {"batch": found[name].peaks.get(part, held).get("batch", 0.0)}
+                for part, held in more[name].peaks.items()
+            }
+    return found

@@ -47,6 +47,19 @@ HARDWARE = {
 USABLE = 0.92  # of the memory: the rest is the driver's, the libraries' and lost between blocks
 
 
+def hardware_of(device: str) -> Hardware:
+    """The row of the table for this machine's devices; an unknown GPU has an H100's speed and its own memory.
+
+    Args:
+      device: "cpu" or "cuda".
+    """
+    if device == "cpu":
+        return HARDWARE["cpu"]
+    found = torch.cuda.get_device_properties(0)
+    known = [name for name in HARDWARE if name in found.name.lower().replace(" ", "")]
+    return HARDWARE[known[0]] if known else HARDWARE["h100"]._replace(memory=found.total_memory // 10**9 * 1e9)
+
+
 def op_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: torch.dtype) -> float:
     """Of one kernel: the longest of its arithmetic, its reads and writes, and its launch."""
     rate = {2: hardware.half, 4: hardware.single, 8: hardware.double}.get(dtype.itemsize, hardware.single)

@@ -24,7 +24,7 @@ from funrl.trainer.build import Parts
 from funrl.trainer.completion_scores import reading_ranks
 from funrl.trainer.generation import generating_ranks
 from funrl.trainer.job import Job
-from funrl.trainer.micro import Epoch, pack_in_place, plan_epoch, row_cost
+from funrl.trainer.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
 from funrl.trainer.roles import READERS
 from funrl.trainer.settings import scoring_budget
 
@@ -64,7 +64,7 @@ class RowPlan(NamedTuple):
 def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
     settings, mesh = job.settings, parts.mesh
-    samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
+    samples = rows_of_step(job) // settings.batch_prompts
     source = mesh if parts.generator is None else parts.generator.mesh
     lengths = np.full(settings.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
@@ -75,12 +75,18 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
     before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step), mesh))
     ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
-    budget = settings.token_budget
+    how = (settings.token_budget, cost, token_ranks(mesh))
     epochs = [
-        plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, epoch, budget, cost)
+        plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, epoch, *how)
         for epoch in range(settings.epochs)
     ]
     return RowPlan(lengths, before, epochs)
+
+
+def rows_of_step(job: Job) -> int:
+    """Rows of a step: of the completions of all prompts, or of texts and what KTO compares them with."""
+    samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
+    return job.settings.batch_prompts * samples
 
 
 def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:
@@ -153,7 +159,7 @@ def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
             readers = [reader for reader in READERS if reader in parts.roles]
             read, owner = plan.lengths + 1, plan.before[1 + readers.index(name)].owner
         if role.writes or read is not plan.lengths:
-            packing = pack_in_place(read, owner, ranks, budget, cost)
+            packing = pack_in_place(read, owner, ranks, budget, cost, token_ranks(mesh))
             found[f"score_{name}"] = _share([(packing, read)], ranks, cost)
         if role.loss is not None:
             parts_of = [

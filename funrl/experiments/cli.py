@@ -8,6 +8,7 @@ funrl generate RUN_DIR "a prompt"
 funrl export RUN_DIR --step=50
 funrl replay RUN_DIR --step=50
 funrl bisect RUN_DIR OTHER_RUN_DIR
+funrl watch RUN_DIR
 funrl doctor ppo --mesh=dp4,tp2
 funrl --help
 """
@@ -28,7 +29,7 @@ from funrl.experiments.config_file import read_config
 from funrl.experiments.inference_flags import USAGES, inference_help, read_inference
 from funrl.experiments.run import main as run
 from funrl.mesh.output import lasting_output
-from funrl.trainer.declaration import Flag, SettingsError, at_least
+from funrl.trainer.declaration import Flag, SettingsError, at_least, at_most
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 
@@ -68,6 +69,8 @@ def _main(argv: list[str]) -> int:
         return import_config(argv[1:])
     if name in ("report", "compare"):
         return pages(name, argv[1:])
+    if name == "watch":
+        return watch(argv[1:])
     if name in USAGES:
         return inference(name, argv[1:])
     if name == "replay":
@@ -146,6 +149,25 @@ def pages(name: str, argv: Sequence[str]) -> int:
     return 0
 
 
+def watch(argv: Sequence[str]) -> int:
+    """Run `funrl watch RUN [--host=HOST] [--port=N]` until it is interrupted; return the exit status."""
+    from funrl.track.live_report import serve_report
+
+    host = Flag("host", "127.0.0.1", str, False, "address to listen at")
+    port = Flag("port", 6007, int, False, "port to listen at; 0: any", bounds=(at_least(0), at_most(65535)))
+    try:
+        given = flags.read([host, port], argv)
+        if len(given.unknown) != 1 or given.unknown[0].startswith("-"):
+            raise SettingsError("usage: funrl watch RUN [--host=127.0.0.1] [--port=6007]")
+        serve_report(given.unknown[0], given.values["host"], given.values["port"], lambda text: print(text, flush=True))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
 def inference(name: str, argv: Sequence[str]) -> int:
     """Run `funrl evaluate` or `funrl generate`; return the exit status."""
     if any(text in flags.HELP for text in argv[1:]):
@@ -204,6 +226,7 @@ def listing() -> str:
     parts += [
         "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
     ]
+    parts += ["The page of a run that is under way, with new points: funrl watch RUN [--host=HOST] [--port=N]"]
     parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
     parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
     parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]

@@ -22,10 +22,11 @@ from funrl.experiments.arguments import (
 )
 from funrl.experiments.line import Line, read_line
 from funrl.loading import locate
+from funrl.mesh.text import wanted_devices
 from funrl.track.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.checks import check_files, check_settings
 from funrl.trainer.declaration import Flag, SettingsError, kinds_of, run_kind
-from funrl.trainer.settings import Settings, for_kind, resolved, settings_flags
+from funrl.trainer.settings import Settings, for_kind, mesh_sizes, resolved, settings_flags
 
 
 class Experiment(NamedTuple):
@@ -82,6 +83,25 @@ class Command(NamedTuple):
     def compose(self) -> Any:
         """The algorithm."""
         return find_recipe(self.source)(**dict(self.arguments))
+
+
+def with_mesh(command: Command) -> Command:
+    """The command with a mesh where it says auto:N, and a note of it.
+
+    Raises:
+      ValueError: this machine does not have N devices, or the run fits no mesh of them.
+    """
+    settings, wanted = command.settings, wanted_devices(command.settings.mesh)
+    if wanted is None:
+        return command
+    from funrl.cost.hardware import hardware_of
+    from funrl.cost.mesh_search import chosen_mesh
+    from funrl.mesh.launch import check_devices, device_type
+
+    device = settings.device or device_type()
+    check_devices(mesh_sizes(settings), device)
+    chosen, note = chosen_mesh(settings, command.compose, hardware_of(device))
+    return command._replace(settings=chosen, notes=(*command.notes, note))
 
 
 def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from funrl.experiments.arguments import full_source, recipe_names
-from funrl.experiments.command import Experiment, read_command
+from funrl.experiments.command import Experiment, read_command, with_mesh
 from funrl.trainer.declaration import SettingsError
 
 if TYPE_CHECKING:  # torch comes after the checks of a command line that need none
@@ -76,6 +76,7 @@ def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
             return "", {}, None
         from funrl.trainer.job import prepare
 
+        command = with_mesh(command)
         job = prepare(command.settings, command.compose)
     except (ValueError, OSError, ImportError) as error:
         return str(error).rstrip(), {}, None

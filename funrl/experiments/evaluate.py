@@ -228,6 +228,7 @@ class TableObserver:
 
     def __init__(self, job: Job, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
         assert isinstance(job.task, Task)
+        self.readable = job.task.readable
         self.heldout, self.per_prompt = job.task.heldout, job.eval_sampling.samples
         self.write, self.first, self.count = write, mesh.rank == 0, 0
         for remark in (*job.task.remarks, *remarks_on_sampling(job, "")):
@@ -248,6 +249,8 @@ class TableObserver:
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
         for row in rows if self.first else ():
+            if self.readable is not None:
+                row = row._replace(completion=self.readable(row.completion), answer=self.readable(row.answer))
             self.write(row, self.heldout[self.count // self.per_prompt].fields)
             self.count += 1
 
@@ -289,7 +292,8 @@ def evaluation_text(found: Evaluation) -> str:
     """The numbers of an evaluation as a table."""
     told = {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
     mean = f" (mean@{found.samples})" if found.samples > 1 else ""
-    lines = [f"{found.prompts} prompts, {found.samples} completions of each", ""]
+    prompts = f"{found.prompts} prompt{'s' * (found.prompts != 1)}"
+    lines = [f"{prompts}, {found.samples} completion{'s' * (found.samples != 1)} of each", ""]
     lines.append(f"{'':<24}{'value':>9}   95% interval")
     for name, value in told.items():
         if "/" in name or name.endswith(("_ci_low", "_ci_high")) or name in ("response_length", "clip_ratio"):

@@ -76,7 +76,9 @@ def _minibatches(text: str, context: NameContext) -> Meaning:
 def _mesh(text: str, context: NameContext) -> Meaning:
     devices = context.number("trainer.nnodes", "1") * context.number("trainer.n_gpus_per_node", "8")
     tensor = context.number(f"{ROLLOUT}.tensor_model_parallel_size", "2")
-    flags = {"mesh": f"dp{whole(devices, '--mesh')}"}
+    split = context.number(f"{ACTOR}.ulysses_sequence_parallel_size", "1")
+    sequence = f",sp{whole(split, '--mesh')}" if split > 1 else ""
+    flags = {"mesh": f"dp{whole(devices / split, '--mesh')}{sequence}"}
     if devices > 1 and context.theirs.get(f"{ACTOR}.strategy", "fsdp").startswith("fsdp"):
         flags["fsdp"] = "true"
     if tensor > 1 and devices > 1:
@@ -209,7 +211,6 @@ def _steps(text: str, context: NameContext) -> Meaning:
 
 _EPOCHS = "a run's length is --steps here: epochs x prompts / --batch_prompts"
 _BUDGET = "micro-batches are packed to --token_budget tokens, whatever their rows; this decides memory alone"
-_SP = default_only("1", "there is no sequence parallelism yet")
 VERL: dict[str, Convert] = {
     "algorithm.adv_estimator": _recipe,
     "actor_rollout_ref.model.path": same("model"),
@@ -272,7 +273,7 @@ VERL: dict[str, Convert] = {
     f"{ACTOR}.kl_loss_type": _kl_in_loss,
     f"{ACTOR}.loss_agg_mode": _aggregation,
     f"{ACTOR}.strategy": _mesh,
-    f"{ACTOR}.ulysses_sequence_parallel_size": _SP,
+    f"{ACTOR}.ulysses_sequence_parallel_size": _mesh,
     f"{ACTOR}.fsdp_config.param_offload": _offload("params"),
     f"{ACTOR}.fsdp_config.optimizer_offload": _offload("optimizer"),
     "actor_rollout_ref.ref.fsdp_config.param_offload": _offload("reference"),

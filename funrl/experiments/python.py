@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from funrl.algos.core import Algorithm
+from funrl.cost.hardware import hardware_of
+from funrl.cost.mesh_search import chosen_mesh
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.experiments.arguments import arguments_of, find_recipe
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, parse
+from funrl.mesh.text import wanted_devices
 from funrl.models import Config, Model, hf
 from funrl.models.generation_config import sampling_defaults
 from funrl.rewards.call import Reward, described_function
@@ -179,7 +182,7 @@ def train(
       eval_data: what is held out, in the same forms as `prompts`; None: a tenth of these.
       curriculum: "FILE.py:function", or a function; see `funrl.trainer.curriculum.weighing`.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
-      mesh: devices by axis, such as "dp4,tp2".
+      mesh: devices by axis, such as "dp4,tp2", or "auto:8", the best of 8 devices by a dry run.
       on_step: called with the number and the metrics of every step, in the process of rank 0.
       settings: any flag by its name, the arguments of a recipe that is named included; a path may be a `Path`.
 
@@ -217,6 +220,10 @@ def train(
     if isinstance(prompts, (str, Path)):
         named["data" if run_kind(algorithm, settings.get("data")) == "supervised" else "prompts"] = str(prompts)
     chosen = Settings(**named, **settings)
+    if wanted_devices(mesh) is not None:
+        if isinstance(model, Model):
+            raise SettingsError(f"mesh={mesh!r}: it is chosen for the embedded task's model or a directory; name one")
+        chosen, _ = chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.device or device_type()))
     job = prepare(chosen, lambda: algorithm, given)
     if chosen.resume:
         check_resume(job, expanded(str(chosen.run_dir)))

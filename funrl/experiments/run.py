@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from funrl.experiments import flags
 from funrl.experiments.arguments import recipe_names
-from funrl.experiments.command import Command, Experiment, help_of, read_command
+from funrl.experiments.command import Command, Experiment, help_of, read_command, with_mesh
 from funrl.mesh.environment import read_environment
 from funrl.mesh.output import lasting_output
 from funrl.mesh.text import MeshError
@@ -70,8 +70,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 print(help_of(experiment, argv))
                 return 0
             command = read_command(experiment, argv, writes=first)
-            if first:
-                print("\n".join(command.notes), end="\n" * bool(command.notes), file=sys.stderr)
+            _say(command.notes, first)
             if command.settings.dry_run:
                 from funrl.cost.dry_report import dry_run
 
@@ -79,6 +78,8 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 if first:
                     print(text)
                 return 0
+            said, command = len(command.notes), with_mesh(command)
+            _say(command.notes[said:], first)
             _job(command)
             if command.settings.resume:
                 _check_resume(command)
@@ -89,6 +90,11 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
         except KeyboardInterrupt:
             return _ended(130, "interrupted; nothing was started" if first else "", first)
         return _run(command, run_dir, first)
+
+
+def _say(notes: Sequence[str], first: bool) -> None:
+    if first and notes:
+        print("\n".join(notes), file=sys.stderr)
 
 
 def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[RunDirectory]:

@@ -103,6 +103,22 @@ def start_psum_scatter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     return _c10d.reduce_scatter_tensor(x.detach(), "sum", mesh.size(axes), mesh.group_name(axes))
 
 
+def start_shift(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """Begin to send to the next rank of `axes`, and to receive of the one before, round a ring; `wait` for it.
+
+    No gradient. `x` must stay as it is until then; what comes is flat.
+    """
+    flat = x.detach().contiguous().view(-1)
+    ranks, own = mesh.size(axes), int(mesh.index(axes))
+    if ranks == 1:
+        return flat
+
+    def only(rank: int) -> list[int]:
+        return [flat.numel() * (other == rank % ranks) for other in range(ranks)]
+
+    return _c10d.all_to_all_single(flat, only(own - 1), only(own + 1), mesh.group_name(axes))
+
+
 def wait(x: Tensor) -> Tensor:
     """The result of a started collective."""
     entered("a collective begun before")

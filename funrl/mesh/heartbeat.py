@@ -164,6 +164,7 @@ class Heart:
 
 
 _own: Heart | None = None  # of this process
+_mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
 _groups: dict[str, tuple[bytes, bool]] = {}  # of process groups: over which axes, and whether of all ranks
 
 
@@ -204,20 +205,29 @@ def at_step(number: int) -> None:
         _own.beat()
 
 
+def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None) -> None:
+    """Enter a context of this name around every phase from now on, such as a profiler's range; None: no more."""
+    global _mark
+    _mark = mark
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """A phase of the program, which every rank enters. Behind it the record says that it was the last one."""
     heart = _own
-    if heart is None:
+    if heart is not None:
+        heart.phases += 1
+        heart.put("<I", _PHASES, heart.phases)
+        heart.put("32s", _PHASE, name.encode()[:32])
+        heart.beat()
+    if _mark is None:
         yield
-        return
-    heart.phases += 1
-    heart.put("<I", _PHASES, heart.phases)
-    heart.put("32s", _PHASE, name.encode()[:32])
-    heart.beat()
-    yield
-    heart.put("32s", _PHASE, f"after {name}".encode()[:32])
-    heart.beat()
+    else:
+        with _mark(name):
+            yield
+    if heart is not None:
+        heart.put("32s", _PHASE, f"after {name}".encode()[:32])
+        heart.beat()
 
 
 def entered(name: str, group: str = "") -> None:

@@ -35,6 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 HEARTBEAT_S = 60.0
+ENVIRONMENT = "env://"  # rendezvous of ranks that torchrun or srun has started
 Before = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 # The groups of every mesh that has been made, as long as the group of all processes is the same.
@@ -113,7 +114,7 @@ def launch(
     world = Mesh(sizes).world
     if "WORLD_SIZE" in os.environ:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
-        group = functools.partial(_process_group, sizes, rank, local, local_ranks(world), device, "env://", timeout)
+        group = functools.partial(_process_group, sizes, rank, local, local_ranks(world), device, ENVIRONMENT, timeout)
         link = StoreLink(rank, world, heartbeat_s, timeout.total_seconds())
         return _on_rank(program, before, rank, group, link)
     if world == 1:
@@ -192,6 +193,8 @@ def _process_group(
             **options,
         )
         heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
+        if rendezvous == ENVIRONMENT:
+            _check_same_mesh(sizes, rank)
         made = groups(sizes, timeout=timeout)
     yield Mesh(sizes, rank, where, made, timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
@@ -200,6 +203,15 @@ def _process_group(
     dist.barrier()
     heartbeat.left()
     dist.destroy_process_group()
+
+
+def _check_same_mesh(sizes: dict[str, int], rank: int) -> None:
+    """Check that this rank was started with the first one's mesh. Raises: MeshError."""
+    store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if rank == 0:
+        store.set("funrl/mesh", meshes.text(sizes))
+    elif (first := store.get("funrl/mesh").decode()) != meshes.text(sizes):
+        raise MeshError(f"rank {rank} has the mesh {meshes.text(sizes)} and rank 0 {first}: start all with one --mesh")
 
 
 def view(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from funrl.mesh.text import AXES, ROW_AXES, SHORT, MeshError, parse, text
+from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, MeshError, parse, text
 
 __all__ = [
     "AXES",
     "ROW_AXES",
     "SHORT",
     "SINGLE",
+    "TOKEN_AXES",
     "Mesh",
     "MeshError",
     "combinations",
@@ -43,8 +44,8 @@ class Mesh:
     """This process's view of the mesh.
 
     Attributes:
-      row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is the
-        sum over its own tokens, and the same on every rank of the other axes.
+      row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is that
+        of its own rows, the same on every rank of the other axes; a rank's gradient is that of its own tokens.
       sizes: size of each of `AXES`.
       rank: this process's number in the mesh, row-major over `AXES`; -1 in a process outside.
       device: where this process's tensors are.
@@ -65,7 +66,7 @@ class Mesh:
     timeout: timedelta | None = None
 
     row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
-    token_axes: ClassVar[tuple[str, ...]] = ("data", "expert", "sequence")
+    token_axes: ClassVar[tuple[str, ...]] = TOKEN_AXES
 
     def __post_init__(self) -> None:
         if self.here and self.indices is None:  # once, not where torch.compile traces through

@@ -37,20 +37,20 @@ def sum_rest(
 
     Args:
       grads: of this rank's tokens; leaves that are gathered are summed over the axes of their gather already.
-      extra: tensors to sum over all `token_axes`, such as metrics, in the same collective.
+      extra: tensors to sum over the `row_axes`, such as metrics; in a collective of the gradients where that fits.
       stored, compute: layouts of the leaves between steps and while their layer runs.
 
-    Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of token_axes.
+    Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
     leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh)
-    everywhere = tuple(axis for axis in mesh.token_axes if mesh.sizes[axis] > 1)
-    for axes in sorted({*rest, everywhere}):
+    of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
+    for axes in sorted({*rest, of_rows}):
         which = [i for i, over in enumerate(rest) if over == axes]
-        with_extra = extra if axes == everywhere else ()
+        with_extra = extra if axes == of_rows else ()
         summed, with_extra = psum_tree(([leaves[i] for i in which], with_extra), mesh, axes)
         for i, x in zip(which, summed, strict=True):
             leaves[i] = x
-        if axes == everywhere:
+        if axes == of_rows:
             extra = with_extra
     return trees.fill(grads, leaves), extra
 

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 
 SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
+AUTOMATIC = "auto"  # what a text begins with that leaves the mesh to the run
 ROW_AXES = ("data", "expert")  # those that split a batch's rows
+TOKEN_AXES = (*ROW_AXES, "sequence")  # those that split its tokens
 
 
 class MeshError(ValueError):
@@ -48,6 +50,20 @@ def parse(text: str, flag: str = "mesh") -> dict[str, int]:
         seen.add(match[1])
         sizes[SHORT[match[1]]] = int(match[2])
     return sizes
+
+
+def wanted_devices(text: str, flag: str = "mesh") -> int | None:
+    """The number of devices in "auto:64", over which the mesh is to be chosen; None: the text is a mesh.
+
+    Raises:
+      MeshError: it begins with "auto" and has no such number.
+    """
+    if not text.startswith(AUTOMATIC):
+        return None
+    match = re.fullmatch(AUTOMATIC + r":(\d{1,6})", text)
+    if match is None or int(match[1]) < 1:
+        raise MeshError(f"--{flag}={text}: write auto and the number of devices, such as auto:8")
+    return int(match[1])
 
 
 def text(sizes: Mapping[str, int]) -> str:

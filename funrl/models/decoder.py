@@ -21,7 +21,6 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.paged_attention import Paging, paged_attention
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, rotate
-from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, LayerKind, ModelError
@@ -31,6 +30,7 @@ from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
 from funrl.models.routing import Load
+from funrl.models.sequence_parallel import AXIS, split_attention
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
@@ -53,6 +53,7 @@ class Context(NamedTuple):
       paging: with `kv_cache`, the places of the tokens of one packed row.
       offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
       window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
+      form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
       real_BT: false at padding, which goes to no expert; None: there is none, or there are no experts.
       routes_BTK: the experts that tokens go to; None: as the router says.
     """
@@ -64,6 +65,7 @@ class Context(NamedTuple):
     paging: Paging | None = None
     offsets: Tensor | None = None
     window: int | None = None
+    form: str = "auto"
     real_BT: Tensor | None = None
     routes_BTK: Tensor | None = None
 
@@ -205,10 +207,12 @@ def apply(
     """A forward pass, as `Model.apply` says.
 
     Raises:
-      ModelError: of a cache and `Inputs.paging` there is only one.
+      ModelError: of a cache and `Inputs.paging` there is only one; or tokens are split that are not packed.
     """
     if (cache is None) != (inputs.paging is None):
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
+    if mesh.size(AXIS) > 1 and inputs.offsets is None:
+        raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
     x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
     contexts = _contexts(config, inputs, x_BTD.dtype)
     layer = layer or decoder_layer
@@ -222,10 +226,10 @@ def apply(
             if cache is not None:
                 context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
-            x_BTD = layer(config, mesh, next(weights), x_BTD, context)
-            if isinstance(x_BTD, tuple):
-                loads.append(x_BTD[1])
-                x_BTD = x_BTD[0]
+            out = layer(config, mesh, next(weights), x_BTD, context)
+            x_BTD, load = out if isinstance(out, tuple) else (out, None)
+            if load is not None:
+                loads.append(load)
     x_BTD = _norm(config, x_BTD, params["norm"])
     aux = {} if not loads else Load(*map(torch.stack, zip(*loads, strict=True)))._asdict()
     return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, aux)
@@ -307,7 +311,8 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
         out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
     elif context.offsets is not None:
-        out_BTHN = varlen_attention(q_BTHN, k_BTKN, v_BTKN, context.offsets, context.window, **how)
+        new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
+        out_BTHN = split_attention(*new, mesh, context.window, context.form, **how)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
     out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")

@@ -20,11 +20,15 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config
 from funrl.models.names import Names
 
-Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]
+# (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]; of experts (hidden, their load)
+Layer = Callable[..., Any]
 
 
 class Inputs(NamedTuple):
     """Tokens as a forward pass takes them.
+
+    Where a mesh splits tokens (`sequence`), those of a rank are its contiguous part of one packed row, as is all that
+    is per token; `offsets` are of the whole row.
 
     Attributes:
       tokens: [B, T] int64 token ids.

@@ -15,13 +15,15 @@ from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_divergence import linear_divergence
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
+from funrl.mesh.collectives import gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
-from funrl.models.model import Inputs, Layer, Model
+from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.routing import Load
+from funrl.models.sequence_parallel import AXIS as SEQUENCE
 from funrl.models.value_head import HEADS
 
 
@@ -34,6 +36,9 @@ class Placed:
     aligned with the tokens: position t speaks of token t, given the tokens before it in its sequence. They are 0 at the
     first token of a sequence and at padding.
 
+    Ranks that differ in `sequence` alone have the same rows. Each computes the hidden states, and what is made of them,
+    of its contiguous part of one packed row; results are those of the whole row again, the same on all of them.
+
     Attributes:
       model: what is placed.
       mesh: the devices.
@@ -41,6 +46,7 @@ class Placed:
       compute: layouts of the weights while their layer runs.
       dtype: the weights are cast to it to compute; gradients arrive in the dtype of the weights.
       layer: the function of one layer, such as a compiled one.
+      replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
     """
 
     model: Model
@@ -49,6 +55,7 @@ class Placed:
     compute: trees.Tree
     dtype: torch.dtype
     layer: Layer
+    replay: bool = False
 
     def token_scores(
         self,
@@ -77,8 +84,8 @@ class Placed:
           ValueError: the teacher's vocabulary has another size.
         """
         (hidden_ND, w_VD, over, at_N), load = self._before_tokens(params, batch)
-        topk_NK = None if topk is None else rearrange(topk[:, 1:], "b t k -> (b t) k")[at_N].long()
-        after_N = batch.tokens[:, 1:].flatten()[at_N].long()
+        topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
+        after_N = self._own_next(batch.tokens)[at_N].long()
         scores = linear_logprob(
             hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK, cap=self.model.config.logit_cap
         )
@@ -90,7 +97,7 @@ class Placed:
                 hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature, caps=caps
             )
             scores = scores._replace(divergence=divergence_N)
-        return TokenScores(*(None if x is None else _spread(x, at_N, batch) for x in scores))._replace(load=load)
+        return TokenScores(*(None if x is None else self._spread(x, at_N, batch) for x in scores))._replace(load=load)
 
     def topk(self, params: trees.Tree, batch: Batch, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """The k most probable tokens at every position, and their log-probabilities.
@@ -102,7 +109,7 @@ class Placed:
         with torch.no_grad():
             (hidden_ND, w_VD, over, at_N), _ = self._before_tokens(params, batch)
             ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.config.logit_cap)
-            return _spread(ids_NK, at_N, batch), _spread(logp_NK, at_N, batch)
+            return self._spread(ids_NK, at_N, batch), self._spread(logp_NK, at_N, batch)
 
     def values(self, params: trees.Tree, batch: Batch) -> Tensor:
         """The value head's number before each token: position t is read from the hidden state of token t - 1.
@@ -115,9 +122,8 @@ class Placed:
         if self.model.value is None:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-        hidden_BTD = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).hidden
-        value_BT = self.model.value(weights, hidden_BTD[:, :-1])
-        return torch.where(follows(batch.tokens, batch.get("segments")), F.pad(value_BT, (1, 0)), 0)
+        value_Bt = self.model.value(weights, self._apply(weights, batch).hidden)
+        return _shifted(gather_replicated(value_Bt, self.mesh, SEQUENCE, 1), batch)
 
     def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
         """Weights of this model that begin as those of another one. Collective; the copy shares no memory.
@@ -152,28 +158,47 @@ class Placed:
     def _before_tokens(
         self, params: trees.Tree, batch: Batch
     ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], Load | None]:
-        """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of the
-        B (T - 1) tokens behind the first these are; and the load of experts, where there are some."""
+        """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of this
+        rank's B t hidden states these are; and the load of experts, where there are some."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-        hidden_BTD, _, aux = self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer)
-        load = Load(**aux) if aux else None
+        hidden_BtD, _, aux = self._apply(weights, batch)
+        load, before_MD = Load(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
-        before_MD, mask_BT = rearrange(hidden_BTD[:, :-1], "b t d -> (b t) d"), batch.get("mask")
+        mask_BT, at_N = batch.get("mask"), batch.get("trained")
         if mask_BT is None:
             return (before_MD, w_VD, over, slice(None)), load
-        at_N = batch.get("trained")
         if at_N is None:
-            at_N = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
+            at_N = self._own_next(mask_BT).nonzero().squeeze(-1)
         return (before_MD[at_N], w_VD, over, at_N), load
 
     def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
         """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
         with torch.no_grad():
             weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
-            return self.model.apply(weights, inputs_of(batch), self.mesh, layer=self.layer).aux["counts_E"]
+            return self._apply(weights, batch).aux["counts_E"]
+
+    def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
+        """The forward pass over this rank's part of the tokens, with the recorded experts where they are replayed."""
+        routes, inputs, experts = batch.get("routes"), inputs_of(batch), self.model.config.experts
+        if routes is not None and experts is not None and self.replay:
+            inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=experts.per_token))
+        return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
+
+    def _own_next(self, x_BT: Tensor) -> Tensor:
+        """[B t, ...] of this rank's tokens, a field of the token behind each; 0 behind the last of a row."""
+        after_BT = torch.cat([x_BT[:, 1:], torch.zeros_like(x_BT[:, :1])], 1)
+        return own_shard(after_BT, self.mesh, SEQUENCE, 1).flatten(0, 1)
+
+    def _spread(self, x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
+        """Numbers of some of this rank's tokens, [N, ...], beside those of all, among 0s as [B, T, ...]."""
+        B, T = batch.tokens.shape
+        t = T // self.mesh.size(SEQUENCE)
+        if isinstance(at_N, Tensor):
+            x = x.new_zeros(B * t, *x.shape[1:]).index_copy(0, at_N, x)
+        return _shifted(gather_replicated(x.unflatten(0, (B, t)), self.mesh, SEQUENCE, 1), batch)
 
 
 class Teacher(NamedTuple):
@@ -197,6 +222,7 @@ def place(
     compute_rules: Rules = COMPUTE,
     dtype: torch.dtype = torch.float32,
     layer: Layer | None = None,
+    replay: bool = False,
 ) -> Placed:
     """A model on a mesh.
 
@@ -207,18 +233,36 @@ def place(
       compute_rules: rule table of the weights while their layer runs; what differs is gathered for it.
       dtype: the dtype to compute in.
       layer: a replacement of `model.layer`, such as a compiled one; None: that one.
+      replay: whether tokens go to the experts that a batch says.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
     """
     stored, compute = (layouts(model.shapes, model.axes, rules, mesh.sizes) for rules in (stored_rules, compute_rules))
-    return Placed(model, mesh, stored, compute, dtype, layer or model.layer)
+    return Placed(model, mesh, stored, compute, dtype, layer or model.layer, replay)
 
 
 def inputs_of(batch: Batch) -> Inputs:
     """The inputs of a forward pass over the rows of a batch: models index with int64."""
     positions, segments = (x if x is None else x.long() for x in (batch.get("positions"), batch.get("segments")))
     return Inputs(batch.tokens.long(), positions, segments, batch.get("offsets"))
+
+
+def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
+    """The inputs of this rank's part of the tokens.
+
+    Raises:
+      ModelError: the tokens do not divide over the ranks that share them.
+    """
+    T, ranks = inputs.tokens.shape[1], mesh.size(SEQUENCE)
+    if ranks == 1:
+        return inputs
+    if T % ranks:
+        raise ModelError(f"a row of {T} tokens does not divide over the mesh {mesh}: pad it to a multiple of {ranks}")
+    if inputs.positions is None:
+        inputs = inputs._replace(positions=torch.arange(T, device=inputs.tokens.device).expand_as(inputs.tokens))
+    split = {name: x for name, x in inputs._asdict().items() if x is not None and name != "offsets"}
+    return inputs._replace(**{name: own_shard(x, mesh, SEQUENCE, 1) for name, x in split.items()})
 
 
 def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
@@ -229,12 +273,9 @@ def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
     return F.pad(same_BT, (1, 0))
 
 
-def _spread(x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
-    """Numbers of some tokens, [N, ...], among 0s as [B, T, ...]."""
-    B, T = batch.tokens.shape
-    if isinstance(at_N, Tensor):
-        x = x.new_zeros(B * (T - 1), *x.shape[1:]).index_copy(0, at_N, x)
-    x = torch.cat([x.new_zeros(B, 1, *x.shape[1:]), x.view(B, T - 1, *x.shape[1:])], 1)
+def _shifted(x: Tensor, batch: Batch) -> Tensor:
+    """Numbers of the token behind each, [B, T, ...], at that token; 0 where there is none before it."""
+    x = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     known_BT = follows(batch.tokens, batch.get("segments"))
     return torch.where(known_BT.view(*known_BT.shape, *(1,) * (x.ndim - 2)), x, 0)
 

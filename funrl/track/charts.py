@@ -114,17 +114,23 @@ def line_chart(
     log: bool = False,
     bounds: tuple[float, float] | None = None,
     footnote: str = "",
+    named: bool = False,
 ) -> str:
-    """A figure of one or two curves over the steps from the first to the last; "" where no curve has a point."""
+    """A figure of curves over the steps from the first to the last; "" where no curve has a point.
+
+    Args:
+      named: one curve has a legend too, as several always have.
+    """
     series = [one for one in series if one.points]
     if not series:
         return ""
     values = [value for one in series for _, value in one.points]
     x, y = step_scale(*steps), log_scale(values) if log else linear_scale(values, bounds)
     drawing = "".join(_curve(one, x, y) for one in series)
-    last = "" if len(series) > 1 else number(series[0].points[-1][1])  # those of several are in the legend
+    named = named or len(series) > 1
+    last = "" if named else number(series[0].points[-1][1])  # in a legend every curve has its own
     ends = ", ".join(f"{one.name} {number(one.points[0][1])} to {number(one.points[-1][1])}" for one in series)
-    legend = _legend(series) if len(series) > 1 else ""
+    legend = _legend(series) if named else ""
     return (
         f'<figure class="card"><figcaption><b>{html.escape(title)}</b><output>{last}</output>'
         f"<small>{html.escape(unit)}</small>{legend}</figcaption>"

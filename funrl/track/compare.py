@@ -20,6 +20,7 @@ from funrl.track.report import (
     escaped,
     finite_values,
     is_embedded,
+    is_supervised,
     read_run,
     sample_card,
     section,
@@ -58,8 +59,7 @@ def render_comparison(runs: Mapping[str, RunFiles]) -> str:
     Args:
       runs: by the names that the page gives them, in the order of their colours.
     """
-    charts = list(dict.fromkeys((*REWARD_CHARTS, LOSS, *PAIR_CHARTS, *CHARTS)))
-    figures = [figure for chart in charts for key, kind in chart.keys if (figure := _chart(runs, chart, key, kind))]
+    figures = [figure for chart, key, kind in _curves(runs) if (figure := _chart(runs, chart, key, kind))]
     body = "".join(
         (
             _header(runs),
@@ -70,6 +70,14 @@ def render_comparison(runs: Mapping[str, RunFiles]) -> str:
         )
     )
     return whole_page(f"{len(runs)} runs", body)
+
+
+def _curves(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str, str]]:
+    """Every metric that has a chart, once: a chart, the metric, and its name there."""
+    rewarded = [chart for chart in REWARD_CHARTS if any(not is_supervised(run) for run in runs.values())]
+    charts = dict.fromkeys((*rewarded, LOSS, *PAIR_CHARTS, *CHARTS))
+    found = {key: (chart, key, kind) for chart in reversed(charts) for key, kind in reversed(chart.keys)}
+    return list(found.values())[::-1]
 
 
 def _names(run_dirs: Sequence[str | Path]) -> list[str]:
@@ -104,7 +112,7 @@ def _chart(runs: Mapping[str, RunFiles], chart: Chart, key: str, kind: str) -> s
     series = [Series(name, finite_values(run, key), colour, dots) for colour, (name, run) in enumerate(runs.items())]
     steps = [run.rows[at]["step"] for run in runs.values() for at in (0, -1)]
     title = chart.title if len(chart.keys) == 1 else f"{chart.title}, {kind}"
-    return line_chart(title, chart.unit, series, (min(steps), max(steps)), chart.log, chart.bounds)
+    return line_chart(title, chart.unit, series, (min(steps), max(steps)), chart.log, chart.bounds, named=True)
 
 
 def _differences(runs: Mapping[str, RunFiles]) -> str:

@@ -117,11 +117,15 @@ class RunObserver:
         self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
-        """Write rows of an evaluation's table."""
-        if self.run is not None:
-            with _writing(self.run):
-                for row in rows:
-                    self.table.write(row._asdict())
+        """Write rows of an evaluation's table, as people read them."""
+        if self.run is None:
+            return
+        readable = self.job.task.readable
+        with _writing(self.run):
+            for row in rows:
+                if readable is not None:
+                    row = row._replace(completion=readable(row.completion), answer=readable(row.answer))
+                self.table.write(row._asdict())
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One line of metrics, with the time of each phase."""

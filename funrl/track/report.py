@@ -119,16 +119,17 @@ def whole_page(title: str, body: str) -> str:
     )
 
 
-def _is_supervised(run: RunFiles) -> bool:
+def is_supervised(run: RunFiles) -> bool:
+    """True if a run learns from given texts."""
     return any("train/loss" in row for row in run.rows)
 
 
 def _has_pairs(run: RunFiles) -> bool:
-    return _is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
+    return is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
 
 
 def _headline_charts(run: RunFiles) -> tuple[Chart, ...]:
-    if not _is_supervised(run):
+    if not is_supervised(run):
         return REWARD_CHARTS
     return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
 
@@ -222,7 +223,7 @@ def _headlines(run: RunFiles) -> list[tuple[str, str]]:
     """
     if _has_pairs(run):
         return [("eval/accuracy", "held-out pair accuracy"), ("eval/loss", "held-out loss")]
-    if _is_supervised(run):
+    if is_supervised(run):
         return [("eval/loss", "held-out loss"), ("train/loss", "training loss")]
     between = any(
         abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
@@ -303,9 +304,9 @@ def _time(run: RunFiles) -> str:
     names = [name for name in PHASES if name in keys] + sorted(keys - set(PHASES))
     if not rows or not names:
         return ""
+    colours = _phase_colours(names)
     layers = [
-        Band(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], PHASES.get(name, 10))
-        for name in names
+        Band(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], colours[name]) for name in names
     ]
     rest = [row["time_s/step"] - sum(layer.values[i] for layer in layers) for i, row in enumerate(rows)]
     if sum(rest) > 0.005 * _seconds(run):
@@ -313,6 +314,14 @@ def _time(run: RunFiles) -> str:
     shares = _shares(layers, len(rows))
     steps = [row["step"] for row in rows]
     return section("Time", '<div class="grid time">', [shares, stacked_chart("By step", "seconds", steps, layers)])
+
+
+def _phase_colours(names: Sequence[str]) -> dict[str, int]:
+    """The page's colour of each phase; those that have none of their own take what is free, then that of "other"."""
+    colours = {name: PHASES[name] for name in names if name in PHASES}
+    free = [colour for colour in PHASES.values() if colour not in (*colours.values(), PHASES["other"])]
+    rest = [name for name in names if name not in colours]
+    return colours | {name: free[at] if at < len(free) else PHASES["other"] for at, name in enumerate(rest)}
 
 
 def _shares(layers: Sequence[Band], steps: int) -> str:

@@ -93,11 +93,12 @@ table{border-collapse:collapse;width:100%;font-size:13.5px}
 .phases td+td{text-align:right;color:var(--soft);white-space:nowrap;padding-left:12px}
 .phases td+td+td{color:var(--ink);width:3.6em}
 .samples .card{margin-bottom:10px;padding:10px 14px 12px}
-.about{display:flex;justify-content:space-between;align-items:center;font-size:12.5px;color:var(--soft)}
+.about{display:flex;flex-wrap:wrap;justify-content:space-between;align-items:center;gap:2px 10px;font-size:12.5px;
+color:var(--soft);white-space:nowrap}.about small{font-size:12px}
 .evaluation th{text-align:left;font-weight:600;color:var(--soft);padding:6px 10px}
 .evaluation td{vertical-align:top;padding:6px 10px;border-top:1px solid var(--line)}
 .evaluation pre{margin:0;font-size:13px;max-height:9em}
-.pill{border-radius:99px;padding:1px 9px;font-weight:600}
+.pill{border-radius:99px;padding:1px 9px;font-weight:600;white-space:nowrap}
 .good{color:var(--good);background:var(--goodbg)}.some{color:var(--some);background:var(--somebg)}
 .bad{color:var(--bad);background:var(--badbg)}
 pre{margin:6px 0 0;font:14px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;

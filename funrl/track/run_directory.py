@@ -14,6 +14,7 @@
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
 | skipped/ | rows of updates that were not finite, a few of them | when one is left out |
+| profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |
 
 A line reaches the file in one write, so whatever ends a run, each line is a whole object (at most the last is cut
@@ -97,6 +98,10 @@ class RunDirectory:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def skipped(self) -> Path:
@@ -285,7 +290,7 @@ def check_unused(run: RunDirectory) -> None:
     """Raise RunDirectoryError where a directory holds what a former run or a model left; it need not exist."""
     files = (run.metrics, run.samples, run.eval_samples, run.report)
     models = (run.model, run.adapter, run.base)
-    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped)
+    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped, run.profile)
     there = [path.name for path in written if os.path.lexists(path)]
     if there:  # even with no step in it: that run may not have ended
         raise RunDirectoryError(

@@ -20,6 +20,7 @@ from funrl.models import Model, Placed, compile_layer, hf, place, rematerialized
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
+from funrl.models.sequence_parallel import with_form
 from funrl.models.value_head import BIAS, HEAD
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
@@ -36,7 +37,7 @@ from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.router_losses import RouterLosses
 from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import stored_rules
+from funrl.trainer.sharding import goes_round, stored_rules
 from funrl.trainer.state import State
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -78,7 +79,8 @@ class Parts(NamedTuple):
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
     settings, compiled = job.settings, {}
-    compiles = "off" if settings.remat == "selective" else settings.compile
+    rings = any(goes_round(settings, model, mesh.sizes) for model in job.models.values())
+    compiles = "off" if settings.remat == "selective" or rings else settings.compile
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
@@ -86,8 +88,9 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         return compiled[model.layer]
 
     def placed(name: str, model: Model) -> Placed:
-        layer = rematerialized(layer_of(model), settings.remat)
-        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
+        layer = rematerialized(with_form(layer_of(model), settings.sequence_parallel), settings.remat)
+        replay = settings.router_replay and name == "policy"
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay)
 
     begin = placed(job.lead, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
@@ -156,7 +159,10 @@ def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], Non
     elif settings.engine == "hf" or placed.model.config.module:  # a dry run builds it too, and never loads it
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
-        engine = native_engine(*how, layer=layer, decode=decode, speculate=settings.speculate, note=note)
+        engine = native_engine(
+            *how, layer=layer, decode=decode, speculate=settings.speculate, note=note,
+            record_routes=settings.router_replay,
+        )  # fmt: skip
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 

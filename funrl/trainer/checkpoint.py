@@ -133,11 +133,13 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _array(shape: list[int], dtype: str) -> Array:
+def _array(shape: list[int], dtype: str, chunk: list[int] | tuple[int, ...] = ()) -> Array:
     """An array of a record. Raises: ValueError, TypeError."""
     if dtype not in TENSOR_DTYPES or not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(f"{dtype} {shape} is no array")
-    return Array(tuple(shape), dtype, ())
+    if chunk and (len(chunk) != len(shape) or not all(type(length) is int and length >= 0 for length in chunk)):
+        raise ValueError(f"{chunk} is no chunk of {shape}")
+    return Array(tuple(shape), dtype, tuple(chunk))
 
 
 def _inside(name: str) -> str:

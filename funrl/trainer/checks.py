@@ -13,12 +13,12 @@ from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
-from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
-from funrl.trainer.settings import Settings, check_values, mesh_sizes, settings_flags
+from funrl.trainer.settings import PROFILE, Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
@@ -64,10 +64,12 @@ def check_together(settings: Settings) -> None:
         _check_remat,
         _check_generate_mesh,
         _check_sharding,
+        _check_sequence_parallel,
         _check_lora,
         _check_reward_timeout,
         _check_trackers,
         _check_difficulty,
+        _check_profile,
     ):
         check(settings)
 
@@ -288,6 +290,10 @@ def _check_generate_mesh(settings: Settings) -> None:
     if settings.generate_mesh is None:
         return
     world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
+    if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
+        raise SettingsError(
+            f"--generate_mesh={settings.generate_mesh}: generation does not split the tokens of a row; write dp for sp"
+        )
     if generating != world:
         raise SettingsError(
             f"--generate_mesh={settings.generate_mesh} has {generating} devices and --mesh={settings.mesh} "
@@ -295,10 +301,17 @@ def _check_generate_mesh(settings: Settings) -> None:
         )
 
 
+def _check_sequence_parallel(settings: Settings) -> None:
+    if settings.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
+        raise SettingsError(
+            f"--sequence_parallel={settings.sequence_parallel} does nothing: --mesh={settings.mesh} has no sp"
+        )
+
+
 def _check_sharding(settings: Settings) -> None:
     if not settings.fsdp:
         return
-    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in ROW_AXES)
+    named = parts(settings.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
             f"--fsdp: the mesh {settings.mesh} has one device over {','.join(named)}, so none to shard over"
@@ -323,6 +336,40 @@ def _check_lora(settings: Settings) -> None:
 def _check_difficulty(settings: Settings) -> None:
     if settings.difficulty is not None:
         difficulty_of(settings.difficulty)
+
+
+class ProfileWindow(NamedTuple):
+    """Steps of which --profile writes a trace: `count` from `first` on."""
+
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The last of them."""
+        return self.first + self.count - 1
+
+
+def profile_window(settings: Settings) -> ProfileWindow | None:
+    """The steps of --profile; None: there are none."""
+    match = re.fullmatch(PROFILE, settings.profile) if settings.profile else None
+    return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
+
+
+def _check_profile(settings: Settings) -> None:
+    window = profile_window(settings)
+    if window is not None and window.last > settings.steps:
+        raise SettingsError(
+            f"--profile={settings.profile}: the trace would end with step {window.last}, and --steps={settings.steps}; "
+            "name steps of the run"
+        )
+    ranks = () if settings.profile_ranks == "all" else parts(settings.profile_ranks)
+    world = devices(mesh_sizes(settings))
+    if beyond := [rank for rank in ranks if int(rank) >= world]:
+        raise SettingsError(
+            f"--profile_ranks={settings.profile_ranks}: the mesh {settings.mesh} has the ranks 0 to {world - 1}, and "
+            f"no {beyond[0]}"
+        )
 
 
 def _check_reward_timeout(settings: Settings) -> None:

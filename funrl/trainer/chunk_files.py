@@ -1,10 +1,11 @@
 """Large chunks of a checkpoint, written and read as plain bytes at the speed of a copy.
 
 A chunk on disk is its bytes and their CRC-32C. Tensorstore computes that at 2 GB a second on processors that it does
-not know; here a kernel does at 17, and the bytes go from the shared memory to the disk without a copy between. What is
-written is an OCDBT database of its own, `ocdbt.process_R.chunks`: data files, one B+tree node that finds the chunks in
-them, and a manifest. The commit joins it with the others, and any reader of OCDBT finds all chunks. Small chunks, and
-all where there is no compiler, go tensorstore's own way; what a reader finds is the same.
+not know; here a kernel does at 17, and the bytes go from the shared memory to the disk, and from there to a rank's own
+tensors, without a copy between. What is written is an OCDBT database of its own, `ocdbt.process_R.chunks`: data files,
+one B+tree node that finds the chunks in them, and a manifest. The commit joins it with the others, and any reader of
+OCDBT finds all chunks. Small chunks, and all where there is no compiler, go tensorstore's own way; what a reader finds
+is the same.
 
 Reference: the storage format, https://google.github.io/tensorstore/kvstore/ocdbt
 """
@@ -31,6 +32,7 @@ from funrl.compiled_kernels.kernel_library import CHECKSUM, KernelError, library
 LARGE_BYTES = 1 << 20  # of a chunk that is worth it
 FILE_BYTES = 256 << 20  # of a data file, before the next begins
 CHECKSUM_BYTES = 4
+READ_THREADS = 2
 NODE_MAGIC = 0x0CDB20DE
 MANIFEST_CONFIG = {
     "compression": {"id": "zstd"}, "max_decoded_node_bytes": 8 << 20, "max_inline_value_bytes": 100,
@@ -52,11 +54,7 @@ class Span(NamedTuple):
 
 @functools.cache
 def checksum() -> Callable[[np.ndarray], int] | None:
-    """CRC-32C of an array's bytes, as a function; None where the kernel cannot be had or tensorstore is too old."""
-    import tensorstore as ts
-
-    if not hasattr(ts.ocdbt, "undump_manifest"):
-        return None
+    """CRC-32C of an array's bytes, as a function; None where the kernel cannot be had."""
     try:
         kernel: Any = library(CHECKSUM).funrl_crc32c
     except KernelError:
@@ -189,7 +187,8 @@ def places_of(folder: str, keys: Sequence[str]) -> dict[str, Span]:
     places = {}
     for key, location in _values(folder, root["location"], b"", sorted(key.encode() for key in keys)):
         _, parent, file, offset, length = location.split(":")
-        places[key.decode()] = Span(str(Path(folder) / (unquote(parent) + unquote(file))), int(offset), int(length))
+        path = Path(folder) / (unquote(parent) + unquote(file))
+        places[key.decode()] = Span(str(path), int(offset), int(length))
     return places
 
 
@@ -222,13 +221,19 @@ def url(folder: str) -> str:
     return Path(folder).absolute().as_uri() + "/"
 
 
-def read_chunk(place: Span, values: np.ndarray) -> None:
-    """Read a chunk into an array [n] of uint8, and verify its checksum.
+def read_chunks(wanted: Sequence[tuple[Span, np.ndarray]]) -> None:
+    """Read chunks, each into an array [n] of uint8, and verify their checksums.
 
     Raises:
-      OSError: the file cannot be read.
+      OSError: a file cannot be read.
       DamagedChunk: bytes are missing, or not those that were written.
     """
+    with ThreadPoolExecutor(READ_THREADS) as readers:
+        for done in [readers.submit(_read_chunk, *one) for one in wanted]:
+            done.result()
+
+
+def _read_chunk(place: Span, values: np.ndarray) -> None:
     summed, last = checksum(), bytearray(CHECKSUM_BYTES)
     assert summed is not None, "the caller has asked"
     if place.length != values.nbytes + CHECKSUM_BYTES:

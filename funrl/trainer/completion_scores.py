@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.data.packing import pack, packed_sizes
+from funrl.data.packing import pack
 from funrl.data.supervised import Text, TextExample, text_batch
 from funrl.mesh.rows import gather_table
 from funrl.rewards.call import RewardError
 from funrl.trainer.generation import Example
-from funrl.trainer.micro import own_micro_batches, row_cost
+from funrl.trainer.micro import own_micro_batches, row_cost, sizes_of, token_ranks
 from funrl.trainer.roles import Role
 from funrl.trainer.score import score_role
 from funrl.trainer.step_rows import Rows, moved, rows_of
@@ -117,7 +117,8 @@ def reading_ranks(lengths: np.ndarray, role: Role, token_budget: int) -> np.ndar
     Args:
       lengths: [B] tokens of each row.
     """
-    mesh, sizes = role.placed.mesh, packed_sizes(token_budget, int(lengths.max()), 8)
+    mesh = role.placed.mesh
+    sizes, _ = sizes_of(lengths, token_budget, token_ranks(mesh))
     return pack(lengths, mesh.size(mesh.row_axes), sizes, len(lengths), cost=row_cost(role.placed)).rank
 
 
@@ -146,10 +147,10 @@ def as_read(rows: Rows, pad: int) -> Rows:
 
 @torch.no_grad()
 def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) -> Tensor:
-    """The value where each row's mask is true, [B], known to all ranks; see `as_read`."""
+    """The value at the last token of each row, [B], known to all ranks; see `as_read`."""
     score_b = None
-    for places, _, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
-        value_N = role.placed.values(params, piece)[0, 1:][piece.trained]
+    for places, at, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
+        value_N = role.placed.values(params, piece)[0, at.offsets[1 : 1 + len(places)].long() - 1]
         score_b = value_N.new_zeros(len(read.own)) if score_b is None else score_b
         score_b[places] = value_N
     assert score_b is not None

@@ -48,7 +48,14 @@ from funrl.trainer.prompt_data import with_chat_template
 from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of
 from funrl.trainer.settings import Settings, for_kind, resolved
-from funrl.trainer.sharding import check_experts, check_layouts, check_roles, generate_sizes, rank_memory
+from funrl.trainer.sharding import (
+    check_experts,
+    check_forms,
+    check_layouts,
+    check_roles,
+    generate_sizes,
+    rank_memory,
+)
 
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
@@ -357,6 +364,7 @@ def check_meshes(
     generating = generate_sizes(settings, sizes, lead, memory) if "policy" in models else sizes
     with blaming(f"mesh={settings.mesh}"):
         check_layouts(models, settings, sizes, generating)
+    check_forms(models, settings, sizes)
     return generating
 
 

@@ -12,7 +12,7 @@ from funrl import trees
 from funrl.data.packing import Packing, RowCost
 from funrl.mesh.collectives import psum
 from funrl.trainer.clock import Clock
-from funrl.trainer.micro import max_rows_of, packed, plan_epoch, row_cost
+from funrl.trainer.micro import packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.skipped import Skips
 from funrl.trainer.step import NotFiniteError, train_step
@@ -59,8 +59,9 @@ def learn(
         return states, {}
     mesh, cost = rows.mesh, cost or row_cost(next(reversed(learning.values())).placed)
     for epoch in range(epochs):
-        plan = plan_epoch(rows.lengths, mesh.size(mesh.row_axes), minibatches, seed, step, epoch, token_budget, cost)
-        rows, most = moved(rows, plan.to, mesh), max_rows_of(rows.lengths, token_budget)
+        ranks, split = mesh.size(mesh.row_axes), token_ranks(mesh)
+        plan = plan_epoch(rows.lengths, ranks, minibatches, seed, step, epoch, token_budget, cost, split)
+        rows, most = moved(rows, plan.to, mesh), sizes_of(rows.lengths, token_budget, split)[1]
         totals = denominators(learning, rows, plan.parts)
         for part, packing, total in zip(plan.parts, plan.packings, totals, strict=True):
             for name, role in learning.items():

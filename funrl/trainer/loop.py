@@ -8,6 +8,7 @@ rank holds of a model are its shards. The boxes are functions of files beside th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -30,8 +31,9 @@ from funrl.trainer.curriculum import CurriculumError
 from funrl.trainer.job import Job
 from funrl.trainer.job_source import make_source
 from funrl.trainer.learn import learn
-from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost
+from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost, token_ranks
 from funrl.trainer.observing import Observer
+from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.rescue import WholeState, saved_on_failure
 from funrl.trainer.roles import BASE, weights_of
 from funrl.trainer.saver import Evaluations, Saver, shared_folder
@@ -140,6 +142,8 @@ def run_steps(
             held.keep(before._replace(roles=state.roles), done)
         return trainer, state
 
+    run_dir = None if trainer.folder is None else os.path.dirname(trainer.folder)
+    profiler = StepProfiler(settings, parts.mesh, run_dir, observer.note)
     try:
         checked = verify(trainer, state, True)
         if evaluations is None:
@@ -147,6 +151,7 @@ def run_steps(
             done = Evaluations(first, first)
         for step in range(state.step + 1, settings.steps + 1):
             heartbeat.at_step(step)
+            profiler.begin(step)
             trainer, state = place(trainer, state, "generate")
             drawn, state, metrics = draw_batch(trainer, state)
             trainer, state = place(trainer, state, "score")
@@ -168,6 +173,7 @@ def run_steps(
             if saver.rows.due(step):
                 with trainer.clock.phase("save_rollouts"):
                     saver.rows.save(state, drawn, rows, stages)
+            profiler.end(step)
             observer.step(step, metrics, trainer.clock.take())
             if trainer.skips is not None:
                 trainer.skips.check()
@@ -178,6 +184,8 @@ def run_steps(
         error = str(failure)
         if held.state is not None:  # the weights are still those after the step before
             saver.save(held.state, done)
+    finally:
+        profiler.close()
     whole = held.state
     held.release()
     _, state = move(trainer, state, "save")
@@ -241,7 +249,8 @@ def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | N
     if chain is not None and chain.whole_groups:
         assert group is not None
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(settings), cost)
-    return plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, 0, settings.token_budget, cost).to
+    how = (settings.minibatches, settings.seed, step, 0, settings.token_budget, cost, token_ranks(mesh))
+    return plan_epoch(lengths, ranks, *how).to
 
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:

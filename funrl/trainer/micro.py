@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from funrl.batch import Batch, as_dict, token_fields
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
 from funrl.data.packing import Packing, RowCost, pack, packed_sizes
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
 from funrl.seeds import derived_seed
 from funrl.trainer.step_rows import Rows
@@ -61,7 +63,15 @@ def mini_batches(rows: int, count: int, seed: int, step: int, epoch: int) -> lis
 
 
 def plan_epoch(
-    lengths: np.ndarray, ranks: int, count: int, seed: int, step: int, epoch: int, token_budget: int, cost: RowCost
+    lengths: np.ndarray,
+    ranks: int,
+    count: int,
+    seed: int,
+    step: int,
+    epoch: int,
+    token_budget: int,
+    cost: RowCost,
+    split: int = 1,
 ) -> Epoch:
     """Mini-batches of a pass, and the rank and micro-batch of every row; every rank computes the same.
 
@@ -71,20 +81,21 @@ def plan_epoch(
       lengths: [B] tokens of each row.
       ranks: how many share the rows.
       count, seed, step, epoch: as in `mini_batches`.
-      token_budget: tokens of a forward pass; a longer row raises it.
+      token_budget: tokens of a rank in a forward pass; a longer row raises it.
       cost: how the work of a row grows with its length.
+      split: ranks that share the tokens of a forward pass.
     """
     bits = np.asarray(lengths, dtype=np.int64).tobytes()
-    return _plan_epoch(bits, ranks, count, seed, step, epoch, token_budget, cost)
+    return _plan_epoch(bits, ranks, count, seed, step, epoch, token_budget, cost, split)
 
 
 @functools.lru_cache(maxsize=1)
 def _plan_epoch(
-    bits: bytes, ranks: int, count: int, seed: int, step: int, epoch: int, token_budget: int, cost: RowCost
+    bits: bytes, ranks: int, count: int, seed: int, step: int, epoch: int, token_budget: int, cost: RowCost, split: int
 ) -> Epoch:
     lengths = np.frombuffer(bits, dtype=np.int64)
     parts = mini_batches(len(lengths), count, seed, step, epoch)
-    sizes, most = _sizes(lengths, token_budget)
+    sizes, most = sizes_of(lengths, token_budget, split)
     packings, to = [], np.zeros(len(lengths), dtype=np.int64)
     for part in parts:
         packings.append(pack(lengths[part], ranks, sizes, most, cost=cost))
@@ -95,13 +106,15 @@ def _plan_epoch(
 def ranks_of_groups(lengths: np.ndarray, group: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> np.ndarray:
     """[B] a rank for each row such that those of one group are together, and the ranks have about equal work."""
     totals = np.bincount(np.unique(group, return_inverse=True)[1], lengths)
-    sizes, _ = _sizes(totals, token_budget)
+    sizes, _ = sizes_of(totals, token_budget)
     return pack(lengths, ranks, sizes, len(lengths), example=group, cost=cost).rank
 
 
-def pack_in_place(lengths: np.ndarray, owner: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> Packing:
+def pack_in_place(
+    lengths: np.ndarray, owner: np.ndarray, ranks: int, token_budget: int, cost: RowCost, split: int = 1
+) -> Packing:
     """Micro-batches of rows that stay on their ranks, for passes that learn nothing."""
-    sizes, most = _sizes(lengths, token_budget, SCORE_PARTS)
+    sizes, most = sizes_of(lengths, token_budget, split, SCORE_PARTS)
     return pack(lengths, ranks, sizes, most, cost=cost, owner=owner)
 
 
@@ -118,13 +131,13 @@ def own_micro_batches(
     rows is padding, and has no influence on any loss.
 
     Args:
-      token_budget: tokens of a forward pass; a longer row raises it.
+      token_budget: tokens of a rank in a forward pass; a longer row raises it.
       cost: how the work of a row grows with its length.
       mask: field that becomes the mask.
     """
-    ranks = rows.mesh.size(rows.mesh.row_axes)
-    packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost)
-    yield from packed(rows, packing, None, _sizes(rows.lengths, token_budget, SCORE_PARTS)[1], mask)
+    ranks, split = rows.mesh.size(rows.mesh.row_axes), token_ranks(rows.mesh)
+    packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
+    yield from packed(rows, packing, None, sizes_of(rows.lengths, token_budget, split, SCORE_PARTS)[1], mask)
 
 
 def packed(
@@ -141,17 +154,27 @@ def packed(
     alike = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()
     for (places, _), size in zip(packing.own(rows.index), alike, strict=True):
         numbers = places if part is None else part[places]
-        yield micro_batch(rows.batch, lengths[own], np.searchsorted(own, numbers), size, max_rows, host_mask)
+        places = np.searchsorted(own, numbers)
+        yield micro_batch(rows.batch, lengths[own], places, size, max_rows, host_mask, rows.mesh)
 
 
-def max_rows_of(lengths: np.ndarray, token_budget: int) -> int:
-    """The most rows of a micro-batch."""
-    return _sizes(lengths, token_budget)[1]
+def token_ranks(mesh: Mesh) -> int:
+    """Ranks of a mesh that share the tokens of a forward pass."""
+    return mesh.size(mesh.token_axes) // mesh.size(mesh.row_axes)
 
 
-def _sizes(lengths: np.ndarray, token_budget: int, parts: int = BUDGET_PARTS) -> tuple[tuple[int, ...], int]:
-    """Sizes of micro-batches, by parts of the token budget, and how many rows one has at most."""
-    sizes = packed_sizes(token_budget, int(lengths.max(initial=1)), MULTIPLE, parts)
+def sizes_of(
+    lengths: np.ndarray, token_budget: int, split: int = 1, parts: int = BUDGET_PARTS
+) -> tuple[tuple[int, ...], int]:
+    """Sizes of micro-batches, by parts of the token budget, and how many rows one has at most.
+
+    Args:
+      lengths: tokens of each row.
+      token_budget: tokens of one rank.
+      split: ranks that share a micro-batch's tokens, equally.
+    """
+    longest, multiple = int(lengths.max(initial=1)), math.lcm(MULTIPLE, split)
+    sizes = packed_sizes(token_budget * split, longest, multiple, parts)
     return sizes, sizes[-1] // MULTIPLE + MULTIPLE
 
 
@@ -166,7 +189,13 @@ def row_cost(placed: Placed) -> RowCost:
 
 
 def micro_batch(
-    batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int, host_mask: Tensor
+    batch: Batch,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+    size: int,
+    max_rows: int,
+    host_mask: Tensor,
+    mesh: Mesh = SINGLE,
 ) -> MicroBatch:
     """Some rows end to end in [1, `size`], the shortest first.
 
@@ -175,6 +204,7 @@ def micro_batch(
       lengths: [b] tokens of each of these.
       rows: their places, at most `max_rows`, which fixes the shape of `offsets`.
       host_mask: [b, T] of these rows, on the host; it becomes the mask.
+      mesh: whose ranks share its tokens, if it has such.
     """
     device, fields = batch.tokens.device, as_dict(batch)
     fields = {n: x for n, x in fields.items() if n in PER_TOKEN - {"mask"}}
@@ -184,7 +214,8 @@ def micro_batch(
     rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
     at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
     mask_1N = pack_tokens(host_mask, at, False)
-    trained = mask_1N[0, 1:].nonzero().squeeze(-1)
+    own = size // token_ranks(mesh)
+    trained = mask_1N[0, 1 + int(mesh.index("sequence")) * own :][:own].nonzero().squeeze(-1)
     at = at.to(device)
     laid = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
     inner = laid.get("segments")

@@ -26,8 +26,9 @@ from funrl.mesh import heartbeat
 from funrl.mesh.heartbeat import NOBODY
 from funrl.mesh.mesh import AXES, Mesh, single
 from funrl.mesh.rules import Layout
-from funrl.trainer.checkpoint import complete_checkpoints, numbers_of, scalar_arrays, tensors_of
+from funrl.trainer.checkpoint import complete_checkpoints, numbers_of, scalar_arrays
 from funrl.trainer.export import write_outline
+from funrl.trainer.row_shards import copy_rows, own_row_shards
 from funrl.trainer.saver import Evaluations, Saver, facts_of
 from funrl.trainer.shard_server import CheckpointError, Commit, WriteShards
 from funrl.trainer.shards import Memory, ShardError, ShardServer, copy_to_memory, joined_shards, own_shards
@@ -52,9 +53,13 @@ class Replica(NamedTuple):
     layouts: Mapping[str, Layout]
 
 
-def replica_of(mesh: Mesh, layouts: Mapping[str, Layout]) -> Replica:
-    """The replica of this rank: the ranks that have its place on the axes that split nothing of the state."""
-    used = {axis for layout in layouts.values() for axis in layout.axes}
+def replica_of(mesh: Mesh, layouts: Mapping[str, Layout], spread: bool = False) -> Replica:
+    """The replica of this rank: the ranks that have its place on the axes that split nothing of the state.
+
+    Args:
+      spread: whether every rank has rows of its own; then all ranks are one replica.
+    """
+    used = set(AXES) if spread else {axis for layout in layouts.values() for axis in layout.axes}
     axes = tuple(axis for axis in AXES if axis in used)
     sizes = {axis: mesh.sizes[axis] if axis in used else 1 for axis in AXES}
     over = tuple(sizes.values())
@@ -67,8 +72,9 @@ class WholeState:
     """The state that a run would be resumed from, as this rank has it; none while it is being changed."""
 
     def __init__(self, saver: Saver) -> None:
-        self.saver, self.replica = saver, replica_of(saver.mesh, saver.layouts)
+        self.saver, self.replica = saver, replica_of(saver.mesh, saver.layouts, saver.source.spread)
         self.state: State | None = None
+        self.source: tuple[Any, Any] = (None, None)  # a source's state, and the same as a checkpoint has it
         self.evaluations = Evaluations({}, {})
         self.metrics: Mapping[str, float] = {}  # of the step, whose line may not have been written
         self.lock = threading.Lock()  # while it is held, nothing of the state changes
@@ -76,9 +82,16 @@ class WholeState:
     def keep(self, state: State, evaluations: Evaluations, metrics: Mapping[str, float] | None = None) -> None:
         """From here on `state` is whole, and stays as it is until `release`.
 
+        Collective where ranks have different parts of the source's state: they agree on the width of their rows now, as
+        they could not when one has failed.
+
         Args:
           metrics: of the step that has led to it; None: as before.
         """
+        if self.saver.source.spread and self.saver.folder is not None:
+            if self.source[0] is not state.source:
+                self.source = (state.source, self.saver.source.saved(state.source))
+            state = state._replace(source=self.source[1])
         with self.lock:
             self.state, self.evaluations = state, evaluations
             self.metrics = self.metrics if metrics is None else metrics
@@ -148,18 +161,22 @@ class WholeState:
     def _write(self, state: State, folder: str) -> None:
         """Write a checkpoint of the state. Raises: CheckpointError."""
         mesh, layouts, saver = self.replica.mesh, self.replica.layouts, self.saver
-        tensors, numbers = tensors_of(state), numbers_of(state)
+        numbers, held, (tensors, rows) = numbers_of(state), saver.held_rows(state), saver.divided(state)
         of_source = {name: x for name, x in tensors.items() if name.startswith("source/")}
         own = own_shards({n: x for n, x in tensors.items() if n not in of_source}, layouts, mesh)
         mine = {}
         if mesh.rank == 0:
             own = joined_shards(own, own_shards(of_source, {}, single()))
             mine = scalar_arrays(numbers)
+        if held is not None:
+            own = joined_shards(own, own_row_shards(rows, held))
         arrays = own.arrays | mine
         server, memory = ShardServer(), Memory(own.nbytes)
         try:
             with _own_stream(mesh.device):
                 copy_to_memory(own, tensors, layouts, mesh, memory)
+                if held is not None:
+                    copy_rows(own, rows, held, memory)
             beside = str(Path(folder) / f".step-{state.step}.last")
             names = {part.name for part in own.parts} | own.created | set(mine)
             created = own.created | set(mine)
@@ -201,8 +218,8 @@ def saved_on_failure(saver: Saver) -> Iterator[WholeState]:
     """A place for the state of a run. Where the context ends by an error, of this rank or of another one, what it holds
     is saved; an interrupt ends it at once."""
     held = WholeState(saver)
-    parted = saver.folder is None or saver.source.spread
-    heartbeat.last_words(None if parted else held.save, NOBODY if parted else held.replica.number)
+    nowhere = saver.folder is None
+    heartbeat.last_words(None if nowhere else held.save, NOBODY if nowhere else held.replica.number)
     try:
         yield held
     except BaseException as error:

@@ -64,7 +64,7 @@ def token_count(micro_batches: Iterable[Batch], mesh: Mesh) -> Tensor:
     for batch in micro_batches:
         segments = batch.get("segments")
         total += batch.tokens.numel() if segments is None else segments.count_nonzero()
-    return psum(total, mesh, mesh.token_axes)
+    return psum(total, mesh, mesh.row_axes)
 
 
 def router_numerators(
@@ -73,8 +73,8 @@ def router_numerators(
     """Terms of a micro-batch in both losses, times their coefficients; the losses without these as metrics."""
     layers, experts = load.probs_E.shape
     counts = psum(load.counts_E, mesh, mesh.token_axes) if chosen.counts_LE is None else chosen.counts_LE
-    balance = (counts.to(load.probs_E.dtype) * load.probs_E).sum() * (experts / layers)
-    z = load.z.sum() / layers
+    balance = _of_all_tokens((counts.to(load.probs_E.dtype) * load.probs_E).sum() * (experts / layers), mesh)
+    z = _of_all_tokens(load.z.sum() / layers, mesh)
     squared, tokens = chosen.denominators
     told: dict[str, Metric] = {
         "router/balance_loss": Sum(divide(balance.detach(), squared)), "router/z_loss": Sum(divide(z.detach(), tokens)),
@@ -82,9 +82,14 @@ def router_numerators(
     return (losses.balance * balance, losses.z * z), told
 
 
-def counts_metric(load: Load) -> dict[str, Metric]:
+def counts_metric(load: Load, mesh: Mesh) -> dict[str, Metric]:
     """The choices of a micro-batch, to be summed."""
-    return {ROUTER_COUNTS: Sum(load.counts_E.double())}
+    return {ROUTER_COUNTS: Sum(_of_all_tokens(load.counts_E.double(), mesh))}
+
+
+def _of_all_tokens(x: Tensor, mesh: Mesh) -> Tensor:
+    """A sum over this rank's tokens as that over all tokens of its rows, as all that is summed over rows is."""
+    return psum(x, mesh, tuple(axis for axis in mesh.token_axes if axis not in mesh.row_axes))
 
 
 def load_metrics(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

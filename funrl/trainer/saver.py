@@ -132,7 +132,7 @@ class Saver:
             if self.adapters:
                 check_base(found.path, found.facts, self.adapters["base"]["digests"], self.settings.model)
             try:
-                state = load(found, state, self.layouts, self.mesh, self.server, self._held(state))
+                state = load(found, state, self.layouts, self.mesh, self.server, self.held_rows(state))
             except DamagedError as error:
                 problems.append(str(error))
                 self.observer.note(f"{error}; the checkpoint before it is taken")
@@ -214,9 +214,9 @@ class Saver:
         self.wait()
         state = state._replace(source=self.source.saved(state.source))
         own, memory = self._prepare(state)
-        numbers, whole, rows = numbers_of(state), *self._divided(state)
+        numbers, whole, rows = numbers_of(state), *self.divided(state)
         copy_to_memory(own, whole, self.layouts, self.mesh, memory)
-        if (held := self._held(state)) is not None:
+        if (held := self.held_rows(state)) is not None:
             copy_rows(own, rows, held, memory)
         self.attempt += 1
         beside = str(Path(self.folder) / f".step-{state.step}.{self.attempt}")
@@ -284,12 +284,12 @@ class Saver:
 
         What the source holds changes in size: rank 0 writes what is alike on every rank, and every rank its rows.
         """
-        whole, rows = self._divided(state)
+        whole, rows = self.divided(state)
         of_source = {name: x for name, x in whole.items() if name.startswith("source/")}
         own = own_shards({n: x for n, x in whole.items() if n not in of_source}, self.layouts, self.mesh)
         if self.mesh.rank == 0:
             own = joined_shards(own, own_shards(of_source, {}, single()))
-        if (held := self._held(state)) is not None:
+        if (held := self.held_rows(state)) is not None:
             own = joined_shards(own, own_row_shards(rows, held))
         if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
             try:
@@ -304,14 +304,14 @@ class Saver:
                 self._send(Reserve(self.memory.path, own.nbytes))
         return own, self.memory
 
-    def _held(self, state: State) -> HeldRows | None:
+    def held_rows(self, state: State) -> HeldRows | None:
         """The rows that the source's state holds, by the names that they have in the state."""
         held = self.source.rows(state.source)
         return held and held._replace(names=frozenset(f"source/{name}" for name in held.names))
 
-    def _divided(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def divided(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The tensors of a state: those that are laid out, or alike on every rank; and rows that a rank has alone."""
-        tensors, held = tensors_of(state), self._held(state)
+        tensors, held = tensors_of(state), self.held_rows(state)
         rows = {name: x for name, x in tensors.items() if held is not None and name in held.names}
         return {name: x for name, x in tensors.items() if name not in rows}, rows
 

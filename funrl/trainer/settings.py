@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from funrl import seeds
-from funrl.mesh.text import ROW_AXES, SHORT, MeshError, parse
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshError, parse, wanted_devices
 from funrl.rewards.named import VERIFIERS
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import (
@@ -41,6 +41,7 @@ ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "pr
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
@@ -49,7 +50,10 @@ NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's de
 class Settings:
     """The flags of every run. None means: the run chooses."""
 
-    mesh: str = flag("dp1", "devices", "devices by axis, dp (data), ep, sp or tp (tensor), such as dp4,tp2")
+    mesh: str = flag(
+        "dp1", "devices", "devices by axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; "
+        "auto:8 chooses, and --fsdp too, by a dry run"
+    )  # fmt: skip
     generate_mesh: str | None = flag(
         None, "devices", "the same devices while generating", chosen="all of them dp", kinds=RL
     )
@@ -62,18 +66,23 @@ class Settings:
         "what forward passes compute in (bfloat16 keeps float32 master weights)",
         one_of("float32", "float64", "bfloat16"),
     )
-    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data too")
+    fsdp: bool = flag(False, "devices", "shard weights, gradients and optimizer states over data and sp too")
     fsdp_axes: str | None = flag(
         None,
         "devices",
         "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
-        some_of(*(short for short, axis in SHORT.items() if axis in ROW_AXES)),
+        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
         chosen="all",
         requires="fsdp",
     )
     fsdp_models: str | None = flag(
         None, "devices", "which models --fsdp shards", some_of(*ROLES), chosen="all", requires="fsdp"
     )
+    sequence_parallel: str = flag(
+        "auto", "devices", "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends "
+        "keys from rank to rank; auto: ulysses where the heads divide",
+        one_of("auto", "ulysses", "ring"),
+    )  # fmt: skip
     remat: str = flag(
         "none",
         "devices",
@@ -292,6 +301,7 @@ class Settings:
         kinds=SUPERVISED,
         requires="dry_run",
     )
+    json: bool = flag(False, "job", "print what --dry_run finds as one JSON object", requires="dry_run")
     run_dir: str | None = flag(None, "job", "where results go", chosen="runs/NAME-TIME")
     save_every: str = flag(
         "10m", "job", "steps between checkpoints in --run_dir, such as 50, or a time, such as 10m; 0: none",
@@ -307,6 +317,16 @@ class Settings:
     keep_rollouts: int | None = flag(
         None, "job", "newest of these steps that are kept", at_least(1), chosen="all", requires="save_rollouts"
     )
+    profile: str | None = flag(
+        None, "output", "STEP:COUNT, such as 3:1: a trace of so many steps from this one on, in profile/ of the run "
+        "directory, for Perfetto or Chrome",
+        Bound("a step and a number of steps, such as 3:1", lambda x: re.fullmatch(PROFILE, x) is not None),
+    )  # fmt: skip
+    profile_ranks: str = flag(
+        "0", "output", "ranks that write one: some, such as 0,8, or all",
+        Bound("all or some numbers, such as 0,8", lambda x: re.fullmatch(r"all|\d{1,6}(,\d{1,6})*", x) is not None),
+        requires="profile",
+    )  # fmt: skip
     resume: bool = flag(False, "job", "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
     engine: str = flag(
@@ -389,6 +409,9 @@ class Settings:
         "it takes a forward pass more", at_least(0),
     )  # fmt: skip
     router_z_coef: float = flag(0.0, "update", "how much large logits of routers count in the loss", at_least(0))
+    router_replay: bool = flag(
+        False, "update", "train the policy with the experts that its tokens went to in the engine", kinds=RL
+    )
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
     max_skipped: int = flag(
@@ -463,13 +486,16 @@ def check_values(settings: Settings) -> None:
 
 
 def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
-    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none.
+    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none. Those of auto:N, which is
+    not chosen yet, are N over data.
 
     Raises:
       SettingsError: its text is not a mesh.
     """
+    text = getattr(settings, name)
     try:
-        return {} if getattr(settings, name) is None else parse(getattr(settings, name), name)
+        wanted = wanted_devices(text) if text is not None and name == "mesh" else None
+        return {} if text is None else parse(text if wanted is None else f"dp{wanted}", name)
     except MeshError as error:
         raise SettingsError(str(error)) from error
 

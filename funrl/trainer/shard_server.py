@@ -29,7 +29,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +57,7 @@ class Array(NamedTuple):
 
     Attributes:
       dtype: its name in zarr, such as "bfloat16".
-      chunk: shape of its chunks; it divides `shape`.
+      chunk: shape of its chunks; it divides `shape`. () where it is not known.
       scalar: a number rather than a tensor.
     """
 
@@ -120,12 +119,17 @@ class Commit(NamedTuple):
 
 
 class ReadShards(NamedTuple):
-    """Read parts of arrays into memory."""
+    """Read parts of arrays into memory, and say where some chunks are, which the rank reads itself.
+
+    Attributes:
+      chunks: keys of these chunks.
+    """
 
     path: str
     memory: str
     arrays: Mapping[str, Array]
     parts: tuple[ShardPart, ...]
+    chunks: tuple[str, ...] = ()
 
 
 class Reserve(NamedTuple):
@@ -159,8 +163,8 @@ def main() -> None:
                 shutil.rmtree(name, ignore_errors=True)
 
 
-def answered(request: Any) -> str | None:
-    """Do what a request asks for; None, or what went wrong."""
+def answered(request: Any) -> str | dict[str, chunk_files.Span] | None:
+    """Do what a request asks for; None, what went wrong, or where chunks are."""
     if isinstance(request, WriteShards):
         return write_own(request)
     if isinstance(request, Commit):
@@ -214,7 +218,7 @@ def _write_parts(request: WriteShards) -> None:
     for part in request.parts:
         array = request.arrays[part.name]
         values = _view(memory, array, part)
-        if keys := _large_chunks(part, array):
+        if hasattr(ts.ocdbt, "undump_manifest") and (keys := large_chunks(part, array)):
             large.append((keys[0], values.reshape(-1).view(np.uint8)))
             continue
         target = opened[part.name].result()[_slices(part.box)]
@@ -241,7 +245,7 @@ def commit(request: Commit) -> str | None:
     flags = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
     _write_json(folder / "_METADATA", {"tree_metadata": tree, **flags, "custom_metadata": None})
     files = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    arrays = {name: [list(array.shape), array.dtype] for name, array in request.arrays.items()}
+    arrays = {name: [list(one.shape), one.dtype, list(one.chunk)] for name, one in request.arrays.items()}
     for name in request.synced:
         with open(name, "rb") as file:
             os.fsync(file.fileno())
@@ -291,12 +295,12 @@ def _merge(folder: Path) -> None:
     transaction.commit_async().result()
 
 
-def read_parts(request: ReadShards) -> str | None:
-    """Read parts into memory: None, or which array cannot be read."""
+def read_parts(request: ReadShards) -> str | dict[str, chunk_files.Span] | None:
+    """Read parts into memory, and find chunks: their places, None if there are none, or which array cannot be read."""
     import tensorstore as ts
 
-    context, memory = _context(ts, {"file_io_mode": {"mode": "memmap"}}), _mapped(request.memory, write_all=True)
-    opened, copies, large = {}, [], []
+    context, memory = _context(ts, {"file_io_mode": {"mode": "memmap"}}), _mapped(request.memory)
+    opened, copies = {}, []
     for name in dict.fromkeys(part.name for part in request.parts):
         opened[name] = ts.open(_spec(request.path, name, None), open=True, context=context)
     for part in request.parts:
@@ -305,28 +309,30 @@ def read_parts(request: ReadShards) -> str | None:
             found = opened[part.name].result()
             if tuple(found.shape) != array.shape or found.dtype.name != array.dtype:
                 return f"{part.name} has shape {list(found.shape)} and dtype {found.dtype.name}"
-            if keys := _large_chunks(part, array._replace(chunk=tuple(found.chunk_layout.read_chunk.shape or ()))):
-                large.append((part, keys))
-                continue
             target = ts.array(_view(memory, array, part), context=context, copy=False)
             copies.append((part.name, target.write(found[_slices(part.box)])))
         except Exception as error:
             return f"{part.name}: {_first_line(error)}"
-    problem = _read_large(request, memory, large) if large else None
     for name, copy in copies:
         try:
             copy.result()
         except Exception as error:
-            problem = problem or f"{name}: {_first_line(error)}"
-    return problem
+            return f"{name}: {_first_line(error)}"
+    if not request.chunks:
+        return None
+    places = chunk_files.places_of(request.path, request.chunks)
+    missing = [key for key in request.chunks if key not in places]
+    return f"the chunk {missing[0]} is missing" if missing else places
 
 
-def _large_chunks(part: ShardPart, array: Array) -> list[str]:
-    """The keys of the chunks of a part, which are whole and behind one another in memory; [] where they are not, or
-    where tensorstore is to have them."""
-    if _nbytes(array.chunk, array.dtype) < chunk_files.LARGE_BYTES or chunk_files.checksum() is None:
-        return []
+def large_chunks(part: ShardPart, array: Array) -> list[str]:
+    """The keys of the chunks of a part, which are whole and behind one another in memory; [] where they are not, are
+    small, or cannot be summed."""
     shape = tuple(high - low for low, high in part.box)
+    if len(array.chunk) != len(shape) or _nbytes(array.chunk, array.dtype) < chunk_files.LARGE_BYTES:
+        return []
+    if chunk_files.checksum() is None:
+        return []
     first = next(dim for dim, length in enumerate(array.chunk) if length > 1)
     whole = all(end % length == 0 for ends, length in zip(part.box, array.chunk, strict=True) for end in ends)
     return _chunk_keys(part, array) if whole and array.chunk[first + 1 :] == shape[first + 1 :] else []
@@ -337,27 +343,6 @@ def _chunk_keys(part: ShardPart, array: Array) -> list[str]:
     ends = zip(part.box, array.chunk, strict=True)
     numbers = itertools.product(*(range(low // length, high // length) for (low, high), length in ends))
     return ["/".join((f"{_path(part.name)}c", *map(str, one))) for one in numbers]
-
-
-def _read_large(request: ReadShards, memory: mmap.mmap | None, large: list[tuple[ShardPart, list[str]]]) -> str | None:
-    """Read parts that are made of large chunks: None, or which array cannot be read."""
-    import numpy as np
-
-    places = chunk_files.places_of(request.path, [key for _, keys in large for key in keys])
-    with ThreadPoolExecutor(COPY_THREADS) as readers:
-        running = []
-        for part, keys in large:
-            values = np.split(_view(memory, request.arrays[part.name], part).reshape(-1).view(np.uint8), len(keys))
-            for key, one in zip(keys, values, strict=True):
-                if key not in places:
-                    return f"{part.name}: the chunk {key} is missing"
-                running.append((part.name, readers.submit(chunk_files.read_chunk, places[key], one)))
-        for name, read in running:
-            try:
-                read.result()
-            except (OSError, ValueError) as error:
-                return f"{name}: {error}"
-    return None
 
 
 def _context(ts: Any, more: Mapping[str, Any] | None = None) -> Any:
@@ -405,15 +390,10 @@ def _tree_entry(name: str, array: Array) -> dict[str, Any]:
     return {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": False}}
 
 
-def _mapped(memory: str, write_all: bool = False) -> mmap.mmap | None:
-    """The memory that the rank shares; None where it has none.
-
-    Args:
-      write_all: its pages are wanted now: one by one, when each is touched, they cost several times as much.
-    """
-    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if write_all else 0)
+def _mapped(memory: str) -> mmap.mmap | None:
+    """The memory that the rank shares; None where it has none."""
     with open(memory, "r+b") as file:
-        return mmap.mmap(file.fileno(), 0, flags) if os.fstat(file.fileno()).st_size else None
+        return mmap.mmap(file.fileno(), 0) if os.fstat(file.fileno()).st_size else None
 
 
 def _view(memory: mmap.mmap | None, array: Array, part: ShardPart) -> Any:

@@ -11,9 +11,10 @@ from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
-from funrl.mesh.text import AXES, ROW_AXES, SHORT
+from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.config import architecture
+from funrl.models.sequence_parallel import is_ring
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.settings import ROLES, Settings
 
@@ -22,7 +23,7 @@ def stored_rules(settings: Settings, role: str) -> Rules:
     """The rule table by which a role's weights are stored."""
     if not settings.fsdp or role not in sharded_roles(settings):
         return STORED
-    named = {SHORT[short] for short in parts(settings.fsdp_axes)} or set(ROW_AXES)
+    named = {SHORT[short] for short in parts(settings.fsdp_axes)} or set(TOKEN_AXES)
     return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
 
 
@@ -51,9 +52,14 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
       SettingsError: they do not.
     """
     experts = any(model.config.experts is not None for model in models)
-    for name in ("router_aux_coef", "router_z_coef"):
+    for name in ("router_aux_coef", "router_z_coef", "router_replay"):
         if getattr(settings, name) and not experts:
             raise SettingsError(f"--{name}={getattr(settings, name)}: no model of this run has experts; leave it out")
+    if settings.router_replay and settings.new_tokens_per_step is not None:
+        raise SettingsError(
+            f"--router_replay: with --new_tokens_per_step={settings.new_tokens_per_step} the engine computes what is "
+            "begun again, with other weights, and its choices are lost; leave one out"
+        )
     if experts and settings.engine != "native":
         raise SettingsError(f"--engine={settings.engine}: the policy has experts, which --engine=native generates with")
 
@@ -71,25 +77,56 @@ def check_layouts(
     """
     experts = settings.fsdp or any(model.config.experts is not None for model in models.values())
     for mesh in (sizes, generate_sizes):
-        for axis in ("sequence",) if experts else ("sequence", "expert"):
-            if mesh[axis] > 1:
-                shape = meshes.text(dict(mesh))
-                raise MeshError(f"{shape}: a dense decoder has nothing to split over the {axis} axis; use dp and tp")
+        if mesh["expert"] > 1 and not experts:
+            shape = meshes.text(dict(mesh))
+            raise MeshError(f"{shape}: a dense decoder has nothing to split over the expert axis; use dp and tp")
     for role, model in models.items():
         for mesh in (sizes, generate_sizes):
-            if model.config.module and mesh["tensor"] > 1:
+            split = [short for short in ("sp", "tp") if mesh[SHORT[short]] > 1]
+            if model.config.module and split:
                 raise MeshError(
                     f"{meshes.text(dict(mesh))}: the {role} is {architecture(model.config)}, transformers' own code, "
-                    "which is not split over tp; use dp, with --fsdp where memory is short"
+                    f"which is not split over {split[0]}; use dp, with --fsdp where memory is short"
                 )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     if "policy" in models:
         layouts(models["policy"].shapes, models["policy"].axes, GENERATE, generate_sizes)
 
 
+def goes_round(settings: Settings, model: Model, sizes: Mapping[str, int]) -> bool:
+    """True if the attention of a model is ring attention."""
+    return is_ring(settings.sequence_parallel, model.config.heads // sizes["tensor"], sizes)
+
+
+def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int]) -> None:
+    """Check that rows can be split over the sequence axis in the form of a flag.
+
+    Args:
+      models: of every role, which can be laid out.
+
+    Raises:
+      SettingsError: they cannot.
+    """
+    form, ranks = settings.sequence_parallel, sizes["sequence"]
+    for role, model in models.items():
+        heads = model.config.heads // sizes["tensor"]
+        if form == "ulysses" and heads % ranks:
+            raise SettingsError(
+                f"--sequence_parallel={form}: the {role} has {heads} query heads on a device, which do not divide over "
+                f"sp{ranks}; give --sequence_parallel=ring, or an sp that divides {heads}"
+            )
+        if settings.compile == "on" and goes_round(settings, model, sizes):
+            raise SettingsError(
+                f"--compile=on: sp{ranks} shares {heads} query heads of the {role}, so keys go round a ring, which is "
+                "not compiled; leave --compile out, or choose an sp that divides them without "
+                "--sequence_parallel=ring"
+            )
+
+
 def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
     """The mesh to generate on. By default every device decodes alone, which needs no collective at all, as long as
-    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh.
+    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh, whose sp is
+    dp then: ranks that share the tokens of a row generate different rows.
 
     Args:
       sizes: of the train mesh.
@@ -100,7 +137,8 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
     world, item = Mesh(sizes).world, 8 if settings.dtype == "float64" else 4
     fits = trees.count(model.shapes) * item <= memory / 4
     alone = dict.fromkeys(AXES, 1) | {"data": world}
-    return alone if fits and settings.batch_prompts >= world else sizes
+    apart = sizes | {"data": sizes["data"] * sizes["sequence"], "sequence": 1}
+    return alone if fits and settings.batch_prompts >= world else apart
 
 
 def rank_memory(device: str, world: int) -> float:

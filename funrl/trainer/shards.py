@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,11 +26,11 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout
-from funrl.trainer import shard_server
+from funrl.trainer import chunk_files, shard_server
 from funrl.trainer.shard_server import Array, Ends, ShardPart
 
 CHUNK_BYTES = 16 << 20  # the largest chunk: what a rank of another mesh reads to get any part of it
-WINDOW_BYTES = 128 << 20  # read at a time, while what was read before is copied
+WINDOW_BYTES = 32 << 20  # read at a time, while what was read before is copied; the same memory serves again
 SHARD_ALIGNMENT = 64
 SPLIT_BYTES = 1 << 20  # what is smaller is read by every rank that needs it
 NAMES = {
@@ -170,19 +171,19 @@ class ShardServer:
         problems = []
         while self.waiting and (wait or self.replies.poll()):
             problem = self.answer()
-            if problem is not None:
+            if isinstance(problem, str):
                 problems.append(problem)
         return problems
 
-    def answer(self) -> str | None:
-        """The problem of the oldest request that is not answered yet, when it is; None: there was none."""
+    def answer(self) -> Any:
+        """The answer to the oldest request that has none yet, when it is there; a text: its problem."""
         try:
-            problem = self.replies.recv()
+            answer = self.replies.recv()
         except (EOFError, OSError):
             assert self.process is not None
-            problem, self.waiting = f"the process that writes shards ended with status {self.process.wait()}", 1
+            answer, self.waiting = f"the process that writes shards ended with status {self.process.wait()}", 1
         self.waiting -= 1
-        return problem
+        return answer
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the process when it has done what it was asked, or after `timeout_s` seconds."""
@@ -239,9 +240,10 @@ def read_tensors(
     memories = [Memory(max((one.nbytes for one in windows[i::2]), default=0)) for i in range(2)]
 
     def ask(number: int) -> None:
-        parts = windows[number].parts
+        parts, chunks = windows[number].parts, windows[number].chunks
         those = {part.name: arrays[part.name] for part in parts}
-        server.send(shard_server.ReadShards(path, memories[number % 2].path, those, parts))
+        keys = tuple(key for name in chunks for key in chunks[name])
+        server.send(shard_server.ReadShards(path, memories[number % 2].path, those, parts, keys))
 
     try:
         for number, window in enumerate(windows):
@@ -249,10 +251,11 @@ def read_tensors(
                 ask(0)
             if number + 1 < len(windows):  # is read while this one is copied
                 ask(number + 1)
-            problems = [problem for problem in gather_objects(server.answer(), mesh) if problem is not None]
+            own, problem = _own_chunks(window, server.answer(), arrays, mesh.rank)
+            problems = [problem for problem in gather_objects(problem, mesh) if problem is not None]
             if problems:
                 raise ShardError(problems[0])
-            yield from _copied(window, memories[number % 2], arrays, like, mesh).items()
+            yield from _copied(window, memories[number % 2], own, arrays, like, mesh).items()
     finally:
         server.answers(wait=True)
         for memory in memories:
@@ -264,11 +267,13 @@ class _Window(NamedTuple):
 
     Attributes:
       source, target: layouts in which they are read, and that they are to have.
-      parts: of this rank, and where they are in memory.
+      chunks: keys of the chunks that this rank reads itself, by the tensor that they make up.
+      parts: of the other tensors, which the server reads, and where they are in memory.
     """
 
     source: dict[str, Layout]
     target: dict[str, Layout]
+    chunks: dict[str, list[str]]
     parts: tuple[ShardPart, ...]
     nbytes: int
 
@@ -279,23 +284,51 @@ def _window(
 ) -> _Window:  # fmt: skip
     target = {name: _layout(name, like[name], layouts, mesh) for name in names}
     source = {name: _finer(layout, like[name], mesh) for name, layout in target.items()}
-    parts, offset = [], 0
+    parts, chunks, offset = [], {}, 0
     for name, layout in source.items():
-        parts.append(ShardPart(name, layout.box(mesh.rank), offset))
+        part = ShardPart(name, layout.box(mesh.rank), offset)
+        if keys := shard_server.large_chunks(part, arrays[name]):
+            chunks[name] = keys
+            continue
+        parts.append(part)
         size = _volume(layout.box(mesh.rank)) * TENSOR_DTYPES[arrays[name].dtype].itemsize
         offset += -(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-    return _Window(source, target, tuple(parts), offset)
+    return _Window(source, target, chunks, tuple(parts), offset)
+
+
+def _own_chunks(
+    window: _Window, answer: Any, arrays: Mapping[str, Array], rank: int
+) -> tuple[dict[str, Tensor], str | None]:
+    """The tensors that this rank reads itself, and what hinders it or the server.
+
+    Args:
+      answer: of the server: where the chunks are, or what went wrong.
+    """
+    found: dict[str, Tensor] = {}
+    if isinstance(answer, str):
+        return found, answer
+    for name, keys in window.chunks.items():
+        shape = [high - low for low, high in window.source[name].box(rank)]
+        found[name] = torch.empty(shape, dtype=TENSOR_DTYPES[arrays[name].dtype])
+        values = np.split(found[name].view(-1).view(torch.uint8).numpy(), len(keys))
+        try:
+            chunk_files.read_chunks([(answer[key], one) for key, one in zip(keys, values, strict=True)])
+        except (OSError, ValueError) as error:
+            return found, f"{name}: {error}"
+    return found, None
 
 
 def _copied(
-    window: _Window, memory: Memory, arrays: Mapping[str, Array], like: Mapping[str, Tensor], mesh: Mesh
-) -> dict[str, Tensor]:
+    window: _Window, memory: Memory, own: Mapping[str, Tensor], arrays: Mapping[str, Array],
+    like: Mapping[str, Tensor], mesh: Mesh,
+) -> dict[str, Tensor]:  # fmt: skip
     """The tensors of a window that has been read, in the layouts that they are to have."""
-    local = {}
+    local = {name: x.to(device=mesh.device, dtype=like[name].dtype) for name, x in own.items()}
     for part in window.parts:
         x, shape = like[part.name], [high - low for low, high in part.box]
         found = memory.tensor(part.offset, TENSOR_DTYPES[arrays[part.name].dtype], shape)
         local[part.name] = found.to(device=mesh.device, dtype=x.dtype, copy=True)
+    local = {name: local[name] for name in window.source}
     if window.source == window.target:
         return local
     dtypes = {name: like[name].dtype for name in window.source}

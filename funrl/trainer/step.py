@@ -128,7 +128,7 @@ def loss_value(
         _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
         found = _joined(found, numerators, metrics)
     assert found is not None
-    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.token_axes)
+    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.row_axes)
     return _values(role, sums, found[1], metrics, denominators)
 
 
@@ -170,7 +170,7 @@ def objective(
     rows = rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp, divergence=scores.divergence)
     numerators, metrics = loss.numerators(logp_BT, rows)
     if scores.load is not None:
-        seen |= counts_metric(scores.load)
+        seen |= counts_metric(scores.load, placed.mesh)
         if chosen is not None:
             more, told = router_numerators(role.router, scores.load, chosen, placed.mesh)
             numerators, seen, denominators = (*numerators, *more), seen | told, (*denominators, *chosen.denominators)

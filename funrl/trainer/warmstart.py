@@ -37,7 +37,7 @@ from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.job import Job
 from funrl.trainer.learn import learn
-from funrl.trainer.micro import plan_epoch, row_cost
+from funrl.trainer.micro import plan_epoch, row_cost, token_ranks
 from funrl.trainer.observing import WarmstartObserver
 from funrl.trainer.roles import Role, RoleState
 from funrl.trainer.step_rows import split_rows
@@ -102,7 +102,8 @@ def fine_tune(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObs
     budget, mesh, cost = job.settings.token_budget, placed.mesh, row_cost(placed)
     for step in range(1, steps + 1):
         batch = demonstration_batch(job, step, mesh.device)
-        plan = plan_epoch(batch.length.cpu().numpy(), mesh.size(mesh.row_axes), 1, 0, step, 0, budget, cost)
+        lengths, ranks = batch.length.cpu().numpy(), mesh.size(mesh.row_axes)
+        plan = plan_epoch(lengths, ranks, 1, 0, step, 0, budget, cost, token_ranks(mesh))
         states, metrics = learn({"policy": role}, states, split_rows(batch, plan.to, mesh), step, token_budget=budget)
         if step % 10 == 0 or step == steps:
             stage.supervised(step, steps, {"train/loss": metrics["train/loss"]})

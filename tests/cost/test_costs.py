@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from dry_jobs import CPU, H100
+from dry_jobs import CPU, H100, small
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from funrl.cost import dry_run
 from funrl.cost.costs import Costs, Tracer, Traffic, after, along, plus, times
 from funrl.cost.hardware import collective_seconds, op_seconds
+from funrl.cost.shape_memo import ShapeMemo
 
 
 def test_the_tracer_counts_what_lives():
@@ -61,3 +64,33 @@ def test_time_is_bound_by_the_slowest():
     assert op_seconds(H100, 0, 8, torch.bfloat16) == H100.launch
     ring = collective_seconds(H100, "all_reduce", 0, 450e9, 2, near=True)
     assert ring == pytest.approx(2 * 0.5 / 0.7)
+
+
+def test_what_is_remembered_of_operators_changes_no_number():
+    job = small("ppo", mesh="dp2,tp2", fsdp=True)
+    with_it = dry_run.estimate(job, 8, CPU).phases
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShapeMemo, "run", lambda memo, func, args, kwargs: _in_mode(memo.fake, func, args, kwargs))
+        without = dry_run.estimate(job, 8, CPU).phases
+    assert with_it == without
+
+
+def _in_mode(fake, func, args, kwargs):
+    with fake:
+        return func(*args, **kwargs)
+
+
+def test_results_are_made_again_with_their_shapes_and_storages():
+    fake = FakeTensorMode()
+    memo, aten = ShapeMemo(fake), torch.ops.aten
+    with fake:
+        x, y = torch.empty(3, 4), torch.empty(3, 4)
+    for given in (x, y):
+        view = memo.run(aten.slice.Tensor, (given, 0, 1, 3), {})
+        assert (view.shape, view.storage_offset()) == ((2, 4), 4)
+        assert view.untyped_storage()._cdata == given.untyped_storage()._cdata
+        total = memo.run(aten.add.Tensor, (given, 1), {})
+        assert total.shape == (3, 4) and total.untyped_storage()._cdata != given.untyped_storage()._cdata
+        assert memo.run(aten.add_.Tensor, (given, 1), {}) is given
+    assert memo.run(aten.add.Tensor, (x, True), {}).dtype == torch.float32 and len(memo.known) == 4
+    assert isinstance(memo.run(aten.sum.default, (x,), {}), FakeTensor)

@@ -1,6 +1,8 @@
 """What a dry run prints, and what it proposes where a run does not fit."""
 
 import dataclasses
+import json
+import math
 import os
 import re
 
@@ -9,8 +11,9 @@ from dry_jobs import CPU, H100, settings, small, write_config
 
 from funrl.cost import dry_report
 from funrl.cost.costs import Costs
-from funrl.cost.dry_report import verdict
 from funrl.cost.estimate import Estimate
+from funrl.cost.rates import rates_of
+from funrl.cost.remedies import remedies, verdict_of
 from funrl.experiments.run import main
 from funrl.trainer.settings import settings_flags
 
@@ -137,21 +140,64 @@ def made_up(job, **phases):
     return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, 1, {}, ())
 
 
+def verdict(found, flags, costs):
+    return dry_report.verdict(verdict_of(found, flags, H100, costs), H100)
+
+
+def test_hours_and_tokens_a_second_are_those_of_the_steps():
+    job = small("grpo", steps=360, mesh="dp4")
+    found = made_up(job, generate={"weights": 1e9}, update_policy={"weights": 2e9})
+    for costs, seconds in zip(found.phases.values(), (3.0, 5.0), strict=True):
+        costs.seconds = seconds
+    rates = rates_of(found, H100)
+    assert (rates.seconds, rates.hours, rates.tokens) == (8.0, 0.8, 8 * 2 * 32)
+    assert (rates.tokens_per_second, rates.tokens_per_second_per_device) == (64.0, 16.0)
+    said = dry_report.rate(found, H100)
+    assert said == "a step takes 8 s, --steps=360 take 0.8 h: 64 tokens a second, 16 of each device"
+
+
+def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=4e6))
+    model = write_config(tmp_path, num_hidden_layers=1, vocab_size=2048)
+    flags = [f"--model={model}", "--mesh=dp4", "--batch_prompts=64", "--text_tokens=100", "--hardware=cpu", "--steps=9"]
+    assert main("sft", ["sft", *flags, "--dry_run", "--json"], "sft") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        "model", "hardware", "devices", "mesh", "generate_mesh", "fsdp", "step", "run", "phases", "fits", "peak",
+        "suggestions", "not_counted",
+    }  # fmt: skip
+    assert (found["devices"], found["mesh"], found["generate_mesh"], found["fits"]) == (4, "dp4", None, False)
+    phase = found["phases"]["update_policy"]
+    kinds = {kind: nbytes for kind, nbytes in phase["peak_bytes"].items() if kind != "total"}
+    assert sum(kinds.values()) == pytest.approx(phase["peak_bytes"]["total"], abs=9)
+    assert found["peak"]["bytes"] == math.ceil(phase["peak_bytes"]["total"]) > found["hardware"]["usable_bytes"]
+    seconds = sum(one["kernel_seconds"] + one["collective_seconds"] for one in found["phases"].values())
+    assert found["step"]["seconds"] == pytest.approx(seconds) and found["step"]["tokens"] == 6400
+    assert found["run"]["hours"] == pytest.approx(9 * seconds / 3600)
+    first = found["suggestions"][0]
+    assert first["flags"] == {"fsdp": True} and first["seconds"] > 0 and {"axes", "bytes"} < set(phase["traffic"][0])
+    assert main("sft", ["sft", "--json"], "sft") == 2
+    assert "--json does nothing without --dry_run" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_said_with_the_flag_that_helps():
     job = small("grpo", sizes={"layers": 1})
     job = job._replace(sizes=job.sizes | {"data": 4})
     found = made_up(job, update_policy={"weights": 60e9, "optimizer": 40e9, "activations": 2e9})
+    found.phases["update_policy"].seconds = 10.0
     helped = made_up(job, update_policy={"weights": 20e9})
+    helped.phases["update_policy"].seconds = 15.0
     tried = []
 
     def costs(changed):
         tried.append(changed)
         return helped
 
-    said = verdict(found, settings(mesh="dp4"), H100, costs)
-    assert "does not fit: a rank needs 102 GB" in said and "with --fsdp: 20 GB, in update_policy (fits)" in said
+    said = verdict(found, settings(mesh="dp4"), costs)
+    assert "does not fit: a rank needs 102 GB" in said
+    assert "with --fsdp: 20 GB, in update_policy (fits); a step takes 15 s, 50% longer" in said
     assert len(tried) == 1 and tried[0].fsdp
-    assert verdict(helped, settings(), H100, costs).startswith("fits: ")
+    assert verdict(helped, settings(), costs).startswith("fits: ")
 
 
 def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
@@ -166,13 +212,13 @@ def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
             raise ValueError("not with this model")
         return found
 
-    said = verdict(found, settings(mesh="dp4", token_budget=4096), H100, costs)
+    said = verdict(found, settings(mesh="dp4", token_budget=4096), costs)
     assert [(one.fsdp, one.remat, one.token_budget) for one in tried] == [
         (True, "none", 4096), (True, "full", 4096), (True, "none", 1024)
     ]  # fmt: skip
     assert [line for line in said.splitlines() if line.startswith("  with ")] == [
-        "  with --fsdp: 100 GB, in update_policy",
-        "  with --fsdp --token_budget=1024: 100 GB, in update_policy",
+        "  with --fsdp: 100 GB, in update_policy; a step takes 0 s",
+        "  with --fsdp --token_budget=1024: 100 GB, in update_policy; a step takes 0 s",
     ]
 
 
@@ -182,7 +228,7 @@ def test_the_budget_of_the_phase_that_is_too_large_is_lowered():
         job, score_policy={"activations": 90e9}, update_policy={"activations": 90e9}, generate={"activations": 90e9}
     )
     given = settings(token_budget=4096)
-    asked = {name: dry_report.remedies(found, given, H100, name) for name in found.phases}
+    asked = {name: remedies(found, given, H100, name) for name in found.phases}
     assert {"score_token_budget": 4096} in asked["score_policy"] and {"token_budget": 1024} in asked["update_policy"]
     assert not any("token_budget" in flag for changes in asked["generate"] for flag in changes)
 
@@ -190,6 +236,6 @@ def test_the_budget_of_the_phase_that_is_too_large_is_lowered():
 def test_a_cache_that_is_too_large_asks_for_fewer_samples():
     job = small("grpo", sizes={"layers": 1})
     found = made_up(job, generate={"cache": 90e9})
-    asked = dry_report.remedies(found, settings(samples_per_prompt=8), H100, "generate")
+    asked = remedies(found, settings(samples_per_prompt=8), H100, "generate")
     assert {"samples_per_prompt": 4} in asked
     assert dataclasses.replace(settings(), **asked[0]).samples_per_prompt == 4

@@ -17,10 +17,18 @@ from tools import comparison, names, pieces, recipes  # noqa: E402
 GLOSSARY = ROOT / "docs" / "metrics.md"
 GROUPS = (
     "actor", "critic", "curriculum", "difficulty", "distillation", "eval", "filter_groups", "implicit_reward", "memory",
-    "partial", "perf", "preference", "resampling", "response_length", "reward", "rollout", "rollout_corr", "sync",
-    "time_s", "train", "update",
+    "partial", "perf", "preference", "resampling", "response_length", "reward", "rollout", "rollout_corr", "router",
+    "sync", "time_s", "train", "update",
 )  # fmt: skip
-NOT_METRICS = {"train/device", "eval/1", "eval/1/1", "preference/1", "response_length/1", "rollout/logprob_gap"}
+NOT_METRICS = {
+    "router/counts",
+    "train/device",
+    "eval/1",
+    "eval/1/1",
+    "preference/1",
+    "response_length/1",
+    "rollout/logprob_gap",
+}
 
 
 def test_the_pieces_page_is_current():

@@ -2,16 +2,19 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from test_report import checked
 
 from funrl.experiments import cli
-from funrl.track.compare import _names
+from funrl.track.compare import _names, write_comparison
+from funrl.track.observe import RunObserver
 from funrl.track.report import ReportError
 from funrl.track.run_directory import open_run
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl
+from funrl.trainer.evaluation import EvalRow
 
 
 def a_run(path, reward, lr, supervised=False):
@@ -44,6 +47,27 @@ def test_runs_are_compared_on_one_page(tmp_path, capsys, monkeypatch):
     assert ">lr<" in table and ">seed<" not in table and ">run_dir<" not in table
     labels = [attributes["aria-label"] for tag, attributes in said.tags if tag == "svg"]
     assert any(x.startswith("Reward, sampled: a/run 0.1 to 0.4, b/run 0.2 to 0.8") for x in labels)
+
+
+def test_a_metric_has_one_chart_and_every_run_its_last_value(tmp_path):
+    runs = [a_run(tmp_path / "a", 0.1, 1e-3), a_run(tmp_path / "b", 0.2, 1e-4)]
+    for run, accuracy in zip(runs, (0.25, 0.75), strict=True):
+        with open(f"{run}/metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": 5, "eval/accuracy": accuracy}) + "\n")
+    page = write_comparison(runs, tmp_path / "c.html").read_text()
+    assert page.count(">Accuracy</b>") == 1 and "Pair accuracy" not in page
+    legend = page.split(">Accuracy</b>")[1].split("</figcaption>")[0]
+    assert "a<b>0.25</b>" in legend and "b<b>0.75</b>" in legend
+
+
+def test_tables_of_evaluations_read_as_people_write(tmp_path):
+    task = SimpleNamespace(name="sums", readable=lambda text: text[::-1])
+    settings = SimpleNamespace(mesh="dp1", seed=0, steps=1, report_to=None)
+    folder = open_run(tmp_path / "run", "grpo", {}).path
+    with RunObserver(SimpleNamespace(task=task, settings=settings), str(folder), 0) as observer:
+        observer.evaluated([EvalRow(1, "line 1", 0, "745+58=", "308", "308", 1.0, True, 3, True, {})])
+    row = json.loads((folder / "eval_samples.jsonl").read_text())
+    assert (row["completion"], row["answer"]) == ("803", "803")
 
 
 def test_what_cannot_be_compared_is_said(tmp_path, capsys):

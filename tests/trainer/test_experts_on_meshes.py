@@ -21,6 +21,8 @@ MESHES = {
     "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective"}),
     "ep2,tp2 ragged": ("ep2,tp2", FEW, {}),
     "dp2,ep2 whole": ("dp2,ep2", FEW, {}),
+    "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True}),
+    "ep2,sp2,tp2": ("ep2,sp2,tp2", EXPERTS, LOSSES | {"remat": "full", "generate_mesh": "ep2,dp2,tp2"}),
 }
 
 
@@ -35,7 +37,7 @@ def alone(few):
     return steps_on("dp1", FEW) if few else steps_on("dp1", EXPERTS, **LOSSES)
 
 
-WIDE = ("ep4", "ep2,tp2 ragged", "dp2,ep2 whole")
+WIDE = ("ep2,sp2,tp2", "ep4", "ep2,tp2 ragged", "dp2,ep2 whole")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in WIDE else c for c in MESHES])

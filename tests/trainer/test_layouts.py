@@ -22,6 +22,12 @@ LAYOUTS = {
     "dp2,ep2 critic sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep", "fsdp_models": "critic"},
     "dp2,tp2 computed again": {"mesh": "dp2,tp2", "remat": "full"},
     "dp2,ep2 sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep"},
+    "sp2": {"mesh": "sp2", "remat": "selective"},
+    "dp2,sp2 fully sharded": {"mesh": "dp2,sp2", "fsdp": True, "remat": "full"},
+    "tp2,sp2 with a ring": {"mesh": "tp2,sp2", "sequence_parallel": "ring"},
+    "sp4 fully sharded, with a ring": {"mesh": "sp4", "fsdp": True, "sequence_parallel": "ring", "remat": "full"},
+    "sp4 sharded in groups": {"mesh": "dp2,sp4", "fsdp": True, "fsdp_axes": "sp"},
+    "tp2,sp3 to tp2,dp3": {"mesh": "tp2,sp3", "generate_mesh": "tp2,dp3", "remat": "full"},
     "dp8": {"mesh": "dp8"},
     "tp8": {"mesh": "tp8"},
     "dp4,tp2 to dp2,tp4": {"mesh": "dp4,tp2", "generate_mesh": "dp2,tp4"},
@@ -38,8 +44,11 @@ def _alone():
     return _steps(mesh="dp1")
 
 
+WIDE = ("tp8", "tp2,sp2 with a ring", "sp4 fully sharded, with a ring", "sp4 sharded in groups", "tp2,sp3 to tp2,dp3")
+
+
 @pytest.mark.parametrize(
-    "layout", [pytest.param("tp8", marks=pytest.mark.slow) if name == "tp8" else name for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in WIDE else name for name in LAYOUTS]
 )
 def test_ppo_is_the_same_in_every_layout(layout):
     assert_same(_steps(**LAYOUTS[layout]), _alone(), 1e-9)
@@ -86,6 +95,17 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
         ),
         ({"mesh": "dp3", "fsdp": True}, "embed has size 64, which does not divide over dp3"),
         ({"mesh": "dp2,ep2"}, "a dense decoder has nothing to split over the expert axis"),
+        ({"mesh": "dp2", "sequence_parallel": "ring"}, "--sequence_parallel=ring does nothing: --mesh=dp2 has no sp"),
+        (
+            {"mesh": "sp3", "sequence_parallel": "ulysses"},
+            "--sequence_parallel=ulysses: the policy has 8 query heads on a device, which do not divide over sp3; give "
+            "--sequence_parallel=ring, or an sp that divides 8",
+        ),
+        ({"mesh": "sp3", "compile": "on"}, "--compile=on: sp3 shares 8 query heads of the policy, so keys go round"),
+        (
+            {"mesh": "sp2", "generate_mesh": "sp2"},
+            "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
+        ),
         ({"remat": "half"}, "--remat=half: it must be one of none, full, selective"),
         ({"remat": "selective", "compile": "on"}, "--remat=selective .* --compile=on"),
     ],

@@ -62,8 +62,9 @@ def raises(*ranks):
         ("dp2,tp2", {}, killed(0), "rank 0 was killed by SIGKILL"),
         ("tp2", {}, raises(1), "rank 1 failed:"),
         ("dp2", {"fsdp": True}, raises(0, 1), "failed:"),
+        ("dp2", {"new_tokens_per_step": 2}, raises(1), "rank 1 failed:"),
     ],
-    ids=["dp2, killed", "dp2,tp2, killed", "tp2, one raises", "fsdp, both raise"],
+    ids=["dp2, killed", "dp2,tp2, killed", "tp2, one raises", "fsdp, both raise", "rows that are begun, one raises"],
 )
 def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same_bits(
     mesh, settings, fail, said, tmp_path

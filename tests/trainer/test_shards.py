@@ -15,7 +15,7 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.rules import layout
 from funrl.mesh.sums import own_range
-from funrl.trainer import row_shards, shards
+from funrl.trainer import chunk_files, row_shards, shards
 from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
 from funrl.trainer.shard_server import Array, Commit, WriteShards
 from funrl.trainer.shards import (
@@ -145,29 +145,29 @@ def test_large_chunks_are_the_same_whoever_writes_and_reads_them(writer, tmp_pat
     if writer == "kernel" and library_problem() is not None:
         pytest.skip(library_problem())
     monkeypatch.setitem(AXES, "roles/large", LARGE["roles/large"])
-    servers = {}
-    for name, compiler in {"kernel": None, "tensorstore": "no-such-compiler"}.items():
-        with monkeypatch.context() as patch:
-            if compiler is not None:
-                patch.setenv("CXX", compiler)
-            servers[name] = ShardServer()
-            servers[name]._start()
-    arrays = write_checkpoint(tmp_path, "dp2,tp2", servers[writer])
+    server = ShardServer()
+    with monkeypatch.context() as patch:
+        if writer == "tensorstore":
+            patch.setenv("CXX", "no-such-compiler")
+        arrays = write_checkpoint(tmp_path, "dp2,tp2", server)
     data = sorted((tmp_path / "step-1").glob("ocdbt.process_*.chunks/d/*"), key=lambda file: file.stat().st_size)
     assert bool(data) == (writer == "kernel")
-    for server in servers.values():
-        for mesh in ("dp2,tp2", "tp2", "tp4"):  # the chunks of the writers, two at once, and parts of them
-            for got, expected in read_on(mesh, tmp_path, arrays, server, monkeypatch):
-                assert torch.equal(got, expected) and got.dtype == expected.dtype, mesh
-    if data:
-        content = bytearray(data[-1].read_bytes())
+    readers = {"kernel": chunk_files.checksum, "tensorstore": lambda: None}
+    for checksum in readers.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(chunk_files, "checksum", checksum)
+            for mesh in ("dp2,tp2", "tp2", "tp4"):  # the chunks of the writers, two at once, and parts of them
+                for got, expected in read_on(mesh, tmp_path, arrays, server, patch):
+                    assert torch.equal(got, expected) and got.dtype == expected.dtype, mesh
+    for file in data[-1:]:
+        content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
-        data[-1].write_bytes(content)
-        for server in servers.values():
-            with pytest.raises(ShardError, match=r"roles/large: .*(checksum|[Dd]igest)"):
-                list(read_on("dp2,tp2", tmp_path, arrays, server, monkeypatch))
-    for server in servers.values():
-        server.close()
+        file.write_bytes(content)
+    for checksum in readers.values() if data else ():
+        with monkeypatch.context() as patch, pytest.raises(ShardError, match=r"roles/large: .*(checksum|[Dd]igest)"):
+            patch.setattr(chunk_files, "checksum", checksum)
+            list(read_on("dp2,tp2", tmp_path, arrays, server, patch))
+    server.close()
 
 
 def test_orbax_reads_what_ranks_write(tmp_path, monkeypatch):

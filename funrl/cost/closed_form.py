@@ -1,0 +1,195 @@
+"""Memory and time of a step by formula, to rank many meshes before a few of them are traced.
+
+It has the terms that differ from mesh to mesh: states, activations of a micro-batch, matrix products, attention, the
+collectives of tensor parallelism and of sharding, and decoding, which reads the weights for every token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from funrl import trees
+from funrl.cost.hardware import USABLE, Hardware, collective_seconds
+from funrl.cost.row_plan import rows_of_step
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.models.config import Config
+from funrl.rollout.native import FREE_SHARE
+from funrl.trainer.declaration import parts
+from funrl.trainer.job import Job
+from funrl.trainer.settings import scoring_budget
+from funrl.trainer.sharding import sharded_roles
+
+# Numbers of a token that a layer's backward pass needs, in sizes of the residual stream, of the mlp and of the heads;
+# by the dry runs of a Llama 8B and a 70B on tp8.
+SAVED_SIZES = (8, 4, 4)
+STATE_BYTES = 12  # of a weight that learns: two moments and a gradient in float32
+KERNELS = 12  # of a layer in one step of decoding
+
+
+class Rough(NamedTuple):
+    """Cost of a step by formula.
+
+    Attributes:
+      nbytes: the most that a rank holds.
+      seconds: of a step.
+    """
+
+    nbytes: float
+    seconds: float
+
+
+class _Split(NamedTuple):
+    """How a job is split over its mesh.
+
+    Attributes:
+      tensor, rows: ranks that split a layer, and ranks that split the rows.
+      shards: ranks that weights are sharded over; 1: none.
+      generating: (tensor, rows) while generating.
+      item: bytes of a number that a forward pass computes in.
+      width: tokens of a row.
+      count: rows of a step.
+    """
+
+    tensor: int
+    rows: int
+    shards: int
+    generating: tuple[int, int]
+    item: int
+    width: int
+    count: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rank that has most rows."""
+        return math.ceil(self.count / self.rows) * self.width
+
+
+def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
+    """Rough cost of a step of a job on its mesh.
+
+    Args:
+      width: tokens of a row.
+    """
+    settings = job.settings
+    over = [SHORT[short] for short in parts(settings.fsdp_axes)] or list(ROW_AXES)
+    split = _Split(
+        tensor=job.sizes["tensor"],
+        rows=devices(job.sizes, ROW_AXES),
+        shards=devices(job.sizes, over) if settings.fsdp else 1,
+        generating=(job.generate_sizes["tensor"], devices(job.generate_sizes, ROW_AXES)),
+        item=job.dtype.itemsize,
+        width=width,
+        count=rows_of_step(job),
+    )
+    held = _states(job, split)
+    seconds = _passes(job, split, hardware)
+    if job.generates:
+        seconds += _decoding(job, split, hardware, held)
+    return Rough(held + _activations(job, split), seconds)
+
+
+def _shards(job: Job, split: _Split, role: str) -> int:
+    return split.shards if role in sharded_roles(job.settings) else 1
+
+
+def _states(job: Job, split: _Split) -> float:
+    """Bytes of weights, gradients and optimizer states, of the engine's copy, and of layers that are gathered."""
+    nbytes = 0.0
+    for name, model in job.models.items():
+        count = trees.count(model.shapes) / (split.tensor * _shards(job, split, name))
+        if job.lora is not None and (name in job.algorithm.losses or name not in job.directories):
+            count *= name == job.lead  # one base for all
+            nbytes += count * split.item
+        elif name in job.algorithm.losses:
+            nbytes += count * (job.master.itemsize + STATE_BYTES)
+        else:
+            nbytes += count * split.item
+        if _shards(job, split, name) > 1:
+            nbytes += 2 * split.item * trees.count(model.shapes) / (split.tensor * max(model.config.layers, 1))
+    if job.generates and (split.item, split.shards, job.generate_sizes) != (job.master.itemsize, 1, job.sizes):
+        nbytes += split.item * trees.count(job.models["policy"].shapes) / split.generating[0]
+    return nbytes
+
+
+def _activations(job: Job, split: _Split) -> float:
+    """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
+    config, settings = job.model.config, job.settings
+    layer = split.item * _saved(config, split.tensor)
+    learned = min(max(settings.token_budget, split.width), split.tokens)
+    scored = min(max(scoring_budget(settings), split.width), split.tokens)
+    kept = split.item * config.embed + layer / config.layers
+    of_token = config.layers * (layer if settings.remat == "none" else kept) + layer
+    return max(learned * of_token, scored * layer)
+
+
+def _saved(config: Config, tensor: int) -> float:
+    stream, mlp, heads = SAVED_SIZES
+    return stream * config.embed + (mlp * config.mlp + heads * config.heads * config.head) / tensor
+
+
+def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
+    """Seconds of scoring and learning: of arithmetic, and of collectives, which nothing hides."""
+    settings, seconds = job.settings, 0.0
+    again = settings.remat != "none"
+    prefill = int(job.generates)
+    for name, model in job.models.items():
+        learns = name in job.algorithm.losses
+        scored = int(not learns or settings.epochs * settings.minibatches > 1) if job.generates else int(not learns)
+        updates = settings.epochs if learns else 0
+        arithmetic = _forward(model.config, trees.count(model.shapes), split, hardware)
+        seconds += arithmetic * (scored + updates * (3 + again) + prefill * (name == "policy"))
+        streamed = scored + updates * (2 + again)
+        seconds += streamed * _summed(model.config, split, hardware)
+        scoring = math.ceil(split.tokens / max(scoring_budget(settings), split.width))
+        learning = math.ceil(split.tokens / max(settings.token_budget, split.width))
+        weights = trees.count(model.shapes) / split.tensor
+        shards = _shards(job, split, name)
+        near = split.tensor * shards <= RANKS_PER_NODE
+        if shards > 1:
+            gathers = scoring * scored + learning * updates * 2
+            nbytes = gathers * weights * split.item + learning * updates * weights * 4
+            seconds += collective_seconds(hardware, "gather", gathers * model.config.layers, nbytes, shards, near)
+        if updates and split.rows > shards:
+            count = updates * settings.minibatches
+            far = split.tensor * split.rows > RANKS_PER_NODE
+            nbytes = count * 4 * weights / shards * (job.lora is None)
+            seconds += collective_seconds(hardware, "all_reduce", count, nbytes, split.rows // shards, not far)
+    return seconds
+
+
+def _forward(config: Config, parameters: int, split: _Split, hardware: Hardware) -> float:
+    """Seconds of the arithmetic of one forward pass over the rows of a rank."""
+    pairs = 2 * config.layers * config.heads * config.head * split.width
+    rate = (hardware.half if split.item == 2 else hardware.single) * hardware.efficiency[0]
+    return split.tokens * (2 * parameters + pairs) / split.tensor / rate
+
+
+def _summed(config: Config, split: _Split, hardware: Hardware) -> float:
+    """Seconds of the sums over tensor ranks in one pass: two a layer."""
+    if split.tensor == 1:
+        return 0.0
+    nbytes = 2.0 * config.layers * split.tokens * config.embed * split.item
+    near = split.tensor <= RANKS_PER_NODE
+    return collective_seconds(hardware, "all_reduce", 2 * config.layers, nbytes, split.tensor, near)
+
+
+def _decoding(job: Job, split: _Split, hardware: Hardware, held: float) -> float:
+    """Seconds of decoding: in each step the weights and the keys are read, for as many rows as there is room for."""
+    config, (tensor, ranks) = job.model.config, split.generating
+    rows, speed = math.ceil(split.count / ranks), hardware.bandwidth * hardware.efficiency[1]
+    keys = 2 * config.layers * config.kv_heads * config.head * split.item / tensor
+    room = FREE_SHARE * max(hardware.memory * USABLE - held, 0.0)
+    together = max(1, min(rows, job.settings.decode_rows, int(room / (keys * split.width))))
+    steps = math.ceil(rows / together) * job.sampling.max_new_tokens
+    weights = split.item * trees.count(job.models["policy"].shapes) / tensor
+    read = (weights + together * keys * split.width / 2) / speed
+    rate = (hardware.half if split.item == 2 else hardware.single) * hardware.efficiency[0]
+    counted = 2 * together * trees.count(job.models["policy"].shapes) / tensor / rate
+    step = max(read, counted, KERNELS * config.layers * hardware.launch)
+    if tensor > 1:
+        nbytes = 2.0 * config.layers * together * config.embed * split.item
+        near = tensor <= RANKS_PER_NODE
+        step += collective_seconds(hardware, "all_reduce", 2 * config.layers, nbytes, tensor, near)
+    return steps * step

@@ -1,0 +1,76 @@
+"""Time of a step and of a run by an estimate: seconds, hours, tokens a second."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from funrl.cost.costs import Costs
+from funrl.cost.estimate import MOVE, RESHARD, Estimate
+from funrl.cost.hardware import Hardware, collective_seconds, message_seconds
+from funrl.cost.row_plan import rows_of_step
+from funrl.mesh import mesh as meshes
+from funrl.mesh.plan import RANKS_PER_NODE
+
+
+class Rates(NamedTuple):
+    """Time that a run takes, of what an estimate counts.
+
+    Attributes:
+      seconds: of a step.
+      steps: of the run.
+      tokens: of a step's rows, prompts included.
+      devices: that they are computed on.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    devices: int
+
+    @property
+    def hours(self) -> float:
+        """Hours of all steps."""
+        return self.steps * self.seconds / 3600
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of all devices together, as the metric perf/tokens_per_s."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Tokens a second of one device."""
+        return self.tokens_per_second / self.devices
+
+
+def rates_of(found: Estimate, hardware: Hardware) -> Rates:
+    """Rates of the run that was estimated."""
+    job = found.job
+    return Rates(
+        seconds=step_seconds(found, hardware),
+        steps=job.settings.steps,
+        tokens=rows_of_step(job) * found.tokens,
+        devices=meshes.Mesh(job.sizes).world,
+    )
+
+
+def step_seconds(found: Estimate, hardware: Hardware) -> float:
+    """Seconds of all phases of a step, one after the other."""
+    return sum(costs.seconds + communication(found, costs, hardware) for costs in found.phases.values())
+
+
+def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
+    """Seconds of all collectives of a phase, one after the other."""
+    seconds = 0.0
+    for (op, group), (count, nbytes) in costs.traffic.items():
+        if op == RESHARD:
+            seconds += message_seconds(hardware, count, nbytes, near=False)
+            continue
+        _, axes, sizes = found.axes[group]
+        ranks = meshes.peers(sizes, axes, 0)
+        near = len({rank // RANKS_PER_NODE for rank in ranks}) == 1
+        if op == MOVE:
+            seconds += message_seconds(hardware, count, nbytes, near)
+        else:
+            seconds += collective_seconds(hardware, op, count, nbytes, len(ranks), near)
+    return seconds

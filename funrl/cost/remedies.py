@@ -1,0 +1,135 @@
+"""Whether an estimate fits the memory of a device, and the flags that make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from funrl.cost.costs import UPDATES
+from funrl.cost.estimate import Estimate, stage_of
+from funrl.cost.hardware import USABLE, Hardware
+from funrl.cost.rates import step_seconds
+from funrl.mesh import mesh as meshes
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.trainer.offload import PARTS
+from funrl.trainer.settings import Settings, scoring_budget
+from funrl.trainer.sharding import sharded_roles
+
+ATTEMPTS = 3  # estimates of other flags where it does not fit
+
+
+class Peak(NamedTuple):
+    """The most that a rank holds.
+
+    Attributes:
+      phase: in which it does.
+      nbytes: in bytes.
+    """
+
+    phase: str
+    nbytes: float
+
+
+class Suggestion(NamedTuple):
+    """Flags that reduce memory, and what they cost.
+
+    Attributes:
+      flags: name -> value.
+      peak: with them.
+      seconds: of a step with them.
+      fits: whether this is enough.
+    """
+
+    flags: dict[str, Any]
+    peak: Peak
+    seconds: float
+    fits: bool
+
+
+class Verdict(NamedTuple):
+    """Whether a job fits.
+
+    Attributes:
+      fits: it does.
+      room: bytes of a device that can be used.
+      peak: the most that a rank holds.
+      too_large: the phases that hold more than there is room for.
+      seconds: of a step.
+      suggestions: flags, each with those before it that helped, until it fits.
+    """
+
+    fits: bool
+    room: float
+    peak: Peak
+    too_large: tuple[str, ...]
+    seconds: float
+    suggestions: tuple[Suggestion, ...]
+
+
+def verdict_of(
+    found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]
+) -> Verdict:
+    """Compare an estimate with the memory of a device; where it does not fit, try flags one after the other.
+
+    Args:
+      costs: estimates other settings.
+    """
+    room, peak = hardware.memory * USABLE, peak_of(found)
+    over = tuple(name for name, phase in found.phases.items() if phase.total > room)
+    known = Verdict(peak.nbytes <= room, room, peak, over, step_seconds(found, hardware), ())
+    if known.fits:
+        return known
+    together: dict[str, Any] = {}
+    suggestions: list[Suggestion] = []
+    for changes in remedies(found, settings, hardware, peak.phase)[:ATTEMPTS]:
+        together |= changes
+        try:
+            other = costs(dataclasses.replace(settings, **together))
+        except ValueError:  # a mesh, say, that the model's heads do not divide over
+            together = {k: v for k, v in together.items() if k not in changes}
+            continue
+        peak = peak_of(other)
+        suggestions.append(Suggestion(dict(together), peak, step_seconds(other, hardware), peak.nbytes <= room))
+        if suggestions[-1].fits:
+            break
+    return known._replace(suggestions=tuple(suggestions))
+
+
+def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
+    """Changes of flags that may help the worst phase, most promising first."""
+    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.model.config
+    states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
+    passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
+    total, changes = sum(peak.values()), []
+    if not settings.fsdp and sizes["data"] > 1 and states > 0.2 * total:
+        changes.append({"fsdp": True})
+    if settings.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
+        changes.append({"fsdp_models": ",".join(found.roles)})
+    if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
+        changes.append({"remat": "full"})
+    budgets = {"score_token_budget": scoring_budget(settings), "token_budget": settings.token_budget}
+    flag = {"score": "score_token_budget", "update": "token_budget"}.get(stage_of(worst))
+    if flag is not None and passing > 0.2 * total and budgets[flag] > found.tokens:
+        changes.append({flag: max(found.tokens, budgets[flag] // 4)})
+    if peak.get("cache", 0) > 0.2 * total and settings.samples_per_prompt > 2:
+        changes.append({"samples_per_prompt": settings.samples_per_prompt // 2})
+    generates = "generate" in found.phases
+    if generates and hardware.accelerator and settings.offload is None and states > 0.2 * total:
+        changes.append({"offload": ",".join(PARTS)})
+    wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
+    if sizes["data"] % 2 == 0 and config.heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
+        changes.append(dict.fromkeys(["mesh", "generate_mesh"] if generates else ["mesh"], meshes.text(wider)))
+    return changes
+
+
+def peak_of(found: Estimate) -> Peak:
+    """The most that a rank holds, and the phase in which it does."""
+    name = max(found.phases, key=lambda n: found.phases[n].total)
+    return Peak(name, math.ceil(found.phases[name].total))
+
+
+def written_flags(changes: dict[str, Any]) -> str:
+    """Flags as a command line writes them."""
+    return " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in changes.items())

@@ -1,0 +1,206 @@
+"""Attention over a packed row that is split over `sequence`, for any number of heads: keys and values go round a ring.
+
+A rank's queries see keys of its own part and of those before it. Each part is seen by itself, and the results are
+merged by their log-sum-exp; going back, the gradients of keys and values travel with them until they are home. The last
+rank has the most to do, as causal queries see all that is before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.mesh.collectives import start_shift, wait
+from funrl.mesh.mesh import Mesh
+
+_AXIS = "sequence"
+_BLOCK = 256  # queries at a time
+_aten = torch.ops.aten
+
+
+def ring_attention(
+    q_1tHN: Tensor,
+    k_1tKN: Tensor,
+    v_1tKN: Tensor,
+    offsets: Tensor,
+    mesh: Mesh,
+    window: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """`varlen_attention` of the whole row, by sending keys and values from rank to rank.
+
+    A rank holds the keys and values of two parts at a time, and never the whole row's. It waits for the host at every
+    call, to learn where sequences begin, and cannot be compiled.
+
+    Args:
+      q_1tHN, k_1tKN, v_1tKN: of this rank's t = T / sp tokens, rotated.
+      offsets: [S + 1], of the whole row.
+      window, scale, cap: as in `varlen_attention`.
+
+    Returns: [1, t, H, N], of this rank's tokens; differentiable once.
+
+    References: Liu et al., 2023, https://arxiv.org/abs/2310.01889
+    """
+    how = _How(window or 0, scale or q_1tHN.shape[-1] ** -0.5, cap or 0.0)
+    return _Ring.apply(q_1tHN[0], k_1tKN[0], v_1tKN[0], offsets, mesh, how)[0].unsqueeze(0)
+
+
+class _How(NamedTuple):
+    """Window and numbers of the logits; 0 is none."""
+
+    window: int
+    scale: float
+    cap: float
+
+
+class _Block(NamedTuple):
+    """Queries of this rank's part, and keys of a part that they see.
+
+    Attributes:
+      seen: bool [queries, keys]; None: all of them.
+    """
+
+    queries: slice
+    keys: slice
+    seen: Tensor | None
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(q, k, v, offsets, mesh, how):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.zeros_like(q, dtype=wide), torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+        for blocks, (keys, values) in _parts(torch.stack((k, v)), offsets, mesh, how):
+            for block in blocks:
+                rows = block.queries  # every one has seen itself, in the first part, so no sum stays -inf
+                found, sums = _forward(q[rows], keys[block.keys], values[block.keys], block.seen, how)
+                both = torch.logaddexp(lse[rows], sums)
+                before, now = (lse[rows] - both).exp(), (sums - both).exp()
+                out[rows] = out[rows] * before.unsqueeze(-1) + found * now.unsqueeze(-1)
+                lse[rows] = both
+        return out.to(q.dtype), lse
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, offsets, ctx.mesh, ctx.how = inputs
+        ctx.save_for_backward(q, k, v, offsets, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        with torch.no_grad():
+            q, k, v, offsets, out, lse = ctx.saved_tensors
+            d_q, d_out = torch.zeros_like(q, dtype=lse.dtype), d_out.contiguous()
+            grads = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+            for blocks, (keys, values) in _parts(torch.stack((k, v)), offsets, ctx.mesh, ctx.how):
+                for block in blocks:
+                    rows, cols = block.queries, block.keys
+                    found = _backward(
+                        d_out[rows], q[rows], keys[cols], values[cols], out[rows], lse[rows], block.seen, ctx.how
+                    )
+                    d_q[rows] += found[0]
+                    grads[0, cols] += found[1]
+                    grads[1, cols] += found[2]
+                grads = wait(start_shift(grads, ctx.mesh, _AXIS)).view(grads.shape)  # after as many they are home
+        return d_q.to(q.dtype), *grads.to(k.dtype).unbind(0), None, None, None
+
+
+def _parts(kv: Tensor, offsets: Tensor, mesh: Mesh, how: _How) -> Iterator[tuple[Iterator[_Block], Tensor]]:
+    """The parts of all ranks as they come by, the own one first, with the blocks of this rank's queries that see them.
+
+    Args:
+      kv: [2, t, K, N] keys and values of this rank.
+    """
+    ranks, own, count = mesh.size(_AXIS), int(mesh.index(_AXIS)), kv.shape[1]
+    ends = offsets.cpu().numpy()
+    for step in range(ranks):
+        coming = start_shift(kv, mesh, _AXIS) if step + 1 < ranks else None
+        yield _blocks(ends, own * count, (own - step) % ranks * count, count, how.window, kv.device), kv
+        if coming is not None:
+            kv = wait(coming).view(kv.shape)
+
+
+def _blocks(
+    ends: np.ndarray, first: int, source: int, count: int, window: int, device: torch.device
+) -> Iterator[_Block]:
+    """Blocks of the tokens from `first` on as queries, and of those from `source` on as keys; `count` of either."""
+    here = (ends[1:] > first) & (ends[:-1] < first + count) & (ends[1:] > ends[:-1])
+    for begin, end in zip(ends[:-1][here].tolist(), ends[1:][here].tolist(), strict=True):
+        for low in range(max(begin, first), min(end, first + count), _BLOCK):
+            high = min(low + _BLOCK, end, first + count)
+            k_low = max(begin, source, low - window + 1 if window else 0)
+            k_high = min(high, source + count)
+            if k_low >= k_high:
+                continue
+            high = min(high, k_high + window - 1) if window else high  # each of these queries sees some of the keys
+            seen = None
+            if k_high > low + 1 or (window and high - k_low > window):
+                behind = torch.arange(low, high, device=device)[:, None] - torch.arange(k_low, k_high, device=device)
+                seen = (behind >= 0) & (behind < window) if window else behind >= 0
+            yield _Block(slice(low - first, high - first), slice(k_low - source, k_high - source), seen)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+    """Result [t, H, N] and log-sum-exp [t, H] of queries, each of which sees some of the keys."""
+    if _on_cpu(q, how):
+        found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_heads_first(q, k, v), 0.0, False, attn_mask=_band(seen, q), scale=how.scale
+        )
+        return found[0].transpose(0, 1), sums[0].T
+    logits = _logits(q, k, seen, how)
+    sums = logits.logsumexp(-1)
+    weights = (logits - sums.unsqueeze(-1)).exp()
+    found = torch.einsum("kgts,skn->tkgn", weights, v.to(weights.dtype)).flatten(1, 2)
+    return found, sums.permute(2, 0, 1).flatten(1)
+
+
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Tensor | None, how: _How
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of a block, exact with the result and log-sum-exp over all that is seen."""
+    if _on_cpu(q, how):
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_heads_first(d_out, q, k, v, out), lse.T[None].contiguous(), 0.0, False,
+            attn_mask=_band(seen, q), scale=how.scale,
+        )  # fmt: skip
+        return tuple(x[0].transpose(0, 1) for x in grads)
+    logits = _logits(q, k, seen, how)
+    d_out, q, k, v, out = (x.to(logits.dtype) for x in (d_out, q, k, v, out))
+    grouped = (k.shape[1], -1)
+    weights = (logits - lse.T.unflatten(0, grouped).unsqueeze(-1)).exp()
+    d_out_g, q_g = d_out.unflatten(1, grouped), q.unflatten(1, grouped)
+    d_v = torch.einsum("kgts,tkgn->skn", weights, d_out_g)
+    mean = (d_out * out).sum(-1).T.unflatten(0, grouped).unsqueeze(-1)
+    d_logits = weights * (torch.einsum("tkgn,skn->kgts", d_out_g, v) - mean) * how.scale
+    if how.cap:
+        d_logits = d_logits * (1 - (logits.masked_fill(weights == 0, 0) / how.cap).square())
+    d_q = torch.einsum("kgts,skn->tkgn", d_logits, k).flatten(1, 2)
+    return d_q, torch.einsum("kgts,tkgn->skn", d_logits, q_g), d_v
+
+
+def _on_cpu(q: Tensor, how: _How) -> bool:
+    """True where torch's kernel for the CPU computes a block; else it is done by a whole matrix of weights."""
+    return q.device.type == "cpu" and not how.cap
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
+
+
+def _band(seen: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask of 0 and -inf."""
+    return None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+
+
+def _logits(q: Tensor, k: Tensor, seen: Tensor | None, how: _How) -> Tensor:
+    """[K, H / K, t, s] in float32 or wider; -inf where a key is not seen."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_g = q.to(wide).unflatten(1, (k.shape[1], -1))
+    logits = torch.einsum("tkgn,skn->kgts", q_g, k.to(wide)) * how.scale
+    logits = how.cap * torch.tanh(logits / how.cap) if how.cap else logits
+    return logits if seen is None else logits.masked_fill(~seen, -torch.inf)
