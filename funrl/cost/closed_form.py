@@ -41,7 +41,7 @@ class Rough(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """How a job is split over its mesh.
+    """Split of a job over its mesh.
 
     Attributes:
       tensor, rows: ranks that split a layer, and ranks that split the rows.
