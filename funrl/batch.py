@@ -142,6 +142,15 @@ class Batch:
     version: Annotated[
         Tensor, Field("token", "source", "of the weights that sampled it; there with --new_tokens_per_step", "int")
     ]
+    routes: Annotated[
+        Tensor,
+        Field(
+            "token_k",
+            "source",
+            "experts that it went to in the engine, layer by layer; -1: any; --router_replay",
+            "int",
+        ),
+    ]
     greedy_score: Annotated[Tensor, Field("row", "source", "outcome reward of a greedy completion of the prompt")]
     label: Annotated[
         Tensor,
@@ -381,6 +390,7 @@ def example(names: Iterable[str] | None = None) -> Batch:
         "group": torch.tensor([0, 0, 1, 1]), "score": torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64),
         "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
         "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
+        "routes": torch.arange(K).expand(B, T, K),
         "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
         "label": mask.double(), "version": mask.long(), "failed": torch.zeros(B, dtype=torch.bool),
         "mismatched": torch.tensor([False, True, False, True]),

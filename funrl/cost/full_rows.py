@@ -71,5 +71,6 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         scores=score_B[:, None],
         truncated=torch.ones(rows, dtype=torch.bool),
         rollout_logp=torch.zeros(shape, dtype=wide),
+        routes=torch.zeros(*shape, job.model.config.choices, dtype=TOKEN_INT) if job.settings.router_replay else None,
         greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
     )

@@ -88,7 +88,7 @@ def _loaded_snapshot(load: Callable[..., Any], wanted: DatasetName, snapshot: Pa
 def _prepared(name: str) -> Iterator[Path]:
     """Directories of arrow files: below the cache NAMESPACE___NAME/CONFIG/VERSION/HASH."""
     owner, _, own = name.rpartition("/")
-    for folder in cache_folder("HF_DATASETS_CACHE", "datasets").glob("*"):
+    for folder in _cache("HF_DATASETS_CACHE", "datasets").glob("*"):
         there, _, called = folder.name.rpartition("___")
         if there == owner and _plain(called) == _plain(own):
             yield from (file.parent for file in folder.glob("*/*/*/dataset_info.json"))
@@ -96,7 +96,7 @@ def _prepared(name: str) -> Iterator[Path]:
 
 def _snapshot(name: str) -> Path | None:
     """The downloaded files of a dataset's repository."""
-    folder = cache_folder("HF_HUB_CACHE", "hub") / f"datasets--{name.replace('/', '--')}"
+    folder = _cache("HF_HUB_CACHE", "hub") / f"datasets--{name.replace('/', '--')}"
     try:
         current = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
     except OSError:
@@ -112,10 +112,10 @@ def _plain(name: str) -> str:
 def has_cached_model(name: str) -> bool:
     """True if the local cache may have a model of this name."""
     older = os.environ.get("HUGGINGFACE_HUB_CACHE")  # the variable's name before
-    return older is not None or (cache_folder("HF_HUB_CACHE", "hub") / f"models--{name.replace('/', '--')}").is_dir()
+    return older is not None or (_cache("HF_HUB_CACHE", "hub") / f"models--{name.replace('/', '--')}").is_dir()
 
 
-def cache_folder(variable: str, folder: str) -> Path:
+def _cache(variable: str, folder: str) -> Path:
     """A folder of the Hugging Face cache, as its libraries find it."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     found = os.environ.get(variable) or Path(os.environ.get("HF_HOME") or home) / folder

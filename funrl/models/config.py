@@ -153,6 +153,11 @@ class Config:
         """Numbers of the layers that have experts."""
         return tuple(i for i in range(self.layers) if self.has_experts(i))
 
+    @property
+    def choices(self) -> int:
+        """Number of experts that a token goes to, in all layers together."""
+        return 0 if self.experts is None else len(self.expert_layers) * self.experts.per_token
+
     def used_parameters(self, parameters: int) -> int:
         """Of the `parameters` of this model those that a token meets: of the experts, its own."""
         if self.experts is None:

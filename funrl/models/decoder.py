@@ -226,10 +226,10 @@ def apply(
             if cache is not None:
                 context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
-            x_BTD = layer(config, mesh, next(weights), x_BTD, context)
-            if isinstance(x_BTD, tuple):
-                loads.append(x_BTD[1])
-                x_BTD = x_BTD[0]
+            out = layer(config, mesh, next(weights), x_BTD, context)
+            x_BTD, load = out if isinstance(out, tuple) else (out, None)
+            if load is not None:
+                loads.append(load)
     x_BTD = _norm(config, x_BTD, params["norm"])
     aux = {} if not loads else Load(*map(torch.stack, zip(*loads, strict=True)))._asdict()
     return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, aux)

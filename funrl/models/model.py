@@ -20,7 +20,8 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config
 from funrl.models.names import Names
 
-Layer = Callable[..., Tensor]  # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]
+# (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]; of experts (hidden, their load)
+Layer = Callable[..., Any]
 
 
 class Inputs(NamedTuple):

@@ -46,6 +46,7 @@ class Placed:
       compute: layouts of the weights while their layer runs.
       dtype: the weights are cast to it to compute; gradients arrive in the dtype of the weights.
       layer: the function of one layer, such as a compiled one.
+      replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
     """
 
     model: Model
@@ -54,6 +55,7 @@ class Placed:
     compute: trees.Tree
     dtype: torch.dtype
     layer: Layer
+    replay: bool = False
 
     def token_scores(
         self,
@@ -179,8 +181,11 @@ class Placed:
             return self._apply(weights, batch).aux["counts_E"]
 
     def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
-        """The forward pass over this rank's part of the tokens."""
-        return self.model.apply(weights, own_inputs(batch, self.mesh), self.mesh, layer=self.layer)
+        """The forward pass over this rank's part of the tokens, with the recorded experts where they are replayed."""
+        routes, inputs, experts = batch.get("routes"), inputs_of(batch), self.model.config.experts
+        if routes is not None and experts is not None and self.replay:
+            inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=experts.per_token))
+        return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
 
     def _own_next(self, x_BT: Tensor) -> Tensor:
         """[B t, ...] of this rank's tokens, a field of the token behind each; 0 behind the last of a row."""
@@ -217,6 +222,7 @@ def place(
     compute_rules: Rules = COMPUTE,
     dtype: torch.dtype = torch.float32,
     layer: Layer | None = None,
+    replay: bool = False,
 ) -> Placed:
     """A model on a mesh.
 
@@ -227,12 +233,13 @@ def place(
       compute_rules: rule table of the weights while their layer runs; what differs is gathered for it.
       dtype: the dtype to compute in.
       layer: a replacement of `model.layer`, such as a compiled one; None: that one.
+      replay: whether tokens go to the experts that a batch says.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
     """
     stored, compute = (layouts(model.shapes, model.axes, rules, mesh.sizes) for rules in (stored_rules, compute_rules))
-    return Placed(model, mesh, stored, compute, dtype, layer or model.layer)
+    return Placed(model, mesh, stored, compute, dtype, layer or model.layer, replay)
 
 
 def inputs_of(batch: Batch) -> Inputs:
@@ -241,14 +248,13 @@ def inputs_of(batch: Batch) -> Inputs:
     return Inputs(batch.tokens.long(), positions, segments, batch.get("offsets"))
 
 
-def own_inputs(batch: Batch, mesh: Mesh) -> Inputs:
+def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
     """The inputs of this rank's part of the tokens.
 
     Raises:
       ModelError: the tokens do not divide over the ranks that share them.
     """
-    inputs, ranks = inputs_of(batch), mesh.size(SEQUENCE)
-    T = inputs.tokens.shape[1]
+    T, ranks = inputs.tokens.shape[1], mesh.size(SEQUENCE)
     if ranks == 1:
         return inputs
     if T % ranks:

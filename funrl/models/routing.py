@@ -74,11 +74,11 @@ def route(
       ids_TK: experts to take instead, such as those that an engine chose.
     """
     probs_TE = logits_TE.softmax(-1, torch.promote_types(logits_TE.dtype, torch.float32))
-    ids_TK = _choose(probs_TE.detach(), per_token) if ids_TK is None else ids_TK
-    top_TK = probs_TE.gather(-1, ids_TK)
+    chosen_TK = _choose(probs_TE.detach(), per_token) if ids_TK is None else ids_TK
+    top_TK = probs_TE.gather(-1, chosen_TK)
     if normalized:
         top_TK = top_TK / top_TK.sum(-1, keepdim=True)
-    return Routes(top_TK.to(dtype), ids_TK, probs_TE, logits_TE)
+    return Routes(top_TK.to(dtype), chosen_TK, probs_TE, logits_TE)
 
 
 @torch.library.custom_op("funrl::choose_experts", mutates_args=())

@@ -24,6 +24,7 @@ from funrl.models.model import Inputs, Layer, Model
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
+ROUTE = torch.int16  # of the numbers of experts that are recorded
 LOGITS = 1 << 26  # numbers in the logits of one draw
 Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
 
@@ -101,9 +102,20 @@ class Backend(Protocol):
 class TorchBackend:
     """The training model itself."""
 
-    def __init__(self, model: Model, mesh: Mesh, dtype: torch.dtype, layer: Layer | None, page_tokens: int):
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        layer: Layer | None,
+        page_tokens: int,
+        record_routes: bool = False,
+    ):
         self.page_tokens, self.vocab, self.model, self.mesh = page_tokens, model.config.vocab, model, mesh
         self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+        self._choices = model.config.choices if record_routes else 0
+        self.page_bytes += page_tokens * self._choices * ROUTE.itemsize
+        self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # of the tokens of each page
         self._dtype, self._layer, self._cache = dtype, layer, None
         self._params: trees.Tree = None
         self._unembed_VD: Tensor | None = None
@@ -123,11 +135,21 @@ class TorchBackend:
 
     def resize(self, pages: int) -> None:
         self._cache = None
+        shape = pages, self.page_tokens, self._choices
+        self._routes = torch.full(shape, -1, dtype=ROUTE, device=self.mesh.device)
         if pages:
             self._cache = self.model.init_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
 
+    def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """Experts that the first tokens of a sequence went to, on the CPU: [tokens, choices], layer by layer.
+
+        They stand in its pages, as its keys and values do. -1: the token is in no page.
+        """
+        found = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
+        return torch.nn.functional.pad(found, (0, 0, 0, tokens - len(found)), value=-1)
+
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for x in trees.leaves(self._cache):
+        for x in [*trees.leaves(self._cache), self._routes]:
             x[list(targets)] = x[list(sources)]
 
     def forward(self, work: PassWork) -> Tensor:
@@ -135,7 +157,9 @@ class TorchBackend:
         device = work.tokens_N.device
         paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
         inputs = Inputs(work.tokens_N.unsqueeze(0), paging=paging)
-        hidden_1ND, self._cache, _ = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
+        hidden_1ND, self._cache, aux = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
+        if self._choices:  # ids [L, N, k]
+            self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
         return hidden_1ND[0, torch.tensor(work.draws, dtype=torch.int64, device=device)]
 
     def draw(

@@ -83,6 +83,7 @@ class Flights:
     Attributes:
       numbers: flights by the number of the request.
       decode: token ids -> text; None: there are no stop strings.
+      routes: (pages, tokens) -> the experts of a sequence's first tokens; None: they are not recorded.
       decoded: tokens that were drawn and kept, since it was made.
       drafted, accepted: tokens that drafts had, and those of them that were drawn.
       lengths: [seats] tokens of each sequence, those that were not looked at included.
@@ -90,6 +91,7 @@ class Flights:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None):
         self.numbers: dict[int, LiveRequest] = {}
+        self.routes: Callable[[Sequence[int], int], Tensor] | None = None
         self.decode, self.decoded, self._device = decode, 0, device
         self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -303,6 +305,7 @@ class Flights:
             done = Completion(
                 flight.request.number, torch.from_numpy(flight.text[begin:]), sampling_logp, raw_logp,
                 torch.from_numpy(versions.astype(np.int64)), finish,
+                None if self.routes is None else self.routes(flight.pages, len(flight.text) - 1).clone(),
             )  # fmt: skip
         del self.numbers[flight.request.number]
         self._gone.append(flight)

@@ -104,6 +104,10 @@ class NativeEngine:
         self.version = version
         self._flights.of_version(version)
 
+    def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
+        """Let completions have routes: (pages, tokens) -> the experts of a sequence's first tokens."""
+        self._flights.routes = routes
+
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shards of all weights; see `Engine`.
 
@@ -243,6 +247,7 @@ def native_engine(
     packed: bool = True,
     speculate: int = 0,
     note: Callable[[str], None] = log.info,
+    record_routes: bool = False,
 ) -> NativeEngine:
     """An engine without weights yet.
 
@@ -259,6 +264,7 @@ def native_engine(
         there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and drawn in one pass where
         few rows are decoded; 0: none. A completion stays the same: its tokens are drawn as without a draft.
       note: told why there is none.
+      record_routes: let completions have the experts that their tokens went to.
 
     Raises:
       ModelError: the model has a value head instead of an unembedding.
@@ -279,10 +285,13 @@ def native_engine(
         (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
             f"generation runs in torch: {problem}"
         )
-        backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type))
-    return NativeEngine(
+        backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type), record_routes)
+    engine = NativeEngine(
         model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode, speculate
     )
+    if record_routes and isinstance(backend, TorchBackend):
+        engine.record_routes(backend.routes)
+    return engine
 
 
 def free_bytes(mesh: Mesh) -> int:

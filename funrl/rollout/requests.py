@@ -49,6 +49,8 @@ class Completion(NamedTuple):
       versions: [T] int64, of the weights that each token was drawn with.
       finish: "stop", by a stop token; "string", by a stop string; "length", by `max_new_tokens`; "paused", by
         `Request.most`; "cancelled".
+      routes: [P + T - 1, choices] int16, the experts that the tokens of prompt and completion went to but the last,
+        which went nowhere; -1: not known. None: they are not recorded.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Completion(NamedTuple):
     raw_logp: Tensor
     versions: Tensor
     finish: Finish
+    routes: Tensor | None = None
 
     @property
     def finished(self) -> bool:

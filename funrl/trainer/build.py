@@ -89,7 +89,8 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
     def placed(name: str, model: Model) -> Placed:
         layer = rematerialized(with_form(layer_of(model), settings.sequence_parallel), settings.remat)
-        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer)
+        replay = settings.router_replay and name == "policy"
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay)
 
     begin = placed(job.lead, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
@@ -158,7 +159,10 @@ def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], Non
     elif settings.engine == "hf" or placed.model.config.module:  # a dry run builds it too, and never loads it
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
-        engine = native_engine(*how, layer=layer, decode=decode, speculate=settings.speculate, note=note)
+        engine = native_engine(
+            *how, layer=layer, decode=decode, speculate=settings.speculate, note=note,
+            record_routes=settings.router_replay,
+        )  # fmt: skip
     return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
 
 

@@ -243,6 +243,7 @@ def to_rows(
     pad: int,
     first_group: int = 0,
     versions: bool = False,
+    choices: int = 0,
 ) -> Rows:
     """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
 
@@ -252,6 +253,7 @@ def to_rows(
 
     Args:
       versions: whether rows have the version of the weights that drew each token.
+      choices: experts of each token that were recorded; 0: none.
 
     Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
       their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
@@ -266,6 +268,7 @@ def to_rows(
     tokens = torch.full(shape, pad, dtype=TOKEN_INT)
     mask, rollout_logp = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=done.dtype)
     version = torch.zeros(shape, dtype=TOKEN_INT)
+    routes = torch.full((*shape, choices), -1, dtype=TOKEN_INT)
     # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
     # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
     for row, (prompt, one) in enumerate(zip(prompts, done.completions, strict=True)):
@@ -273,6 +276,8 @@ def to_rows(
         tokens[row, : len(prompt)], tokens[row, here], mask[row, here] = torch.tensor(prompt), one.tokens, True
         rollout_logp[row, here] = one.raw_logp if sampling.reshaped else one.sampling_logp
         version[row, here] = one.versions.to(TOKEN_INT)
+        if one.routes is not None and choices:
+            routes[row, : len(one.routes)] = one.routes.to(TOKEN_INT)
     scored = done.scores.shape[1] > 0
     batch = Batch(
         tokens=tokens.to(device),
@@ -284,6 +289,7 @@ def to_rows(
         truncated=~done.finished,
         rollout_logp=rollout_logp.to(device),
         version=version.to(device) if versions else None,
+        routes=routes.to(device) if choices else None,
         failed=done.failed,
     )
     return rows_of(batch, done.owner, done.mesh)

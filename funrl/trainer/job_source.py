@@ -150,6 +150,7 @@ def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cloc
             task.prompts, task.curriculum, None if settings.difficulty is None else difficulty_of(settings.difficulty),
             task.weights[: len(task.rewards)], parts.mesh,
         ),
+        choices=job.model.config.choices if settings.router_replay else 0,
     )  # fmt: skip
 
 

@@ -409,6 +409,9 @@ class Settings:
         "it takes a forward pass more", at_least(0),
     )  # fmt: skip
     router_z_coef: float = flag(0.0, "update", "how much large logits of routers count in the loss", at_least(0))
+    router_replay: bool = flag(
+        False, "update", "train the policy with the experts that its tokens went to in the engine", kinds=RL
+    )
     epochs: int = flag(1, "update", "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "update", "optimizer steps a pass", at_least(1), kinds=RL, without=1)
     max_skipped: int = flag(

@@ -52,9 +52,14 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
       SettingsError: they do not.
     """
     experts = any(model.config.experts is not None for model in models)
-    for name in ("router_aux_coef", "router_z_coef"):
+    for name in ("router_aux_coef", "router_z_coef", "router_replay"):
         if getattr(settings, name) and not experts:
             raise SettingsError(f"--{name}={getattr(settings, name)}: no model of this run has experts; leave it out")
+    if settings.router_replay and settings.new_tokens_per_step is not None:
+        raise SettingsError(
+            f"--router_replay: with --new_tokens_per_step={settings.new_tokens_per_step} the engine computes what is "
+            "begun again, with other weights, and its choices are lost; leave one out"
+        )
     if experts and settings.engine != "native":
         raise SettingsError(f"--engine={settings.engine}: the policy has experts, which --engine=native generates with")
 

@@ -99,6 +99,7 @@ class Generation(NamedTuple):
       weighing: weights of the prompts before each step.
       table_prompts: held-out prompts whose completions an evaluation shows, at most; None: all.
       eval_seed: of evaluations.
+      choices: experts of each token that the engine records; 0: none.
     """
 
     roll: Callable[[Sequence[Example], Sampling, int], Rollout]
@@ -121,6 +122,7 @@ class Generation(NamedTuple):
     weighing: Weighing = UNWEIGHTED
     table_prompts: int | None = 32
     eval_seed: int = EVAL_SEED
+    choices: int = 0
 
 
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
@@ -267,7 +269,7 @@ def _rolled(
     `phase`."""
     with clock.phase(phase or "generate"):
         done = g.roll(examples, sampling, seed)
-        rows = to_rows(examples, done, sampling, g.pad)
+        rows = to_rows(examples, done, sampling, g.pad, choices=g.choices)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
     return done, rows if g.rescore is None else g.rescore(rows, examples, phase)

@@ -57,9 +57,10 @@ def flag_cases():
 
 
 def good_value(flag):
-    return flag.default if flag.default is not None else next(
-        text for text in ("1", "9", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f", "min") if not flag_problem(flag, text)
-    )  # fmt: skip
+    values = ("1", "9", "0.5", "dp1", "optimizer", "x.jsonl", "x.py:f", "min")
+    if flag.default is not None:
+        return flag.default
+    return next(text for text in values if not flag_problem(flag, text))
 
 
 def flag_problem(flag, text):
