@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,13 @@ def test_every_flag_is_here():
         file, test = where.split("::")
         tree = ast.parse((TESTS / file).read_text())
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, where
+    silent = [name for name, where in TESTED.items() if not names_flag(TESTS / where.split("::")[0], name)]
+    assert silent == [], "the file of its test does not name the flag"
+
+
+def names_flag(file, name):
+    """Whether a test file gives a flag: as an argument, a key or a word of a command line."""
+    return re.search(rf"\b{name}\b", file.read_text()) is not None
 
 
 def weights_after(recipe, **settings):
