@@ -41,7 +41,7 @@ class Rough(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """How a job is split over its mesh.
+    """Split of a job over its mesh.
 
     Attributes:
       tensor, rows, sequence: ranks that split a layer, the rows, and the tokens of a row.

@@ -1,4 +1,4 @@
-"""Whether an estimate fits the memory of a device, and the flags that make it fit."""
+"""Verdict on whether an estimate fits the memory of a device, and the flags that make it fit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Suggestion(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a job fits.
+    """Verdict on whether a job fits.
 
     Attributes:
       fits: it does.

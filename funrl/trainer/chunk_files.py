@@ -45,7 +45,7 @@ class DamagedChunk(ValueError):
 
 
 class Span(NamedTuple):
-    """Where the value of a key is: `length` bytes of a file, checksum included."""
+    """Place of a key's value: `length` bytes of a file, checksum included."""
 
     file: str
     offset: int
@@ -178,7 +178,7 @@ def _varints(numbers: Sequence[int]) -> bytes:
 
 
 def places_of(folder: str, keys: Sequence[str]) -> dict[str, Span]:
-    """Where a database has values: of those keys that it has, and that are not within its index."""
+    """Places of the values of those keys that a database has outside of its index."""
     import tensorstore as ts
 
     root = ts.ocdbt.dump(ts.KvStore.open(url(folder)).result()).result()["versions"][-1]["root"]
