@@ -7,10 +7,12 @@ it costs is a forward pass a token, so prompts, tokens and rows are few.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
@@ -54,7 +56,8 @@ def greedy_continuations(
     device, everyone = placed.mesh.device, tuple(placed.mesh.sizes)
     placed = dataclasses.replace(placed, layer=placed.model.layer)  # rows of this form are not worth a compilation
     length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    width = -(-(int(length_B.max()) + count) // 8) * 8
+    multiple = math.lcm(8, placed.mesh.size("sequence"))
+    width = -(-(int(length_B.max()) + count) // multiple) * multiple
     tokens_BT = torch.full((len(prompts), width), pad, dtype=TOKEN_INT, device=device)
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = torch.tensor(prompt, dtype=TOKEN_INT)
@@ -64,8 +67,8 @@ def greedy_continuations(
     for _ in range(count):
         mask_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         mask_BT[rows_B, at_B] = True
-        best_BT, _ = placed.topk(params, Batch(tokens=tokens_BT, mask=mask_BT, length=at_B + 1), 1)
-        next_B = best_BT[rows_B, at_B, 0].to(TOKEN_INT)
+        best_1N, _ = placed.topk(params, _end_to_end(tokens_BT, mask_BT), 1)
+        next_B = best_1N.view(tokens_BT.shape)[rows_B, at_B].to(TOKEN_INT)
         tokens_BT[rows_B, at_B] = next_B
         ended_B |= torch.isin(next_B, stops)
         at_B = at_B + 1
@@ -77,3 +80,13 @@ def greedy_continuations(
         first = next((i for i, token in enumerate(written) if token in stop), len(written))
         found.append(written[:first])
     return found
+
+
+def _end_to_end(tokens_BT: Tensor, mask_BT: Tensor) -> Batch:
+    """Rows as sequences of one packed row [1, B T], each with its padding behind it, which it does not see."""
+    (B, T), device = tokens_BT.shape, tokens_BT.device
+    positions_BT = torch.arange(T, device=device).expand(B, T)
+    segments_BT = torch.arange(1, B + 1, device=device)[:, None].expand(B, T)
+    fields = {"tokens": tokens_BT, "mask": mask_BT, "positions": positions_BT, "segments": segments_BT}
+    offsets = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
+    return Batch(**{name: x.reshape(1, B * T) for name, x in fields.items()}, offsets=offsets)

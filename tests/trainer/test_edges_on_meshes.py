@@ -20,7 +20,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.loop import learn_batch
 
 pytestmark = pytest.mark.gloo
-MESHES = ("dp2", "tp2", "dp4,tp2")
+MESHES = ("dp2", "tp2", "sp2", "dp4,tp2")
 
 
 class Edge(NamedTuple):
