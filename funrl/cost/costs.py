@@ -391,9 +391,16 @@ def _counts_of_all(x: Tensor, received: Sequence[int], sent: Sequence[int], _: s
     return x[: sent[0]].repeat(len(sent)) if x.dim() == 1 and not x.is_floating_point() else None
 
 
+def _arrived(x: Tensor, receive: Sequence[int], *rest: Any) -> Tensor | None:
+    """As `_counts_of_all`; zeros where this rank receives and has nothing to send, which the fake group refuses."""
+    if not x.numel() and sum(receive):
+        return x.new_zeros(sum(receive), *x.shape[1:])
+    return _counts_of_all(x, receive, *rest)
+
+
 _ALIKE: dict[Any, Callable] = {  # the experts that ranks choose which are not there: as this rank does; None: not these
     torch.ops._c10d_functional.all_gather_into_tensor.default: _choices_of_all,
-    torch.ops._c10d_functional.all_to_all_single.default: _counts_of_all,
+    torch.ops._c10d_functional.all_to_all_single.default: _arrived,
 }
 _CONSTANT = (  # whole numbers and masks that are known, whatever they are shaped like
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,

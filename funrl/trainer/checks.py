@@ -110,7 +110,7 @@ def check_data(settings: Settings) -> None:
 def check_files(settings: Settings) -> None:
     """Check that the files and directories that flags name are there, and --fields; they are not read.
 
-    A model that the local Hugging Face cache has, such as Qwen/Qwen3-0.6B, is left to who loads it.
+    A model whose name has an owner, such as Qwen/Qwen3-0.6B, is left to who loads it.
 
     Raises:
       SettingsError, LoadError: one is missing.
@@ -125,7 +125,7 @@ def check_files(settings: Settings) -> None:
         if path is None or settings.dry_run or Path(path).is_dir():
             continue
         named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
-        if not (named and has_cached_model(path)):
+        if not named or ("/" not in path and not has_cached_model(path)):
             nor = ", nor the name of a model in the local Hugging Face cache" if named else ""
             raise SettingsError(f"--{name}: {path} is not a directory{nor}")
     for one in () if settings.reward is None else parse_rewards(settings.reward):

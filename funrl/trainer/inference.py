@@ -7,6 +7,7 @@ run's held-out prompts is the one that the run made.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,11 +72,15 @@ class StoredModel(NamedTuple):
     flags: Mapping[str, Any]
 
 
+CHECKPOINT = re.compile(r"step-(\d+)")
+
+
 def find_stored_model(model: str | Path, step: int | None = None) -> StoredModel:
     """The model of a directory, of a name in the local Hugging Face cache, or of a run.
 
     Args:
-      model: of a run, its directory: of one that has ended the model, else the newest checkpoint.
+      model: of a run, its directory: of one that has ended the model, else the newest checkpoint; or a checkpoint of
+        it, RUN/checkpoints/step-N.
       step: of the run's checkpoint.
 
     Raises:
@@ -84,8 +89,13 @@ def find_stored_model(model: str | Path, step: int | None = None) -> StoredModel
     folder = hf.find_directory(model)
     if not folder.exists():
         raise SettingsError(f"{model}: no such directory, and no such model in the local cache")
+    checkpoint = CHECKPOINT.fullmatch(folder.name)
+    if checkpoint and folder.parent.name == "checkpoints" and step is None:
+        return find_stored_model(folder.parent.parent, int(checkpoint[1]))
     flags = _run_flags(folder)
     if flags is None:
+        if (folder / "adapter_config.json").is_file():
+            raise SettingsError(f"{model} holds adapters alone; give the directory of their run, or its model/")
         if step is not None:
             raise SettingsError(f"--step={step}: {model} is not the directory of a run")
         return StoredModel(str(folder), None, {})

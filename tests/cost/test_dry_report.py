@@ -175,7 +175,7 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
     assert found["step"]["seconds"] == pytest.approx(seconds) and found["step"]["tokens"] == 6400
     assert found["run"]["hours"] == pytest.approx(9 * seconds / 3600)
     first = found["suggestions"][0]
-    assert first["flags"] == {"fsdp": True} and first["seconds"] > 0 and {"axes", "bytes"} < set(phase["traffic"][0])
+    assert first["flags"] == {"remat": "full"} and first["seconds"] > 0 and {"axes", "bytes"} < set(phase["traffic"][0])
     assert main("sft", ["sft", "--json"], "sft") == 2
     assert "--json does nothing without --dry_run" in capsys.readouterr().err
 

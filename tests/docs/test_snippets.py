@@ -153,7 +153,8 @@ def test_commands_run(page, lines, tmp_path):
     if any("GPT2_DIR" in line for line in lines):
         tiny_gpt2(tmp_path / "GPT2_DIR")
     config = json.loads((tmp_path / "MODEL_DIR/config.json").read_text())
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 8192}
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512}
+    sizes |= {"max_position_embeddings": 8192}
     (tmp_path / "config.json").write_text(json.dumps(config | sizes))
     tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
     tiny_model(tmp_path / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))

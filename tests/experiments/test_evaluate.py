@@ -55,7 +55,9 @@ def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
     record = json.loads((tmp_path / "a" / "evaluation.json").read_text())
     assert record["metrics"] == found.metrics and record["prompts"] == found.prompts == (8 if run == "embedded" else 2)
     assert len(found.rows) == found.prompts * found.samples and found.samples == (1 if run == "embedded" else 2)
-    assert funrl.evaluate(run, step=2, output=tmp_path / "b", device="cpu").metrics == found.metrics  # the checkpoint
+    assert (
+        funrl.evaluate(f"{run}/checkpoints/step-2", output=tmp_path / "b", device="cpu").metrics == found.metrics
+    )  # the checkpoint
     if run == "own":  # other weights, other noise and data of its own
         assert funrl.evaluate(run, step=1, output=tmp_path / "c", device="cpu").rows != found.rows
         other = funrl.evaluate(run, seed=1, data="p.jsonl", limit=10, output=tmp_path / "d", device="cpu")

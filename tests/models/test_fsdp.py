@@ -14,7 +14,7 @@ import torch._dynamo  # checkpointing imports it: here once, and not in every ra
 from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh import collectives
-from funrl.mesh.collectives import all_gather, psum_scatter
+from funrl.mesh.collectives import all_gather, psum, psum_scatter
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, MeshError, parse, single
 from funrl.mesh.reshard import unshard
@@ -282,7 +282,8 @@ def _experts_loss(mesh, places, params):
     h_TEF = torch.einsum("td,efd->tef", x_TD, weights["experts"]["up"]).tanh()
     y_TD = torch.einsum("tef,edf,te->td", h_TEF, weights["experts"]["down"], own_TE)
     y_TD = psum_scatter(y_TD, mesh, over)
-    return (y_TD.sin() * torch.arange(1.0, 9.0)).sum(), None
+    loss = (y_TD.sin() * torch.arange(1.0, 9.0)).sum()
+    return psum(loss, mesh, "sequence"), None  # of rows: alike on the ranks that share them
 
 
 ACTIVATIONS = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))

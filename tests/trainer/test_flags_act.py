@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "report_to": "track/test_services.py::test_a_run_gives_its_metrics_to_the_trackers_of_its_flag",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
-    "model_code": "models/test_hf_module.py::test_whose_code_computes_a_model",
+    "model_code": "trainer/test_module_runs.py::test_what_it_cannot_do_is_refused_before_the_run",
     "engine": "trainer/test_vllm_runs.py::test_a_run_that_vllm_cannot_generate_for_is_refused",
     "engine_url": "trainer/test_vllm_runs.py::test_the_servers_of_a_run_are_one_for_each_data_rank",
     "engine_timeout": "trainer/test_vllm_runs.py::test_a_run_waits_for_its_server_and_names_it",
@@ -113,6 +114,9 @@ TESTED = {  # flag: the test that fails where it does nothing
     "long_prompts": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_prompt_tokens": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_text_tokens": "trainer/test_job_data.py::test_texts_that_are_too_long_are_refused_dropped_or_shortened",
+    "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
+    "router_aux_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
+    "router_z_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
     "curriculum": "trainer/test_curriculum.py::test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit",
     "difficulty": "trainer/test_curriculum.py::test_prompts_that_are_solved_are_left_alone_from_then_on",
     "teacher": "trainer/test_roles.py::test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it",
@@ -123,6 +127,9 @@ TESTED = {  # flag: the test that fails where it does nothing
     "json": "cost/test_dry_report.py::test_json_is_one_object_with_the_numbers_of_the_tables",
     "profile": "trainer/test_profiling.py::test_a_trace_has_the_phases_of_its_steps",
     "profile_ranks": "trainer/test_profiling.py::test_ranks_that_are_named_write_a_trace",
+    "router_aux_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
+    "router_z_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
+    "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "verify_sync": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "probe_sync_every": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "run_dir": "experiments/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
@@ -143,6 +150,13 @@ def test_every_flag_is_here():
         file, test = where.split("::")
         tree = ast.parse((TESTS / file).read_text())
         assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, where
+    silent = [name for name, where in TESTED.items() if not names_flag(TESTS / where.split("::")[0], name)]
+    assert silent == [], "the file of its test does not name the flag"
+
+
+def names_flag(file, name):
+    """Whether a test file gives a flag: as an argument, a key or a word of a command line."""
+    return re.search(rf"\b{name}\b", file.read_text()) is not None
 
 
 def weights_after(recipe, **settings):
