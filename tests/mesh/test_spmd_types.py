@@ -19,7 +19,7 @@ from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
 from funrl.mesh.rules import shard
-from funrl.models import Config, decoder, decoder_model, place, with_value_head
+from funrl.models import Config, decoder, decoder_model, low_rank, place, with_value_head
 from funrl.trainer.roles import Role
 from funrl.trainer.step import fields_of, gradient
 
@@ -129,7 +129,9 @@ def test_any_collective_left_out_or_done_twice_is_found(monkeypatch, name, times
             x = collective(x, mesh, axes)
         return x
 
-    monkeypatch.setattr(decoder, name, counted)
+    for module in (decoder, low_rank):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, counted)
     forward(*FULL)
     total = calls // 2  # of the policy; the critic's are the same
     assert total == {"psum": 3, "pbroadcast": 8}[name]

@@ -59,10 +59,6 @@ TESTED = {  # flag: the test that fails where it does nothing
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
     "generate_mesh": "experiments/test_bad_input.py::test_bad_input_is_refused_before_any_work",
     "device": "experiments/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
-    **dict.fromkeys(
-        ("router_aux_coef", "router_z_coef"),
-        "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
-    ),
     "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
     "remat": "cost/test_dry_run.py::test_so_it_does_whatever_the_flags",
@@ -114,7 +110,6 @@ TESTED = {  # flag: the test that fails where it does nothing
     "long_prompts": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_prompt_tokens": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_text_tokens": "trainer/test_job_data.py::test_texts_that_are_too_long_are_refused_dropped_or_shortened",
-    "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "router_aux_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
     "router_z_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
     "curriculum": "trainer/test_curriculum.py::test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit",
