@@ -93,7 +93,7 @@ BAD = [  # flags, and what the one line says
     (["--mesh=dp4,tp3"], "--mesh=dp4,tp3: embed: vocab has size 16, which does not divide over tp3"),
     (["--mesh=dp2,dp2"], "axis 'dp' is given twice"),
     (["--mesh=dp0"], "must be at least 1"),
-    (["--mesh=sp2"], "nothing to split over the sequence axis"),
+    (["--mesh=sp2", "--generate_mesh=sp2"], "generation does not split the tokens of a row; write dp for sp"),
     (["--mesh=dp2", "--generate_mesh=dp3"], "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ([*DATA, "--model={own}/nowhere"], "--model: {own}/nowhere is not a directory"),
     ([*DATA, "--model={own}/empty"], "--model: {own}/empty is empty; a model directory has config.json"),
