@@ -108,7 +108,12 @@ def test_a_line_in_the_middle_that_is_broken_is_told(tmp_path):
 
 def test_the_command_tells_where_and_ends_cleanly_on_interrupt(tmp_path):
     command = [sys.executable, "-m", "funrl.experiments.cli", "watch"]
-    process = subprocess.Popen([*command, str(tmp_path / "run"), "--port=0"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "run"), "--port=0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background has ignored
+    )
     try:
         line = process.stdout.readline()
         port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
