@@ -30,6 +30,7 @@ from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
 from funrl.cost.shape_memo import ShapeMemo
 from funrl.data.packing import UNIT, RowCost
+from funrl.models.ring_attention import seen_pairs
 from funrl.optim.base import Transformation
 
 aten = torch.ops.aten
@@ -43,6 +44,11 @@ def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
     return 4 * q.shape[1] * q.shape[2] * pairs
 
 
+def _ringed(q: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
+    """FLOPs of the two matrix products of a part of ring attention: of the pairs of a token and one that it sees."""
+    return 4.0 * q.shape[1] * q.shape[2] * seen_pairs(offsets, first, source, q.shape[0], window)
+
+
 _FORMULAS = {  # of operators that torch has none of, or a wrong one
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
@@ -54,6 +60,8 @@ _FORMULAS = {  # of operators that torch has none of, or a wrong one
     torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
         2.5 * _attended(q, offsets, window)
     ),
+    torch.ops.funrl.ring_part: lambda q, k, v, offsets, *how: _ringed(q, offsets, *how),
+    torch.ops.funrl.ring_part_backward: lambda g, q, k, v, out, lse, offsets, *how: 2.5 * _ringed(q, offsets, *how),
     torch.ops.funrl.grouped_linear: lambda x, weight, ends: _grouped_flops(x, weight.shape[1], ends),
     torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),

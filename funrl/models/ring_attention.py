@@ -73,16 +73,10 @@ class _Block(NamedTuple):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(q, k, v, offsets, mesh, how):
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.zeros_like(q, dtype=wide), torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
-        for blocks, (keys, values) in _parts(torch.stack((k, v)), offsets, mesh, how):
-            for block in blocks:
-                rows = block.queries  # every one has seen itself, in the first part, so no sum stays -inf
-                found, sums = _forward(q[rows], keys[block.keys], values[block.keys], block.seen, how)
-                both = torch.logaddexp(lse[rows], sums)
-                before, now = (lse[rows] - both).exp(), (sums - both).exp()
-                out[rows] = out[rows] * before.unsqueeze(-1) + found * now.unsqueeze(-1)
-                lse[rows] = both
+        out, lse = None, None
+        for at, (keys, values) in _parts(torch.stack((k, v)), mesh):
+            found, sums = _part(q, keys, values, offsets, *at, *how)
+            out, lse = (found, sums) if out is None else _joined(out, lse, found, sums)
         return out.to(q.dtype), lse
 
     @staticmethod
@@ -97,32 +91,108 @@ class _Ring(torch.autograd.Function):
             q, k, v, offsets, out, lse = ctx.saved_tensors
             d_q, d_out = torch.zeros_like(q, dtype=lse.dtype), d_out.contiguous()
             grads = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-            for blocks, (keys, values) in _parts(torch.stack((k, v)), offsets, ctx.mesh, ctx.how):
-                for block in blocks:
-                    rows, cols = block.queries, block.keys
-                    found = _backward(
-                        d_out[rows], q[rows], keys[cols], values[cols], out[rows], lse[rows], block.seen, ctx.how
-                    )
-                    d_q[rows] += found[0]
-                    grads[0, cols] += found[1]
-                    grads[1, cols] += found[2]
+            for at, (keys, values) in _parts(torch.stack((k, v)), ctx.mesh):
+                found = _part_backward(d_out, q, keys, values, out, lse, offsets, *at, *ctx.how)
+                d_q += found[0]
+                grads += found[1]
                 grads = wait(start_shift(grads, ctx.mesh, _AXIS)).view(grads.shape)  # after as many they are home
         return d_q.to(q.dtype), *grads.to(k.dtype).unbind(0), None, None, None
 
 
-def _parts(kv: Tensor, offsets: Tensor, mesh: Mesh, how: _How) -> Iterator[tuple[Iterator[_Block], Tensor]]:
-    """The parts of all ranks as they come by, the own one first, with the blocks of this rank's queries that see them.
+def _parts(kv: Tensor, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """The parts of all ranks as they come by, the own one first: the first token of the queries and of the keys.
 
     Args:
       kv: [2, t, K, N] keys and values of this rank.
     """
     ranks, own, count = mesh.size(_AXIS), int(mesh.index(_AXIS)), kv.shape[1]
-    ends = offsets.cpu().numpy()
     for step in range(ranks):
         coming = start_shift(kv, mesh, _AXIS) if step + 1 < ranks else None
-        yield _blocks(ends, own * count, (own - step) % ranks * count, count, how.window, kv.device), kv
+        yield (own * count, (own - step) % ranks * count), kv
         if coming is not None:
             kv = wait(coming).view(kv.shape)
+
+
+def _joined(out: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Results over two sets of keys as one over both; where nothing of the second is seen the first stays."""
+    both, seen = torch.logaddexp(lse, sums), sums > -torch.inf
+    before = torch.where(seen, (lse - both).exp(), 1.0).unsqueeze(-1)
+    now = torch.where(seen, (sums - both).exp(), 0.0).unsqueeze(-1)
+    return out * before + found * now, torch.where(seen, both, lse)
+
+
+@torch.library.custom_op("funrl::ring_part", mutates_args=())
+def _part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    first: int,
+    source: int,
+    window: int,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    how, wide = _How(window, scale, cap), _wide(q)
+    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q.device):
+        rows, cols = block.queries, block.keys
+        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block.seen, how)
+    return out, lse
+
+
+@torch.library.custom_op("funrl::ring_part_backward", mutates_args=())
+def _part_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    first: int,
+    source: int,
+    window: int,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's queries, and of the keys and values of a part: [2, t, K, N]."""
+    how = _How(window, scale, cap)
+    d_q, d_kv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q.device):
+        rows, cols = block.queries, block.keys
+        d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block.seen, how)
+        d_kv[0, cols] += d_k
+        d_kv[1, cols] += d_v
+    return d_q, d_kv
+
+
+@_part.register_fake
+def _(q, k, v, offsets, first, source, window, scale, cap):
+    return torch.empty_like(q, dtype=_wide(q)), q.new_empty(q.shape[:2], dtype=_wide(q))
+
+
+@_part_backward.register_fake
+def _(d_out, q, k, v, out, lse, offsets, first, source, window, scale, cap):
+    return torch.empty_like(q, dtype=lse.dtype), lse.new_empty(2, *k.shape)
+
+
+def seen_pairs(offsets: Tensor, first: int, source: int, count: int, window: int) -> int:
+    """Number of pairs of a query and a key that it sees, of the `count` tokens from `first` on and those from `source`.
+
+    Args:
+      window: 0 is none.
+    """
+    ends, at = offsets.numpy(), np.arange(first, first + count)
+    at = at[at < ends[-1]]
+    low = np.maximum(ends[np.searchsorted(ends, at, "right") - 1], source)
+    low = np.maximum(low, at - window + 1) if window else low
+    return int(np.clip(np.minimum(at + 1, source + count) - low, 0, None).sum())
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _blocks(
