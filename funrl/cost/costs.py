@@ -10,6 +10,7 @@ With `real=True` nothing is faked: the same count of a run that really computes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,12 @@ from funrl.optim.base import Transformation
 aten = torch.ops.aten
 MEMORY_KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
 UPDATES = "update_"  # how the names of phases that learn begin
+
+
+@functools.cache
+def _results() -> dict:
+    """Results of operators that all traces of this process remember: meshes and depths repeat most of them."""
+    return {}
 
 
 def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
@@ -179,7 +186,7 @@ class Tracer(TorchDispatchMode):
     ):
         super().__init__()
         self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-        self.memo = None if self.fake is None else ShapeMemo(self.fake)
+        self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
         self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
         self.live: dict[int, tuple[int, str, Any]] = {}

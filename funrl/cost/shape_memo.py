@@ -32,16 +32,27 @@ class _Known(NamedTuple):
     view: bool
 
 
+class _Several(NamedTuple):
+    """Results of an operator that gives some, in a list or a tuple."""
+
+    kind: type
+    results: tuple[_Known, ...]
+
+
+_Result = _Known | _Several | torch.dtype | str | None
+
+
 class ShapeMemo:
     """Runs operators in a fake mode, each once for arguments of equal shapes.
 
     Args:
       fake: the mode.
+      known: what is remembered, which modes may share: it is of shapes and of no tensor.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, known: dict[Any, _Result] | None = None) -> None:
         self.fake = fake
-        self.known: dict[Any, _Known | str | None] = {}
+        self.known = {} if known is None else known
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The result of an operator whose arguments have a fake tensor among them."""
@@ -51,6 +62,10 @@ class ShapeMemo:
             return args[0]
         if isinstance(known, _Known):
             return self._again(known, args)
+        if isinstance(known, _Several):
+            return known.kind(self._again(one, args) for one in known.results)
+        if isinstance(known, torch.dtype):
+            return known
         with self.fake:
             out = func(*args, **kwargs)
         if key is not None and key not in self.known:
@@ -66,19 +81,27 @@ class ShapeMemo:
         return FakeTensor(self.fake, out, HOST)
 
 
-def _described(func: Any, args: tuple, out: Any) -> _Known | str | None:
+def _described(func: Any, args: tuple, out: Any) -> _Result:
     """Description of a result; None: it is not of a kind that can be made again."""
+    if isinstance(out, torch.dtype):
+        return out
     if func._schema.is_mutable:
         name = func._schema.name.split("::")[1]
         return IN_PLACE if out is args[0] and not name.startswith(RESHAPES) else None
+    if isinstance(out, (list, tuple)):
+        results = tuple(_described(func, args, one) for one in out)
+        known = tuple(one for one in results if isinstance(one, _Known))
+        # Of two new tensors it is not known that they share no storage.
+        apart = len(known) == 1 or all(one.view for one in known)
+        return _Several(type(out), known) if known and len(known) == len(results) and apart else None
     if not isinstance(out, FakeTensor) or out.device != HOST or out.layout != torch.strided:
         return None
-    offset, view = out.storage_offset(), False
-    if func.is_view:
-        view = isinstance(args[0], FakeTensor) and out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
-        if not view:
-            return None
-    elif offset or _may_alias(out, args) or out.untyped_storage().nbytes() != out.numel() * out.element_size():
+    offset, storage = out.storage_offset(), out.untyped_storage()
+    # An operator that copies only where it must does so by the shapes, strides and types that it is given.
+    view = isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
+    if not view and (
+        func.is_view or offset or _may_alias(out, args) or storage.nbytes() != out.numel() * out.element_size()
+    ):
         return None
     return _Known(out.shape, out.stride(), out.dtype, int(offset), view)
 
@@ -91,22 +114,26 @@ def _may_alias(out: Tensor, args: tuple) -> bool:
 
 def _key(func: Any, args: tuple, kwargs: dict) -> Any:
     """Shapes, strides and types of tensors, and other values; None: one cannot be compared."""
-    parts = [func]
+    parts, elementwise = [func], torch.Tag.pointwise in func.tags
     for value in (*args, *kwargs.items()):
-        part = _part(value)
+        part = _part(value, elementwise)
         if part is None:
             return None
         parts.append(part)
     return tuple(parts)
 
 
-def _part(value: Any) -> Any:
+def _part(value: Any, elementwise: bool = False) -> Any:
+    """
+    Args:
+      elementwise: whether a result has a shape that no numbers of a tensor change.
+    """
     if isinstance(value, Tensor):
-        if not isinstance(value, FakeTensor):
-            return None  # the result may depend on its numbers
-        return (value.shape, value.stride(), value.dtype, value.storage_offset())
+        if isinstance(value, FakeTensor):
+            return (value.shape, value.stride(), value.dtype, value.storage_offset())
+        return ("real", value.shape, value.stride(), value.dtype) if elementwise else None
     if isinstance(value, (list, tuple)):
-        parts = tuple(map(_part, value))
+        parts = tuple(_part(one, elementwise) for one in value)
         return None if any(part is None for part in parts) else parts
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.layout)):
         return (type(value), value)

@@ -73,10 +73,12 @@ class _Block(NamedTuple):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(q, k, v, offsets, mesh, how):
-        out, lse = None, None
+        found: tuple[Tensor, Tensor] | None = None
         for at, (keys, values) in _parts(torch.stack((k, v)), mesh):
-            found, sums = _part(q, keys, values, offsets, *at, *how)
-            out, lse = (found, sums) if out is None else _joined(out, lse, found, sums)
+            part = _part(q, keys, values, offsets, *at, *how)
+            found = part if found is None else _joined(*found, *part)
+        assert found is not None  # the own part is always there
+        out, lse = found
         return out.to(q.dtype), lse
 
     @staticmethod
