@@ -83,8 +83,9 @@ def test_a_broken_rule_is_found(tmp_path, files, problem):
 def test_the_field_s_own_word_may_be_defined_twice(tmp_path):
     assert house.problems(checkout(tmp_path, {"algos/core.py": "def chain(): pass", "optim/b.py": "chain = 1"})) == []
     built = house.read_house()
+    defined = {one.removeprefix("funrl."): set(house.defined(file)) for one, file in built.files.items()}
     for name, places in house.SHARED_DEFINITIONS.items():
-        users = [one.removeprefix("funrl.") for one, file in built.files.items() if name in house.defined(file)]
+        users = [one for one, names in defined.items() if name in names]
         assert all(any(f"{one}.".startswith(f"{place}.") for one in users) for place in places), name
 
 

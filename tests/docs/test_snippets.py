@@ -61,7 +61,9 @@ def write_files(page: str, folder: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page == "docs/mesh.md" else []) for page in PAGES]
+)
 def test_python_blocks_run(page, tmp_path):
     write_files(page, tmp_path)
     for number, (name, text) in enumerate(blocks(page, "python")):

@@ -78,11 +78,11 @@ linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for process
 @pytest.mark.parametrize(
     ("mesh", "workers", "sign"),
     [
-        ("dp1", 0, signal.SIGINT), ("dp2", 0, signal.SIGTERM), ("dp2", 1, signal.SIGINT),
+        ("dp1", 0, signal.SIGINT), ("dp2", 1, signal.SIGINT),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("dp2", 0, signal.SIGINT), ("dp1", 2, signal.SIGINT),
+                ("dp2", 0, signal.SIGINT), ("dp2", 0, signal.SIGTERM), ("dp1", 2, signal.SIGINT),
                 ("dp1", 2, signal.SIGTERM), ("dp2", 1, signal.SIGTERM),
             )
         ),

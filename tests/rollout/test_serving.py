@@ -191,6 +191,7 @@ def contents(root: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @BOTH
 def test_nothing_is_left_behind_over_fifty_rounds(packed):
     """Rounds with ends of all kinds: cancelled, paused, preempted, with new weights, and with sampling of its own."""

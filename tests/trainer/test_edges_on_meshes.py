@@ -129,7 +129,9 @@ def test_the_edge_is_met_and_every_number_is_finite(name, runs):
     assert all(math.isfinite(value) for value in metrics.values()), metrics
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] if mesh in ("tp2", "dp4,tp2") else []) for mesh in MESHES]
+)
 @pytest.mark.parametrize("name", EDGES)
 def test_a_run_at_an_edge_is_the_same_on_every_mesh(name, mesh, runs):
     one, many = runs("dp1")[name], runs(mesh)[name]

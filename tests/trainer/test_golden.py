@@ -73,7 +73,9 @@ def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh,fsdp", [("dp1", False), ("dp2,tp2", False), ("dp2", True)])
+@pytest.mark.parametrize(
+    "mesh,fsdp", [("dp1", False), pytest.param("dp2,tp2", False, marks=pytest.mark.slow), ("dp2", True)]
+)
 def test_three_steps_of_ppo_with_adapters(mesh, fsdp, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert_golden(golden_run(mesh, "lora", fsdp=fsdp), FOLDER / "lora.json", 3, 1e-9)

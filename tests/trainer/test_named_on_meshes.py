@@ -49,6 +49,7 @@ def steps(tmp_path_factory):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_is_the_same_on_every_mesh(name, steps):
     alone, four = (of[name] for of in steps)
