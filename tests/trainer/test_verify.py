@@ -87,6 +87,7 @@ def test_a_wrong_number_in_the_engine_stops_the_run_and_the_model_is_saved(versi
     "mesh, how",
     [
         ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
+        ("sp3", {}),
         ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
         ("dp4", {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
     ],
