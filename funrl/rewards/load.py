@@ -38,12 +38,12 @@ def _loaded(one: NamedReward) -> RewardFunction:
     if verifier is None:
         needs = next((known.fields for known in VERIFIERS.values() if known.source == one.source), ())
         return described_function(loading.load_function("reward", one.source), one.name, needs)
-    if verifier.library:
+    if verifier.package:
         try:
-            importlib.import_module(verifier.library)  # once, before ranks and workers are forked
+            importlib.import_module(verifier.package)  # once, before ranks and workers are forked
         except ImportError as error:
             raise loading.LoadError(
-                f"--reward={one.source} needs {verifier.library.replace('_', '-')} ({error}): "
+                f"--reward={one.source} needs {verifier.package.replace('_', '-')} ({error}): "
                 f"pip install 'funrl[{verifier.extra}]'"
             ) from error
     if one.source == "code":

@@ -24,13 +24,13 @@ class Verifier(NamedTuple):
     Attributes:
       source: "module:function".
       fields: of each tuple, a prompt's record has at least one field.
-      library: module that it imports; "": none but Python's own.
-      extra: of funrl, which installs the library.
+      package: module that it imports; "": none but Python's own.
+      extra: of funrl, which installs the package.
     """
 
     source: str
     fields: tuple[tuple[str, ...], ...] = ()
-    library: str = ""
+    package: str = ""
     extra: str = ""
 
 

@@ -121,18 +121,10 @@ def weighing(
     def measured(told: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None) -> Any:
         if not rates or scores_RK is None:
             return told
-        scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-        scored_PS = scored_R.double().reshape(len(places), -1)
         own_RK = scores_RK[:, : len(reward_weights)].double().cpu()
         score_R = (own_RK * torch.tensor(list(reward_weights), dtype=torch.float64)).nansum(1)
-        rate_PS = (score_R / full).clamp(0, 1).reshape(scored_PS.shape)
-        at, here = torch.from_numpy(np.asarray(places)), torch.from_numpy(np.unique(places))
-        passes, samples = told["passes"].clone(), told["samples"].clone()
-        passes[here] *= KEPT
-        samples[here] *= KEPT
-        passes.index_add_(0, at, (rate_PS * scored_PS).sum(1))
-        samples.index_add_(0, at, scored_PS.sum(1))
-        return {**told, "passes": passes, "samples": samples}
+        scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
+        return {**told, **_counted(told, places, (score_R / full).clamp(0, 1), scored_R.double())}
 
     def observed(told: Any, metrics: Mapping[str, float]) -> Any:
         if function is None:
@@ -143,6 +135,24 @@ def weighing(
         return {**told, "curriculum": _packed(held_out | newest, before["state"])}
 
     return Weighing(init, weights, measured, observed)
+
+
+def _counted(told: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
+    """The passes and samples of all prompts with those of some more rows.
+
+    Args:
+      told: those before.
+      places: [P] numbers of the prompts whose rows these are, as many of each, one prompt after the other.
+      rate_R, scored_R: pass rates of the rows, and 1 where a row has a score, else 0.
+    """
+    scored_PS = scored_R.reshape(len(places), -1)
+    at, here = torch.from_numpy(np.asarray(places)), torch.from_numpy(np.unique(places))
+    passes, samples = told["passes"].clone(), told["samples"].clone()
+    passes[here] *= KEPT
+    samples[here] *= KEPT
+    passes.index_add_(0, at, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))
+    samples.index_add_(0, at, scored_PS.sum(1))
+    return {"passes": passes, "samples": samples}
 
 
 def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:

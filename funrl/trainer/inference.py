@@ -48,11 +48,12 @@ from funrl.trainer.job_data import (
     rewarded_task,
 )
 from funrl.trainer.job_source import generation_of
+from funrl.trainer.observing import Show
 from funrl.trainer.prompt_data import format_of, with_chat_template
 from funrl.trainer.roles import RoleState
 from funrl.trainer.settings import Settings, check_values
 from funrl.trainer.sharding import rank_memory
-from funrl.trainer.sources import EVAL_SEED, Show, prompt_source
+from funrl.trainer.sources import EVAL_SEED, prompt_source
 from funrl.trainer.state import State
 
 ALL = 1 << 31  # prompts, where no number says how many

@@ -19,8 +19,8 @@ class WarmstartObserver(Protocol):
     def supervised(self, step: int, steps: int, metrics: dict[str, float]) -> None: ...
 
 
-class Observer(WarmstartObserver, Protocol):
-    """Observer of a run, which shows and writes what happens. Every rank has one; that of rank 0 shows it."""
+class Show(Protocol):
+    """Observer of a source's completions and remarks."""
 
     def samples(
         self,
@@ -34,6 +34,12 @@ class Observer(WarmstartObserver, Protocol):
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
         """Take some more rows of an evaluation's table."""
         ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Observer(WarmstartObserver, Show, Protocol):
+    """Observer of a run, which shows and writes what happens. Every rank has one; that of rank 0 shows it."""
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 

@@ -29,10 +29,10 @@ from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.clock import Clock
 from funrl.trainer.generation import Example, Rollout, generating_ranks, to_rows
+from funrl.trainer.observing import Show
 from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.sources import (
     Generation,
-    Show,
     Source,
     chosen_rows,
     failed_rows,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from funrl.seeds import derived_seed
 from funrl.trainer.advantage_phase import advantages
 from funrl.trainer.clock import Clock
 from funrl.trainer.curriculum import UNWEIGHTED, Weighing
-from funrl.trainer.evaluation import EvalRow, evaluated, metrics_of, parts_of_scores, table_of
+from funrl.trainer.evaluation import evaluated, metrics_of, parts_of_scores, table_of
 from funrl.trainer.generation import Example, Rollout, first_texts, to_rows
 from funrl.trainer.learn import denominators
 from funrl.trainer.micro import own_micro_batches, row_cost
+from funrl.trainer.observing import Show
 from funrl.trainer.roles import Role, RoleState, weights_of
 from funrl.trainer.row_shards import HeldRows
 from funrl.trainer.score import score
@@ -56,23 +57,6 @@ class Source(NamedTuple):
     restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     spread: bool = False
-
-
-class Show(Protocol):
-    """Observer of a source's completions and remarks."""
-
-    def samples(
-        self,
-        step: int,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        scores: Sequence[float | None],
-        parts: Sequence[Mapping[str, float]],
-    ) -> None: ...
-
-    def evaluated(self, rows: Sequence[EvalRow]) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 class Generation(NamedTuple):

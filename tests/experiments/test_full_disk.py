@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 
 import pytest
+from disks import mounted
 
 import funrl
 from funrl.experiments.run import main
@@ -22,15 +23,8 @@ TINY = (
 @pytest.fixture
 def small_disk(tmp_path):
     """A disk of 3 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "3m") as folder:
+        yield folder
 
 
 @pytest.fixture(autouse=True)

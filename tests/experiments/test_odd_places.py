@@ -3,11 +3,11 @@
 import json
 import os
 import pwd
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+from disks import mounted
 
 from funrl.compiled_kernels import kernel_library
 from funrl.experiments.run import main
@@ -35,16 +35,9 @@ def homeless(monkeypatch):
 @pytest.fixture
 def full_disk(tmp_path):
     """A disk without a free byte."""
-    folder = tmp_path / "full"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-    (folder / "filler").write_bytes(bytes(4096))
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with mounted(tmp_path / "full", "4k") as folder:
+        (folder / "filler").write_bytes(bytes(4096))
+        yield folder
 
 
 def run(tmp_path, monkeypatch, temporary, *flags):

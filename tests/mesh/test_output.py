@@ -65,3 +65,4 @@ def test_a_stream_that_is_closed_is_no_error(monkeypatch):
         print("to nobody")
         sys.stdout.writelines(["nor", "this"])
         sys.stdout.flush()
+        assert isinstance(sys.stdout, LastingStream) and sys.stdout.closed

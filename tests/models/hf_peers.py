@@ -4,7 +4,8 @@ import torch
 import transformers
 from paged_rows import Rows
 
-from funrl.models import Config, Inputs
+from funrl import trees
+from funrl.models import Config, Inputs, hf
 from funrl.models.model import Model
 
 SMALL = {
@@ -69,3 +70,24 @@ def greedy_of(peer, tokens_BT, count):
     """The same by the peer's own `generate`."""
     with torch.no_grad():
         return peer.generate(tokens_BT, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def assert_peer(raw, folder, new_tokens):
+    """A model has transformers' logits and greedy tokens, and the files of each are read by the other."""
+    peer = peer_of(raw, folder / "theirs")
+    model, params = hf.load(folder / "theirs")
+    tokens_BT = tokens_of(model.config)
+    with torch.no_grad():
+        expected = peer(tokens_BT).logits
+    assert expected.std() > 0.03
+    assert (logits_of(model, params, tokens_BT) - expected).abs().max() < 2e-5
+    begins_BS = tokens_BT[:2, :9]
+    assert torch.equal(greedy(model, params, begins_BS, new_tokens), greedy_of(peer, begins_BS, new_tokens))
+
+    hf.save(folder / "ours", model, params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens_BT).logits, expected)
+    model_again, params_again = hf.load(folder / "ours")
+    assert model_again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from hf_peers import SMALL, greedy, greedy_of, logits_of, peer_of, random_weights, tokens_of
+from hf_peers import SMALL, assert_peer, peer_of, random_weights, tokens_of
 
 from funrl import trees
 from funrl.batch import Batch
@@ -68,22 +68,7 @@ CAPPED = [name for name in CONFIGS if "softcapping" in str(CONFIGS[name])]
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_greedy_tokens_and_round_trip(name, tmp_path):
-    peer = peer_of(CONFIGS[name], tmp_path / "theirs")
-    model, params = hf.load(tmp_path / "theirs")
-    tokens_BT = tokens_of(model.config)
-    with torch.no_grad():
-        expected = peer(tokens_BT).logits
-    assert expected.std() > 0.03
-    assert (logits_of(model, params, tokens_BT) - expected).abs().max() < 2e-5
-    assert torch.equal(greedy(model, params, tokens_BT[:2, :9], 32), greedy_of(peer, tokens_BT[:2, :9], 32))
-
-    hf.save(tmp_path / "ours", model, params)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    with torch.no_grad():
-        assert torch.equal(again(tokens_BT).logits, expected)
-    model_again, params_again = hf.load(tmp_path / "ours")
-    assert model_again.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
+    assert_peer(CONFIGS[name], tmp_path, new_tokens=32)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

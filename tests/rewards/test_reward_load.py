@@ -47,7 +47,7 @@ def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
 
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_every_verifier_loads_or_says_what_to_install(name, monkeypatch):
-    library, extra = VERIFIERS[name].library, VERIFIERS[name].extra
+    library, extra = VERIFIERS[name].package, VERIFIERS[name].extra
     if library:
         with monkeypatch.context() as without:
             without.setitem(sys.modules, library, None)
