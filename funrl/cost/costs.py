@@ -287,6 +287,8 @@ class Tracer(TorchDispatchMode):
         if not x.is_floating_point():
             return "batch"
         if func.namespace == "_c10d_functional":
+            if x.dim() > 2:  # hidden states of a row, that tensor ranks gather or sum
+                return "activations"
             summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
             return "gradients" if summed else "staging"
         if func is aten.cat.default and x.dim() == 1:

@@ -37,7 +37,7 @@ from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.router_losses import RouterLosses
 from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import goes_round, stored_rules
+from funrl.trainer.sharding import goes_round, splits_residual, stored_rules
 from funrl.trainer.state import State
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -90,7 +90,8 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     def placed(name: str, model: Model) -> Placed:
         layer = rematerialized(with_form(layer_of(model), settings.sequence_parallel), settings.remat)
         replay = settings.router_replay and name == "policy"
-        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay)
+        split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
 
     begin = placed(job.lead, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}

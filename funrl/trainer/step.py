@@ -109,7 +109,7 @@ def gradient(
         beat()
         found = _joined(found, numerators, metrics)
     assert found is not None
-    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh)
+    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     return grads, *_values(role, sums, found[1], metrics, denominators)
 
