@@ -67,14 +67,14 @@ def worst(mesh_text, k, normalized=True, split=False):
     out, grads, d_x = expected(k, normalized)
     params, x_TD, g_TD = weights()
     sizes = parse(mesh_text)
-    tokens, parts = sizes["data"] * sizes["expert"], sizes["tensor"] if split else 1
+    tokens, shares = sizes["data"] * sizes["expert"], sizes["tensor"] if split else 1
     layouts = rules.layouts(params, AXES, rules.COMPUTE, sizes)
     partial = rules.partial_axes(params, AXES, rules.SPLIT_RESIDUAL if split else {})
 
     def own(x, rank):
         at = coordinates(sizes, rank)
         group = x.chunk(tokens)[at["data"] * sizes["expert"] + at["expert"]]
-        return group.chunk(parts)[at["tensor"] % parts].clone()
+        return group.chunk(shares)[at["tensor"] % shares].clone()
 
     with simulate(mesh_text) as mesh:
         mine = trees.map(lambda x: x.requires_grad_(), scatter(params, layouts))

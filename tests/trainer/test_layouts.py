@@ -18,7 +18,12 @@ LAYOUTS = {
     "dp4 fully sharded": {"mesh": "dp4", "fsdp": True},
     "dp2,tp2 fully sharded": {"mesh": "dp2,tp2", "fsdp": True},
     "dp2,tp2 fully sharded to tp4": {"mesh": "dp2,tp2", "fsdp": True, "generate_mesh": "tp4", "remat": "selective"},
-    "dp2,tp2 policy and critic fully sharded": {"mesh": "dp2,tp2", "fsdp": True, "fsdp_models": "policy,critic", **SPLIT},
+    "dp2,tp2 policy and critic fully sharded": {
+        "mesh": "dp2,tp2",
+        "fsdp": True,
+        "fsdp_models": "policy,critic",
+        **SPLIT,
+    },
     "dp4 reference fully sharded": {"mesh": "dp4", "fsdp": True, "fsdp_models": "reference"},
     "dp2,ep2 critic sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep", "fsdp_models": "critic"},
     "dp2,tp2 computed again": {"mesh": "dp2,tp2", "remat": "full", **SPLIT},
