@@ -24,7 +24,6 @@ from funrl.models.fsdp import gathered
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.routing import Load
 from funrl.models.sequence_parallel import AXIS as SEQUENCE
-from funrl.models.split_residual import AXIS as TENSOR
 from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
 
@@ -70,7 +69,7 @@ class Placed:
     @property
     def multiple(self) -> int:
         """Number of tokens that the length of a packed row is a multiple of."""
-        return self.mesh.size((SEQUENCE, TENSOR) if self.splits else SEQUENCE)
+        return self.mesh.size((SEQUENCE, "tensor") if self.splits else SEQUENCE)
 
     def token_scores(
         self,
@@ -138,7 +137,7 @@ class Placed:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         value_Bt = self.model.value(weights, self._apply(weights, batch).hidden)
-        over = (SEQUENCE, TENSOR) if self._splits(batch) else SEQUENCE
+        over = (SEQUENCE, "tensor") if self._splits(batch) else SEQUENCE
         return _shifted(gather_replicated(value_Bt, self.mesh, over, 1), batch)
 
     def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
@@ -278,7 +277,7 @@ def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
     Raises:
       ModelError: the tokens do not divide over the ranks that share them.
     """
-    T, ranks = inputs.tokens.shape[1], mesh.size((SEQUENCE, TENSOR) if inputs.split else SEQUENCE)
+    T, ranks = inputs.tokens.shape[1], mesh.size((SEQUENCE, "tensor") if inputs.split else SEQUENCE)
     if T % ranks:
         raise ModelError(f"a row of {T} tokens does not divide over the mesh {mesh}: pad it to a multiple of {ranks}")
     if mesh.size(SEQUENCE) == 1:

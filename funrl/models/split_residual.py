@@ -23,24 +23,22 @@ from torch import Tensor
 from funrl.mesh.collectives import all_gather, gather_replicated, own_shard, pbroadcast, psum, psum_scatter
 from funrl.mesh.mesh import Mesh
 
-AXIS = "tensor"
-
 
 def enter(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
-    """What a half of a layer works on: all tokens of the stream; its gradient comes in parts from the tensor ranks."""
-    return all_gather(x_BTD, mesh, AXIS, 1) if split else pbroadcast(x_BTD, mesh, AXIS)
+    """All tokens of the stream, which a half of a layer begins with; the tensor ranks have parts of their gradient."""
+    return all_gather(x_BTD, mesh, "tensor", 1) if split else pbroadcast(x_BTD, mesh, "tensor")
 
 
 def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """The sum of what the tensor ranks have made of all tokens: of those that a rank has of the stream."""
-    return psum_scatter(x_BTD, mesh, AXIS, 1) if split else psum(x_BTD, mesh, AXIS)
+    return psum_scatter(x_BTD, mesh, "tensor", 1) if split else psum(x_BTD, mesh, "tensor")
 
 
 def own_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """This rank's tokens of what all tensor ranks have made alike."""
-    return own_shard(x_BTD, mesh, AXIS, 1) if split else x_BTD
+    return own_shard(x_BTD, mesh, "tensor", 1) if split else x_BTD
 
 
 def all_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """All tokens, for a use that is the same on every tensor rank."""
-    return gather_replicated(x_BTD, mesh, AXIS, 1) if split else x_BTD
+    return gather_replicated(x_BTD, mesh, "tensor", 1) if split else x_BTD

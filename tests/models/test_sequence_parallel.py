@@ -3,6 +3,7 @@ float64; a wrong collective is found."""
 
 import functools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,15 @@ from funrl.mesh.rules import shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.mesh.sums import sum_rest
 from funrl.models import (
-    Config, ModelError, decoder_model, place, placed, rematerialized, ring_attention, with_value_head,
-)  # fmt: skip
+    Config,
+    ModelError,
+    decoder_model,
+    place,
+    placed,
+    rematerialized,
+    ring_attention,
+    with_value_head,
+)
 from funrl.models import sequence_parallel as sequence
 from funrl.models import split_residual as residual
 from funrl.models.lora import PROJECTIONS, with_lora
@@ -90,8 +98,9 @@ def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
 
 
 def config(heads, kv_heads, **more):
-    sizes = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16, "family": "qwen3", "qk_norm": True}
-    return Config(heads=heads, kv_heads=kv_heads, **sizes | {"attention_bias": True, "output_bias": True} | more)
+    sizes: dict[str, Any] = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16, "family": "qwen3"}
+    sizes |= {"qk_norm": True, "attention_bias": True, "output_bias": True}
+    return Config(heads=heads, kv_heads=kv_heads, **sizes | more)
 
 
 def packed():
@@ -218,7 +227,7 @@ OF_THE_RESIDUAL = {
     "the last norm's gradients are summed": (residual, "gather_replicated", all_gather),
     "norms' gradients are not summed": (placed, "SPLIT_RESIDUAL", {"value": "tensor"}),
     "the value head's gradients are not summed": (placed, "SPLIT_RESIDUAL", {"norm": "tensor"}),
-    "those of norms of heads are summed twice": (placed, "SPLIT_RESIDUAL", rules.SPLIT_RESIDUAL | {"head": "tensor"}),
+    "those of norms of heads are summed twice": (placed, "SPLIT_RESIDUAL", {**rules.SPLIT_RESIDUAL, "head": "tensor"}),
 }
 
 
@@ -264,7 +273,7 @@ def kept_streams(splits, mode):
         params = trees.map(lambda x: x.requires_grad_(), params)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             found = one.token_scores(params, packed())  # held until autograd's notes are counted
-    assert found.logp.requires_grad
+    assert found.logp is not None and found.logp.requires_grad
     counts = Counter(kept.values())
     return counts[T], counts[T // 4]
 
