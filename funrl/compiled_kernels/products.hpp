@@ -72,6 +72,7 @@ void multiply(const T* x, int rows, int64_t K, const T* packed, int64_t panels, 
     }
   };
 #ifdef FUNRL_TILES
+  static_assert(BLOCK_ROWS <= 4 * TILE_MOST_ROWS);
   if constexpr (Product<T>::terms == 2)
     if (tiles_allowed()) {
       const Tiles tiles(rows);
