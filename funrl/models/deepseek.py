@@ -7,17 +7,17 @@ from typing import Any
 
 from funrl.models.sizes import Experts, Latent, ModelError
 
-DEFAULTS = {
+FIELD_DEFAULTS = {
     "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3, "kv_lora_rank": 512,
     "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
 }  # fmt: skip
-SUPPORTED = {
+FIELDS_SUPPORTED = {
     "sliding_window": (None,), "layer_types": (None,), "attention_bias": (False, None), "moe_layer_freq": (1, None),
     "scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None),
 }  # fmt: skip
-NAMES = {
+WEIGHT_NAMES = {
     "q_a": "self_attn.q_a_proj.weight",
     "q_a_norm": "self_attn.q_a_layernorm.weight",
     "q_b": "self_attn.q_b_proj.weight",

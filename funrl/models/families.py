@@ -354,8 +354,8 @@ FAMILIES: Mapping[str, HFFamily] = {
         }, supported=_NO_WINDOW | {"clip_qkv": (None,)}, read=_read_olmoe, write=_write_olmoe,
     )._replace(classifier=None, token_classifier=None),
     "deepseek_v3": _family(
-        "DeepseekV3", deepseek.DEFAULTS, supported=deepseek.SUPPORTED, read=deepseek.read_deepseek_v3,
-        write=deepseek.write_deepseek_v3, rope_types=("default", "yarn"), names=deepseek.NAMES,
+        "DeepseekV3", deepseek.FIELD_DEFAULTS, supported=deepseek.FIELDS_SUPPORTED, read=deepseek.read_deepseek_v3,
+        write=deepseek.write_deepseek_v3, rope_types=("default", "yarn"), names=deepseek.WEIGHT_NAMES,
     ),
     "gemma2": _family(
         "Gemma2", _GEMMA | {

@@ -136,7 +136,13 @@ def test_projections_are_named_as_in_peft():
             targets_of(text, MODEL)
     with pytest.raises(ModelError, match="a projection is named twice"):
         targets_of("qkv_proj,k_proj", phi)
-    experts = {"kv_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    experts = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     deepseek = decoder_model(config_from_hf(SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 6, **experts}))
     assert targets_of("gate_proj,kv_b_proj", deepseek) == ("gate", "kv_b", "shared_gate")  # and no routed expert's
     with pytest.raises(ModelError, match=r"kv_a_proj_with_mqa.*; its routers and routed experts take no adapters"):
