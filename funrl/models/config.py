@@ -372,14 +372,16 @@ def _rope(
     if kind == "default":
         return theta, None
     wanted = _ROPE_FIELDS[kind]
-    rope = (_YARN if kind == "yarn" else {}) | {field: value for field, value in rope.items() if value is not None}
-    missing = [field for field in wanted.values() if field not in rope]
+    given: dict[str, Any] = dict(_YARN) if kind == "yarn" else {}
+    given |= {field: value for field, value in rope.items() if value is not None}
+    missing = [field for field in wanted.values() if field not in given]
     if missing:
         raise ModelError(f"{name}.{missing[0]} is missing; rope_type {kind!r} needs it")
-    if kind == "yarn" and (rope.get("attention_factor") is not None or not rope.get("truncate", True)):
-        given = "attention_factor" if "attention_factor" in rope else "truncate"
-        raise ModelError(f"{name}.{given} is {rope[given]!r}, supported is yarn without it")
-    return theta, RopeScaling(kind, **{ours: rope[theirs] for ours, theirs in wanted.items()})
+    if kind == "yarn" and "attention_factor" in given:
+        raise ModelError(f"{name}.attention_factor is {given['attention_factor']!r}, supported is None")
+    if kind == "yarn" and not given.get("truncate", True):
+        raise ModelError(f"{name}.truncate is {given['truncate']!r}, supported is True")
+    return theta, RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
 
 
 _ORIGINAL = {"factor": "factor", "original": "original_max_position_embeddings"}

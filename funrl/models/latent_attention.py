@@ -87,7 +87,7 @@ def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, rope
 
 
 def _latent(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, rope: Rotary) -> Tensor:
-    """What keys and values are made of, [B, T, kv_rank + rope]; the part of the keys that turns is rotated already."""
+    """Origin of keys and values, [B, T, kv_rank + rope]; the part of the keys that turns is rotated already."""
     plain, turning = multiply(h_BTD, params["kv_a"]).split((latent.kv_rank, latent.rope), -1)
     both_BTR = torch.cat((rms_norm(plain, params["kv_a_norm"], NORM_EPS), turning), -1)
     plain, turning = pbroadcast(both_BTR, mesh, "tensor").split((latent.kv_rank, latent.rope), -1)

@@ -79,21 +79,24 @@ def route(
     """
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     scores_TE = wide_TE.softmax(-1) if experts.scoring == "softmax" else wide_TE.sigmoid()
-    if ids_TK is None:
-        wanted_TE = scores_TE.detach()
-        wanted_TE = wanted_TE if bias_E is None else wanted_TE + bias_E.detach().to(wanted_TE.dtype)
-        ids_TK = _choose(_of_best_groups(wanted_TE, experts.groups, experts.chosen_groups), experts.per_token)
-    top_TK = scores_TE.gather(-1, ids_TK)
+    chosen_TK = _chosen(experts, scores_TE.detach(), bias_E) if ids_TK is None else ids_TK
+    top_TK = scores_TE.gather(-1, chosen_TK)
     if experts.normalized:
         total_T1 = top_TK.sum(-1, keepdim=True)
         top_TK = top_TK / (total_T1 if experts.scoring == "softmax" else total_T1 + 1e-20)  # each may be 0
     top_TK = top_TK if experts.scale == 1 else top_TK * experts.scale
     probs_TE = scores_TE if experts.scoring == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-    return Routes(top_TK.to(dtype), ids_TK, probs_TE, logits_TE)
+    return Routes(top_TK.to(dtype), chosen_TK, probs_TE, logits_TE)
+
+
+def _chosen(experts: Experts, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Numbers of the experts of each token, [T, k]."""
+    wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E.detach().to(scores_TE.dtype)
+    return _choose(_of_best_groups(wanted_TE, experts.groups, experts.chosen_groups), experts.per_token)
 
 
 def _of_best_groups(wanted_TE: Tensor, groups: int, chosen: int) -> Tensor:
-    """What experts are chosen by, -inf but in the groups whose two best are best together."""
+    """Numbers that experts are chosen by, -inf but in the groups whose two best are best together."""
     if groups == chosen:
         return wanted_TE
     wanted_TGE = wanted_TE.unflatten(-1, (groups, -1))
