@@ -246,7 +246,7 @@ def test_torchs_kernel_is_called_as_it_wants(window, scale):
     q, k, v, cache, paging = scene(PASSES["all together"])
     (expected, *caches), _ = both(q, k, v, cache, paging, window, scale=scale)
     _, _, table, offsets, ends, groups = paging
-    out = kernels._by_kernel(published, q, *caches, table, offsets, ends, groups, window or 0, scale or 0.0)
+    out = kernels.by_torch(published, q, *caches, table, offsets, ends, groups, window or 0, scale or 0.0)
     assert (out - expected).abs().max() < 1e-12
 
 
@@ -265,7 +265,7 @@ def test_torchs_kernel_takes_pages():
 
     q, _, _, cache, (_, _, *rest) = scene([(1, 300), (5, 800)], page=256, size=64, dtype=torch.bfloat16)
     for window in (0, 100):
-        out = kernels._by_kernel(on_a_gpu, q, *cache, *rest, window, 0.2)
+        out = kernels.by_torch(on_a_gpu, q, *cache, *rest, window, 0.2)
         assert out.shape == q.shape and out.is_cuda and out.dtype == torch.bfloat16
 
 
