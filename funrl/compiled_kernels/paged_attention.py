@@ -121,8 +121,8 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
-    On CUDA and ROCm 16-bit tensors go to the kernel that `paged_kernel` finds, which knows no cap, where pages and heads
-    are of a size that it takes; everything else is gathered group by group. Without a gradient.
+    On CUDA and ROCm 16-bit tensors go to the kernel that `paged_kernel` finds, which knows no cap, where it takes pages
+    and heads of their size; everything else is gathered group by group. Without a gradient.
 
     Args:
       q_NHD, k_NKD, v_NKD: of the new tokens; K divides H, query head h uses key-value head h // (H / K).
@@ -230,8 +230,8 @@ def paged_kernel() -> Callable[..., Tensor] | None:
         flash = None
     if flash is None or "block_table" not in inspect.signature(flash).parameters:
         log.warning(
-            "attention over pages on the GPU gathers them, which is slow: torch %s has no kernel for it (2.12 has), nor "
-            "is there a flash-attn with one",
+            "attention over pages on the GPU gathers them, which is slow: torch %s has no kernel for it (2.12 has), "
+            "and there is no flash-attn with one",
             torch.__version__,
         )
         return None

@@ -24,8 +24,8 @@ class DecodeState(NamedTuple):
 
     Attributes:
       tokens_S: int64, the last token of each, whose keys and values are not computed yet.
-      numbers_CS: int64: tokens of the sequence, those of its prompt, those at which it ends, its seed, the number of the
-        way in which it is drawn, whether it has ended, its stop tokens.
+      numbers_CS: int64: tokens of the sequence, those of its prompt, those at which it ends, its seed, the number of
+        the way in which it is drawn, whether it has ended, its stop tokens.
       table_SP: int32, its pages in order.
     """
 

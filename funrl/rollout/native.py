@@ -207,9 +207,9 @@ class NativeEngine:
 
     def cost(self) -> EngineCost:
         """Memory of its cache, and counts of its work."""
-        s, backend = self._scheduler, self._backend
+        s, backend, spare = self._scheduler, self._backend, self._pages > 0 and self._static is not None
         return EngineCost(
-            cache_bytes=(self._pages + (self._static is not None and self._pages > 0)) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
+            cache_bytes=(self._pages + spare) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
             used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
             prefilled=s.prefilled, cached=s.cached, decoded=self._flights.decoded, preempted=s.preempted,
             drafted=self._flights.drafted, accepted=self._flights.accepted,
