@@ -394,7 +394,7 @@ def _project(h_BTD: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
     found_BTD = _embedding(config, w_VD, tokens_BT, mesh)
     # Rounded to the dtype before, as in transformers.
-    return found_BTD if config.embed_scale == 1 else found_BTD * found_BTD.new_tensor(config.embed_scale)
+    return found_BTD if config.embed_scale == 1 else found_BTD * found_BTD.new_full((), config.embed_scale)
 
 
 def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
