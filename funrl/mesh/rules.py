@@ -31,7 +31,7 @@ class IfDivides(str):
 
 
 # Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts and router [E], rank of adapters
-# [R]; norms are ("norm",).
+# [R]; norms are ("norm",). What latent attention makes of hidden states is "latent", "embed" as an in dim.
 COMPUTE: Rules = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -42,6 +42,7 @@ COMPUTE: Rules = {
     "embed": None,
     "expert_embed": None,
     "head": None,
+    "latent": None,
     "norm": None,
     "value": None,
     "rank": None,
@@ -49,7 +50,7 @@ COMPUTE: Rules = {
 STORED: Rules = dict(COMPUTE)
 # Where the residual stream is split over `tensor`: axes of weights that work on a rank's part of the tokens there, and
 # what their gradients are to be summed over because of it. All others see every token.
-SPLIT_RESIDUAL: Rules = {"norm": "tensor", "router": "tensor", "value": "tensor"}
+SPLIT_RESIDUAL: Rules = {"latent": "tensor", "norm": "tensor", "router": "tensor", "value": "tensor"}
 GENERATE: Rules = {**COMPUTE, "experts": None}  # ranks of `expert` generate other rows, each with all experts
 
 

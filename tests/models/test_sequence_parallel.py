@@ -31,8 +31,9 @@ from funrl.models import (
 )
 from funrl.models import sequence_parallel as sequence
 from funrl.models import split_residual as residual
-from funrl.models.lora import PROJECTIONS, with_lora
+from funrl.models.lora import targets_of, with_lora
 from funrl.models.model import Lora
+from funrl.models.sizes import Latent
 
 OFFSETS = torch.tensor([0, 5, 5, 24, 25, 34, 34], dtype=torch.int32)  # borders of all ranks but one are within segments
 T = 36  # of which two are padding
@@ -127,7 +128,8 @@ WEIGHTS = draw(3, 1, T, seed=3)
 
 def places_on(mesh, sizes, adapted=False, splits=False):
     model = decoder_model(sizes)
-    models = {"policy": with_lora(model, Lora(2, 3.0, PROJECTIONS)) if adapted else model}
+    adapters = Lora(2, 3.0, targets_of("all-linear", model)) if adapted else None
+    models = {"policy": model if adapters is None else with_lora(model, adapters)}
     models["critic"] = with_value_head(model, 2, bias=True)
     return {name: place(one, mesh, dtype=torch.float64, splits=splits) for name, one in models.items()}
 
@@ -192,8 +194,12 @@ def test_scores_values_and_gradients_are_those_of_one_device(case):
     assert max(gaps(*SPLITS[case])) < 1e-9
 
 
-def test_so_are_those_of_adapters():
-    assert max(gaps("tp2", config(4, 2), splits=True, adapted=True)) < 1e-9
+LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "output_bias": False, "head": 6}
+
+
+@pytest.mark.parametrize("sizes", [config(4, 2), config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5))])
+def test_so_are_those_of_adapters(sizes):
+    assert max(gaps("tp2", sizes, splits=True, adapted=True)) < 1e-9
 
 
 def unchanged(x, mesh, axes, split, concat):
