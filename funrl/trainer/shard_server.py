@@ -57,7 +57,7 @@ class Array(NamedTuple):
 
     Attributes:
       dtype: its name in zarr, such as "bfloat16".
-      chunk: shape of its chunks; it divides `shape`. () where it is not known.
+      chunk: shape of its chunks, of which the last in a dim may be cut. () where it is not known.
       scalar: a number rather than a tensor.
     """
 
