@@ -7,10 +7,14 @@ as `LARGEST_BYTES` go, which is what a rank may hold of it.
 
 from __future__ import annotations
 
+from funrl.mesh.plan import RANKS_PER_NODE
+
 PIECE_BYTES = 1 << 20
 LARGEST_BYTES = 1 << 30
 
 
 def message_bytes(ranks: int, least: int) -> int:
-    """Bytes of a message over some ranks: `least`, or as many more as their pieces need."""
+    """Bytes of a message over some ranks: `least`, or where they are of several nodes what their pieces need."""
+    if ranks <= RANKS_PER_NODE:
+        return least
     return max(least, min(ranks * PIECE_BYTES, LARGEST_BYTES))

@@ -29,7 +29,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.models import gather_buffers
+from funrl.mesh.message_sizes import message_bytes
 from funrl.models.gather_buffers import (
     Buffers,
     Place,
@@ -129,7 +129,7 @@ def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
       itemsize: bytes of a number that is sent.
     """
     pairs = [(trees.leaves(have), trees.leaves(want)) for have, want in zip(stored, compute, strict=True)]
-    if not any(have and have[0].world > gather_buffers.RANKS_PER_NODE for have, _ in pairs):
+    if not any(have and message_bytes(have[0].world, 0) for have, _ in pairs):
         return 1
     kinds = dict.fromkeys((tuple(have), tuple(want)) for have, want in pairs)
     found = [buffers_of(("a weight of a layer",) * len(have), have, want, (True,) * len(have)) for have, want in kinds]

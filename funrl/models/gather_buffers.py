@@ -15,7 +15,6 @@ from torch import Tensor
 
 from funrl.mesh.mesh import AXES
 from funrl.mesh.message_sizes import LARGEST_BYTES, message_bytes
-from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.rules import Layout, gather_axes
 
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
@@ -115,13 +114,12 @@ def layers_together(buffers: Buffers, itemsize: int) -> int:
       buffers: of one layer.
       itemsize: bytes of a number that is sent.
     """
-    far = [bucket for bucket in buffers.buckets if bucket.ranks > RANKS_PER_NODE]
+    sizes = [(message_bytes(one.ranks, 0), one.elements * one.ranks * itemsize) for one in buffers.buckets]
+    far = [(wanted, nbytes) for wanted, nbytes in sizes if wanted]
     if not far:
         return 1
-    wanted = message_bytes(max(bucket.ranks for bucket in far), 0)
-    largest = max(bucket.elements * bucket.ranks for bucket in far) * itemsize
-    whole = sum(bucket.elements * bucket.ranks for bucket in buffers.buckets) * itemsize
-    return max(1, min(-(-wanted // largest), LARGEST_BYTES // whole))
+    wanted, largest = max(far, key=lambda pair: pair[1])
+    return max(1, min(-(-wanted // largest), LARGEST_BYTES // sum(nbytes for _, nbytes in sizes)))
 
 
 def slot(flat: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:

@@ -22,8 +22,8 @@ from funrl.models.hf import weight_reader
 from funrl.models.model import Model
 from funrl.models.weight_files import weight_tables
 
-WINDOW_BYTES = 512 << 20  # of a rank's parts that are made at once
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TOGETHER_BYTES = 512 << 20  # of a rank's parts that are made at once
+FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_shared(path: str | Path, model: Model, dtype: torch.dtype, mesh: Mesh, layouts: trees.Tree) -> trees.Tree:
@@ -49,7 +49,7 @@ def load_shared(path: str | Path, model: Model, dtype: torch.dtype, mesh: Mesh, 
 def sent_dtype(path: str | Path, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which ranks exchange weights: that of the files where it is narrower than the one that is wanted."""
     kinds = {entry["dtype"] for table in weight_tables(Path(path)).values() for entry in table.values()}
-    stored = DTYPES.get(next(iter(kinds)), dtype) if len(kinds) == 1 else dtype
+    stored = FILE_DTYPES.get(next(iter(kinds)), dtype) if len(kinds) == 1 else dtype
     return stored if stored.itemsize < dtype.itemsize else dtype
 
 
@@ -61,10 +61,10 @@ def reading_layout(layout: Layout) -> Layout:
     """
     sizes = {axis: size for axis, size in zip(AXES, layout.sizes, strict=True) if size > 1}
     spec: list[tuple[str, ...]] = []
-    for length, axes in zip(layout.shape, layout.spec, strict=True):
-        own, parts = [], 1
+    for dim, (length, axes) in enumerate(zip(layout.shape, layout.spec, strict=True)):
+        own, parts, last = [], 1, dim == len(layout.shape) - 1
         for axis in (*axes, *sizes):
-            if axis in sizes and parts < length:
+            if axis in sizes and (parts < length or last):  # where there are more ranks than numbers some read nothing
                 own.append(axis)
                 parts *= sizes.pop(axis)
         spec.append(tuple(own))
@@ -84,7 +84,7 @@ def _windows(targets: dict[str, Layout], itemsize: int) -> Iterator[list[str]]:
     nbytes = 0
     for name, layout in targets.items():
         size = volume(layout.box(0)) * itemsize
-        if window and nbytes + size > WINDOW_BYTES:
+        if window and nbytes + size > TOGETHER_BYTES:
             yield window
             window, nbytes = [], 0
         window.append(name)

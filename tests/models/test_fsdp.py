@@ -252,7 +252,7 @@ def _together(params, mesh):
     stored, compute = (trees.leaves(tree["layers"][0]) for tree in (placed.stored, placed.compute))
     buffers = gather_buffers.buffers_of(("",) * len(stored), tuple(stored), tuple(compute), (True,) * len(stored))
     piece = 8 * buffers.buckets[0].elements
-    gather_buffers.RANKS_PER_NODE, message_sizes.PIECE_BYTES = 1, 3 * piece // 2
+    message_sizes.RANKS_PER_NODE, message_sizes.PIECE_BYTES = 1, 3 * piece // 2
     sent, starts = [], {name: getattr(collectives, f"start_{name}") for name in ("all_gather", "psum_scatter")}
 
     def watched(name, x, mesh, axes):
