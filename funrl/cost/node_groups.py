@@ -2,7 +2,7 @@
 
 Inside of a node gathers are an order of magnitude faster than between nodes, and what goes between nodes is then one
 sum of gradients a step. Shards are larger: a node holds all weights. No new axis is needed for it: `ep` of a model
-without experts splits rows as `dp` does, and lies inside of it. What is found depends on flags, the model's config.json
+without experts splits rows as `dp` does, inside of it. What is found depends on flags, the model's config.json
 and the table of hardware alone, so that all ranks find the same.
 """
 
