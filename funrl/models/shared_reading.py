@@ -1,12 +1,14 @@
 """Weights of a Hugging Face directory, each byte of which one rank reads, whoever needs it.
 
 Files are read in contiguous parts, as many as there are ranks, whatever the layout: a shard of columns, or a copy for
-every rank, is made of them by the ranks themselves. Some tensors go at a time, so that no more of them is held twice.
+every rank, is made of them by the ranks themselves. Some tensors go at a time, so that no more of them is held twice,
+in one exchange of all ranks. As every number is read by one rank, each knows by itself what it sends and receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.mesh.collectives import ragged_all_to_all
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.mesh.plan import plan, volume
-from funrl.mesh.reshard import reshard
+from funrl.mesh.plan import Box, slices, volume
 from funrl.mesh.rules import Layout
 from funrl.models.hf import weight_reader
 from funrl.models.model import Model
@@ -24,6 +26,7 @@ from funrl.models.weight_files import weight_tables
 
 TOGETHER_BYTES = 512 << 20  # of a rank's parts that are made at once
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+Slices = tuple[slice, ...]
 
 
 def load_shared(path: str | Path, model: Model, dtype: torch.dtype, mesh: Mesh, layouts: trees.Tree) -> trees.Tree:
@@ -41,8 +44,7 @@ def load_shared(path: str | Path, model: Model, dtype: torch.dtype, mesh: Mesh, 
         wanted = {name: targets[name] for name in names}
         source = {name: reading_layout(layout) for name, layout in wanted.items()}
         local = {name: _part(read, name, layout, mesh, sent) for name, layout in source.items()}
-        ways = plan(source, wanted, sent, src_ranks=mesh.ranks, dst_ranks=mesh.ranks)
-        made |= {name: x.to(dtype) for name, x in reshard(local, ways, mesh, donate=True).items()}
+        made |= {name: x.to(dtype) for name, x in _exchanged(local, source, wanted, mesh).items()}
     return trees.map_named(lambda name, _: made.pop(name), model.shapes)
 
 
@@ -76,6 +78,42 @@ def _part(read: Any, name: str, layout: Layout, mesh: Mesh, dtype: torch.dtype) 
     if not volume(box):
         return torch.empty([high - low for low, high in box], dtype=dtype, device=mesh.device)
     return read(name, box if any(layout.spec) else None).to(mesh.device)
+
+
+def _exchanged(
+    local: Mapping[str, Tensor], source: Mapping[str, Layout], wanted: Mapping[str, Layout], mesh: Mesh
+) -> dict[str, Tensor]:
+    """This rank's shards of tensors of which every rank has read a part."""
+    made = {name: x for name, x in local.items() if source[name] == wanted[name]}
+    moved = {name: _shares(source[name], wanted[name], mesh.rank) for name in local if name not in made}
+    if not moved:
+        return made
+    x = next(iter(local.values()))
+    made |= {name: x.new_empty(wanted[name].local_shape(mesh.rank)) for name in moved}
+    sends, rooms = [], []
+    for rank in range(mesh.world):
+        sends.append([local[name][where] for name, (own, _) in moved.items() if (where := own[rank]) is not None])
+        rooms.append([made[name][where] for name, (_, new) in moved.items() if (where := new[rank]) is not None])
+    send, receive = ([sum(part.numel() for part in parts) for parts in of_ranks] for of_ranks in (sends, rooms))
+    flat = torch.cat([x.new_empty(0), *(part.reshape(-1) for parts in sends for part in parts)])
+    arrived = ragged_all_to_all(flat, send, receive, mesh, AXES)
+    places = [room for parts in rooms for room in parts]
+    for place, part in zip(places, arrived.split([place.numel() for place in places]), strict=True):
+        place.copy_(part.view(place.shape))
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(source: Layout, wanted: Layout, rank: int) -> tuple[list[Slices | None], list[Slices | None]]:
+    """Parts of what a rank has read that go to each rank, and parts of its shard that come from each; None: nothing."""
+    read, shard = source.box(rank), wanted.box(rank)
+
+    def part(inside: Box, other: Box) -> Slices | None:
+        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(inside, other, strict=True))
+        return slices(both, inside) if all(high > low for low, high in both) else None
+
+    ranks = range(source.world)
+    return [part(read, wanted.box(other)) for other in ranks], [part(shard, source.box(other)) for other in ranks]
 
 
 def _windows(targets: dict[str, Layout], itemsize: int) -> Iterator[list[str]]:
