@@ -37,6 +37,7 @@ AS_COMPILED = {  # switches of a decoder that the kernel does not know, as it ha
     "norms": "pre", "norm_offset": 0.0, "activation": "silu", "local_rope_theta": None, "rotates": None,
     "qk_norm_over": "head", "attention_scale": None, "attention_cap": None, "embed_scale": 1.0, "residual_scale": 1.0,
     "logit_divisor": 1.0, "logit_cap": None, "experts": None,
+    "latent": None,
 }  # fmt: skip
 _PROBLEMS = (
     None,

@@ -35,7 +35,7 @@ class Uneven(str):
 
 
 # Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts and router [E], rank of adapters
-# [R]; norms are ("norm",).
+# [R]; norms are ("norm",). What latent attention makes of hidden states is "latent", "embed" as an in dim.
 COMPUTE: Rules = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -46,6 +46,7 @@ COMPUTE: Rules = {
     "embed": None,
     "expert_embed": None,
     "head": None,
+    "latent": None,
     "norm": None,
     "value": None,
     "rank": None,
