@@ -45,6 +45,14 @@ def sum_of_products(a_MN: Tensor, b_MK: Tensor) -> Tensor:
     return functools.reduce(torch.Tensor.add_, more, total)
 
 
+def add_products_(total_NK: Tensor, a_MN: Tensor, b_MK: Tensor) -> None:
+    """Add a^T b to a sum, in place; for use inside of autograd functions."""
+    if total_NK.dtype == a_MN.dtype and not _is_for_onednn(a_MN, b_MK):
+        total_NK.addmm_(a_MN.T, b_MK)  # reads and writes the sum once, and nothing beside it
+    else:
+        total_NK += sum_of_products(a_MN, b_MK)
+
+
 class _Product(torch.autograd.Function):
     """a b^T of matrices."""
 

@@ -6,16 +6,18 @@ tensor parallelism each rank holds some rows of the vocabulary, and the ranks' p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.linear import product, sum_of_products
+from funrl.compiled_kernels.linear import add_products_, product
 from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
 EXTRAS = ("entropy", "sum_pi_squared")
+_CHUNKS = 4  # of tokens, at most, whose gradients of logits become one part of the weight's gradient
 WANTS = ("logp", *EXTRAS)
 
 
@@ -192,24 +194,52 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden, d_unembed = [], None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
-        for low in range(0, max(1, ids_TN.shape[0]), chunk):
-            part = slice(low, low + chunk)
+
+        def d_logits_of(part: slice) -> Tensor:
             x_CV = _tempered(hidden_TD[part], unembed_VD, temperature, cap)
             slope_CV = None if cap is None else cap_slope(x_CV * temperature, cap)
-            d_logits = _d_logits(
+            d_CV = _d_logits(
                 x_CV.sub_(normalizer_T[part, None]),
                 row_TN[part],
                 mine_TN[part],
                 {n: x[part] for n, (x, _) in given.items()},
                 {n: g[part] for n, (_, g) in given.items()},
             )
-            d_logits = (d_logits if slope_CV is None else d_logits.mul_(slope_CV)).to(hidden_TD.dtype)
+            return (d_CV if slope_CV is None else d_CV.mul_(slope_CV)).to(hidden_TD.dtype)
+
+        for part in _parts(hidden_TD, chunk, normalizer_T.dtype):
+            d_logits = _of_chunks(d_logits_of, part, chunk)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_logits, unembed_VD.T))
             if d_unembed is not None:
-                d_unembed += sum_of_products(d_logits, hidden_TD[part])
+                add_products_(d_unembed, d_logits, hidden_TD[part])
+            del d_logits  # before the next ones are made
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
+
+
+def _parts(hidden_TD: Tensor, chunk: int, wide: torch.dtype) -> Iterator[slice]:
+    """Tokens whose gradients of logits are whole at a time: some chunks, and no more than the weight's gradient is.
+
+    Each part is added to that gradient, which is read and written for it.
+    """
+    T, D = hidden_TD.shape
+    most = min(_CHUNKS, D * wide.itemsize // (chunk * hidden_TD.element_size()))
+    step = chunk * max(1, most)
+    return (slice(low, min(low + step, T)) for low in range(0, max(1, T), step))
+
+
+def _of_chunks(values: Callable[[slice], Tensor], part: slice, chunk: int) -> Tensor:
+    """Rows of a part, computed a chunk at a time."""
+    first = values(slice(part.start, min(part.start + chunk, part.stop)))
+    if part.stop - part.start <= chunk:
+        return first
+    rows = first.new_empty(part.stop - part.start, *first.shape[1:])
+    rows[:chunk] = first
+    for low in range(part.start + chunk, part.stop, chunk):
+        high = min(low + chunk, part.stop)
+        rows[low - part.start : high - part.start] = values(slice(low, high))
+    return rows
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -246,9 +276,9 @@ def _sums(
     e_CV = x_CV.exp() if "entropy" in extras else x_CV.exp_()
     found = [top_C, picked_CN, e_CV.sum(-1)]
     if "entropy" in extras:
-        found.append((e_CV * x_CV).sum(-1))
+        found.append(torch.linalg.vecdot(e_CV, x_CV))
     if "sum_pi_squared" in extras:
-        found.append(e_CV.square().sum(-1))
+        found.append(torch.linalg.vecdot(e_CV, e_CV))
     return found
 
 

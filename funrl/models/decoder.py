@@ -56,6 +56,7 @@ class Context(NamedTuple):
       form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
       real_BT: false at padding, which goes to no expert; None: there is none, or there are no experts.
       routes_BTK: the experts that tokens go to; None: as the router says.
+      blockwise: compute attention by blocks of static shapes, as on XLA.
     """
 
     rope: Rotary | None
@@ -68,6 +69,7 @@ class Context(NamedTuple):
     form: str = "auto"
     real_BT: Tensor | None = None
     routes_BTK: Tensor | None = None
+    blockwise: bool = False
 
 
 def decoder_model(config: Config) -> Model:
@@ -312,6 +314,7 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
         out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
     elif context.offsets is not None:
         new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
+        how["blockwise"] = context.blockwise
         out_BTHN = split_attention(*new, mesh, context.window, context.form, **how)
     else:
         out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)

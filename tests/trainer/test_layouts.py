@@ -107,7 +107,6 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
         ),
         ({"remat": "half"}, "--remat=half: it must be one of none, full, selective"),
-        ({"remat": "selective", "compile": "on"}, "--remat=selective .* --compile=on"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(settings, message):
