@@ -1,10 +1,10 @@
 """Causal attention over sequences that stand end to end in one row, by operators of torch's core and static shapes.
 
-The form for XLA, which has no kernel to call and takes no shape that depends on numbers. The row is cut into blocks. One
-step computes a diagonal of the matrix of blocks: the queries of every block with the keys of the block so many before
-it, all in one batched product; the results are merged step by step as those of a softmax over more and more keys. The
-steps are the same for all numbers: where sequences begin and end is a mask. What a step makes is T times a block, so
-memory is linear in the row, and with a window the number of steps does not depend on the row at all.
+The form for XLA, which has no kernel to call and takes no shape that depends on numbers. The row is cut into blocks.
+One step computes a diagonal of the matrix of blocks: the queries of every block with the keys of the block so many
+before it, all in one batched product; the results are merged step by step as those of a softmax over more and more
+keys. The steps are the same for all numbers: where sequences begin and end is a mask. What a step makes is T times a
+block, so memory is linear in the row, and with a window the number of steps does not depend on the row at all.
 """
 
 from __future__ import annotations
@@ -107,11 +107,9 @@ class _Blockwise(torch.autograd.Function):
         with torch.no_grad():
             d_out = torch.where(_real(offsets, q), d_out, 0)
             mean = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-            blocks, low = (
-                _blocks((q, k, v, d_out, mean), k.shape[1], ctx.how),
-                _first_seen(offsets, q, k.shape[1], ctx.how),
-            )
-            sums = _gradients(*blocks, lse, low, ctx.how)
+            q_b, k_b, v_b, d_b, mean_b = _blocks((q, k, v, d_out, mean), k.shape[1], ctx.how)
+            low = _first_seen(offsets, q, k.shape[1], ctx.how)
+            sums = _gradients(q_b, k_b, v_b, d_b, mean_b, lse, low, ctx.how)
             return *(_tokens(x, like) for x, like in zip(sums, (q, k, v), strict=True)), None, None
 
 
@@ -200,7 +198,7 @@ def _real(offsets: Tensor, q: Tensor) -> Tensor:
 
 
 def _blocks(tensors: tuple[Tensor, ...], kv_heads: int, how: _How) -> list[Tensor]:
-    """[blocks, K, block H / K, N] each, in float32 or wider: heads that share a key-value head are as good as tokens."""
+    """[blocks, K, block H / K, N] each, in float32 or wider: heads that share keys are as good as tokens."""
 
     def blocks(x_THN: Tensor) -> Tensor:
         wide = x_THN.to(torch.promote_types(x_THN.dtype, torch.float32))

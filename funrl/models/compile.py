@@ -17,6 +17,9 @@ from funrl.models.remat import rematerialized
 VARIANTS = 64  # compiled versions of the layer that may be kept
 log = logging.getLogger(__name__)
 torch._dynamo.assume_constant_result(flash_attention)  # it cannot follow an import that fails
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
+    lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+)
 
 
 def compile_layer(
@@ -66,7 +69,7 @@ def compile_layer(
 
 
 def _mark_dynamic(x_BTD, context) -> None:
-    """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, as one operator takes them."""
+    """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, which one operator takes."""
     rotations = [(x, x.dim() - 2) for x in context.rope or ()]
     others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.real_BT, 2), (context.routes_BTK, 2)
     for x, dims in [(x_BTD, 2), *rotations, *others]:

@@ -37,7 +37,7 @@ from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.router_losses import RouterLosses
 from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import goes_round, stored_rules
+from funrl.trainer.sharding import stored_rules
 from funrl.trainer.state import State
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -79,12 +79,10 @@ class Parts(NamedTuple):
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
     settings, compiled = job.settings, {}
-    rings = any(goes_round(settings, model, mesh.sizes) for model in job.models.values())
-    compiles = "off" if rings else settings.compile
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
-            compiled[model.layer] = compile_layer(model, compiles, mesh.device.type, note, remat=settings.remat)
+            compiled[model.layer] = compile_layer(model, settings.compile, mesh.device.type, note, remat=settings.remat)
         return compiled[model.layer]
 
     def placed(name: str, model: Model) -> Placed:

@@ -97,7 +97,7 @@ def traced(T):
 
 
 def test_a_packed_layer_has_static_shapes_and_memory_linear_in_the_row():
-    """With fake tensors whatever depends on numbers is an error; a matrix of 4,096^2 would be 16 times that of 1,024."""
+    """With fake tensors what depends on numbers is an error; a matrix of 4,096^2 would be 16 times that of 1,024."""
     most = {}
     for T in (1024, 4096):
         graph = traced(T).graph

@@ -101,7 +101,6 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--sequence_parallel=ulysses: the policy has 8 query heads on a device, which do not divide over sp3; give "
             "--sequence_parallel=ring, or an sp that divides 8",
         ),
-        ({"mesh": "sp3", "compile": "on"}, "--compile=on: sp3 shares 8 query heads of the policy, so keys go round"),
         (
             {"mesh": "sp2", "generate_mesh": "sp2"},
             "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
