@@ -41,7 +41,7 @@ def rows_of(case):
     if case != "tensor":
         return [packed_row(*row) for row in (((5, 9, 2), 4), ((3, 7, 16), 4), ((20, 1, 2), 1))]
     draw = torch.Generator().manual_seed(1)
-    return [Batch(torch.randint(0, 31, size, generator=draw), mask=None) for size in ((4, 12), (5, 17), (3, 9))]
+    return [Batch(tokens=torch.randint(0, 31, size, generator=draw), mask=None) for size in ((4, 12), (5, 17), (3, 9))]
 
 
 def _program(case, mesh):
