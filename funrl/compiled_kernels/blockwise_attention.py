@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 512  # tokens
+BLOCK_TOKENS = 512  # tokens
 
 
 def blockwise_attention(
@@ -28,7 +28,7 @@ def blockwise_attention(
     longest: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
-    block: int = BLOCK,
+    block: int = BLOCK_TOKENS,
 ) -> Tensor:
     """`varlen_attention` in the form for XLA.
 
