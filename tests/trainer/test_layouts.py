@@ -107,7 +107,6 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--sequence_parallel=ulysses: the policy has 8 query heads on a device, which do not divide over sp3; give "
             "--sequence_parallel=ring, or an sp that divides 8",
         ),
-        ({"mesh": "sp3", "compile": "on"}, "--compile=on: sp3 shares 8 query heads of the policy, so keys go round"),
         (
             {"mesh": "sp2", "generate_mesh": "sp2"},
             "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
@@ -118,7 +117,6 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--split_residual=on: tokens of a micro-batch come by 8, which do not divide over tp3; leave it out, or",
         ),
         ({"remat": "half"}, "--remat=half: it must be one of none, full, selective"),
-        ({"remat": "selective", "compile": "on"}, "--remat=selective .* --compile=on"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(settings, message):
