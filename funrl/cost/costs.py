@@ -29,7 +29,7 @@ import funrl.models.routing  # noqa: F401  (these register their operators)
 from funrl import trees
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
-from funrl.cost.shape_memo import ShapeMemo
+from funrl.cost.shape_memo import ShapeMemo, scan
 from funrl.data.packing import UNIT, RowCost
 from funrl.models.ring_attention import seen_pairs
 from funrl.optim.base import Transformation
@@ -43,6 +43,48 @@ UPDATES = "update_"  # how the names of phases that learn begin
 def _results() -> dict:
     """Results of operators that all traces of this process remember: meshes and depths repeat most of them."""
     return {}
+
+
+@functools.cache
+def _works() -> dict:
+    """Work of operators by what they are given, likewise."""
+    return {}
+
+
+class _Operator(NamedTuple):
+    """Facts of an operator.
+
+    Attributes:
+      namespace, name: of it.
+      mutable: it writes to an argument.
+      elementwise: a result has a shape that no numbers of a tensor change.
+      idle: what it gives are views of what it is given.
+      flops: of its arguments and `out_val`; None: it has no matrix product.
+    """
+
+    namespace: str
+    name: str
+    mutable: bool
+    elementwise: bool
+    idle: bool
+    flops: Callable | None
+
+
+class Work(NamedTuple):
+    """Work of one call of an operator; `dtype` is that of its first result."""
+
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    namespace, _, name = func._schema.name.partition("::")
+    own, packet = _FORMULAS.get(func.overloadpacket), func.overloadpacket
+    flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
+    idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    return _Operator(namespace, name, func._schema.is_mutable, torch.Tag.pointwise in func.tags, idle, flops)
 
 
 def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
@@ -197,17 +239,22 @@ class Tracer(TorchDispatchMode):
         self.learns, self.optimizes = False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.namespace == "prim" or (func is aten.detach.default and isinstance(args[0], FakeTensor)):
+        kwargs, operator = kwargs or {}, _operator(func)
+        if operator.namespace == "prim" or (func is aten.detach.default and isinstance(args[0], FakeTensor)):
             return func(*args, **kwargs)
-        self.part = "optimizer" if self.optimizes or "_foreach_" in func._schema.name else "other"
-        out = self._run(func, args, kwargs)
+        self.part = "optimizer" if self.optimizes or operator.name.startswith("_foreach_") else "other"
+        out, key = self._run(func, operator, args, kwargs)
         outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
-        self._count(func, args, kwargs, out, outs)
+        if operator.namespace == "_c10d_functional":
+            self._count_message(func, operator, args, outs)
+        else:
+            self._count(func, operator, key, args, kwargs, out, outs)
         if self._is_free(func, args, outs):
             return out
         for x in outs:
-            self.hold(x, self._kind(func, x))
+            storage = x.untyped_storage()
+            if storage._cdata not in self.live:
+                self._hold(storage, self._kind(func, x))
         return out
 
     def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
@@ -258,15 +305,17 @@ class Tracer(TorchDispatchMode):
         """Count the storage of a tensor from now until it is gone."""
         storage = x.untyped_storage()
         key = storage._cdata
-        if key in self.live:
-            if overwrite:
-                nbytes, old, ref = self.live[key]
-                self.live[key] = nbytes, kind, ref
-                self.held[old] -= nbytes
-                self.held[kind] += nbytes
-            return
-        nbytes = storage.nbytes()
-        self.live[key] = nbytes, kind, weakref.ref(storage, lambda _, key=key: self._drop(key))
+        if key not in self.live:
+            self._hold(storage, kind)
+        elif overwrite:
+            nbytes, old, ref = self.live[key]
+            self.live[key] = nbytes, kind, ref
+            self.held[old] -= nbytes
+            self.held[kind] += nbytes
+
+    def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self.live[key] = nbytes, kind, weakref.ref(storage, lambda _: self._drop(key))
         self.held[kind] += nbytes
         self.sum += nbytes
         self._look()
@@ -304,51 +353,63 @@ class Tracer(TorchDispatchMode):
             return "staging"
         return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"
 
-    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        if self.fake is None:
-            return func(*args, **kwargs)
-        given = list(_tensors((args, tuple(kwargs.values()))))
-        faked = any(isinstance(x, FakeTensor) for x in given)
-        if not given and _floating(func, args, kwargs):
-            faked = True
-        if not faked:
-            found = None if self.fake is None or func not in _ALIKE else _ALIKE[func](*args)
-            return func(*args, **kwargs) if found is None else found
+    def _run(self, func: Any, operator: _Operator, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """The result, and what calls of as much work have alike; None: it is not known."""
+        if self.memo is None:
+            return func(*args, **kwargs), None
+        key, tensors, faked = scan(func, args, kwargs, operator.elementwise)
+        if not faked and (tensors or not _floating(func, args, kwargs)):
+            found = None if func not in _ALIKE else _ALIKE[func](*args)
+            return (func(*args, **kwargs) if found is None else found), None
         if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
             like = torch.empty(args[0].shape, dtype=args[0].dtype)  # never written: it takes no memory
-            return func(like, *args[1:], **kwargs)
+            return func(like, *args[1:], **kwargs), None
         special = _SPECIAL.get(func)
         if special is not None:
-            return special(*args, **kwargs)
+            return special(*args, **kwargs), None
         if func in _INDEXING:
             args = (args[0], [p for i in args[1] for p in _positions(i)], *args[2:])
-        out = self.memo.run(func, args, kwargs) if self.memo else func(*args, **kwargs)
+            key = scan(func, args, kwargs, operator.elementwise).key
+        out = self.memo.run(func, args, kwargs, key)
         # A real tensor that was written to stays the tensor that the program goes on with.
-        return args[0] if func._schema.is_mutable and args and not isinstance(args[0], (FakeTensor, list)) else out
+        if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):
+            return args[0], None
+        return out, key
 
-    def _count(self, func: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> None:
-        if func.namespace == "_c10d_functional":
-            if func is not torch.ops._c10d_functional.wait_tensor.default:
-                key = func._schema.name.split("::")[1], next(a for a in reversed(args) if isinstance(a, str))
-                nbytes = max(_nbytes(args[:1]), _nbytes(outs))
-                old = self.now.traffic.get(key, Traffic(0, 0))
-                self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
-            return
-        packet = func.overloadpacket
-        flops = 0
-        if packet in _FORMULAS:
-            flops = _FORMULAS[packet](*args)
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        if not flops and (
-            func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        ):
-            return
-        dtype = outs[0].dtype if outs else torch.float32
-        self.now.flops += flops
-        paged = packet is torch.ops.funrl.paged_attention
-        nbytes = paged_bytes(args[0], args[3], args[10]) if paged else _nbytes((args, tuple(outs)))
-        self.now.seconds += op_seconds(self.hardware, flops, nbytes, dtype)
+    def _count_message(self, func: Any, operator: _Operator, args: tuple, outs: Sequence[Tensor]) -> None:
+        if func is not torch.ops._c10d_functional.wait_tensor.default:
+            key = operator.name, next(a for a in reversed(args) if isinstance(a, str))
+            nbytes = max(_nbytes(args[:1]), _nbytes(outs))
+            old = self.now.traffic.get(key, Traffic(0, 0))
+            self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
+
+    def _count(
+        self, func: Any, operator: _Operator, key: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
+    ) -> None:
+        """
+        Args:
+          key: what calls of as much work have alike; None: this one is counted by itself.
+        """
+        works = _works()
+        if key is None:
+            work = _work(func, operator, args, kwargs, out, outs)
+        elif key in works:
+            work = works[key]
+        else:
+            work = works[key] = _work(func, operator, args, kwargs, out, outs)
+        if work is not None:
+            self.now.flops += work.flops
+            self.now.seconds += op_seconds(self.hardware, *work)
+
+
+def _work(func: Any, operator: _Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> Work | None:
+    """Work of one call; None: there is none."""
+    flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
+    if not flops and operator.idle:
+        return None
+    paged = func.overloadpacket is torch.ops.funrl.paged_attention
+    nbytes = paged_bytes(args[0], args[3], args[10]) if paged else _nbytes((args, tuple(outs)))
+    return Work(flops, nbytes, outs[0].dtype if outs else torch.float32)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
