@@ -57,7 +57,7 @@ class _Operator(NamedTuple):
     Attributes:
       namespace, name: of it.
       mutable: it writes to an argument.
-      elementwise: a result has a shape that no numbers of a tensor change.
+      by_shapes: results have shapes that no numbers of a tensor change.
       idle: what it gives are views of what it is given.
       flops: of its arguments and `out_val`; None: it has no matrix product.
     """
@@ -65,7 +65,7 @@ class _Operator(NamedTuple):
     namespace: str
     name: str
     mutable: bool
-    elementwise: bool
+    by_shapes: bool
     idle: bool
     flops: Callable | None
 
@@ -84,7 +84,8 @@ def _operator(func: Any) -> _Operator:
     own, packet = _FORMULAS.get(func.overloadpacket), func.overloadpacket
     flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
     idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-    return _Operator(namespace, name, func._schema.is_mutable, torch.Tag.pointwise in func.tags, idle, flops)
+    by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
+    return _Operator(namespace, name, func._schema.is_mutable, by_shapes, idle, flops)
 
 
 def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
@@ -238,10 +239,17 @@ class Tracer(TorchDispatchMode):
         self.now, self.highest, self.part = Costs(), {}, "other"
         self.learns, self.optimizes = False, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and the guard costs more than what it guards
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, operator = kwargs or {}, _operator(func)
-        if operator.namespace == "prim" or (func is aten.detach.default and isinstance(args[0], FakeTensor)):
-            return func(*args, **kwargs)
+        if operator.namespace == "prim":
+            fake = operator.name == "device" and isinstance(args[0], FakeTensor)
+            return args[0].device if fake else func(*args, **kwargs)
+        if func is aten.detach.default and isinstance(args[0], FakeTensor):
+            return func(*args, **kwargs) if self.memo is None else self._run(func, operator, args, kwargs)[0]
         self.part = "optimizer" if self.optimizes or operator.name.startswith("_foreach_") else "other"
         out, key = self._run(func, operator, args, kwargs)
         outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
@@ -289,8 +297,8 @@ class Tracer(TorchDispatchMode):
         return optimizer._replace(update=update)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A fake tensor; a real one of zeros where the tracer is real."""
-        if self.fake is None:
+        """A fake tensor; a real one of zeros where the tracer is real, and of whole numbers."""
+        if self.fake is None or not dtype.is_floating_point:
             return torch.zeros(tuple(shape), dtype=dtype)
         with self.fake:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -357,8 +365,8 @@ class Tracer(TorchDispatchMode):
         """The result, and what calls of as much work have alike; None: it is not known."""
         if self.memo is None:
             return func(*args, **kwargs), None
-        key, tensors, faked = scan(func, args, kwargs, operator.elementwise)
-        if not faked and (tensors or not _floating(func, args, kwargs)):
+        key, faked, real = scan(func, args, kwargs, operator.by_shapes)
+        if not faked and (real or not _floating(func, args, kwargs)):
             found = None if func not in _ALIKE else _ALIKE[func](*args)
             return (func(*args, **kwargs) if found is None else found), None
         if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
@@ -369,12 +377,12 @@ class Tracer(TorchDispatchMode):
             return special(*args, **kwargs), None
         if func in _INDEXING:
             args = (args[0], [p for i in args[1] for p in _positions(i)], *args[2:])
-            key = scan(func, args, kwargs, operator.elementwise).key
+            key = scan(func, args, kwargs, operator.by_shapes).key
         out = self.memo.run(func, args, kwargs, key)
         # A real tensor that was written to stays the tensor that the program goes on with.
         if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):
             return args[0], None
-        return out, key
+        return out, None if real and operator.flops is not None else key  # whose numbers may decide how much there is
 
     def _count_message(self, func: Any, operator: _Operator, args: tuple, outs: Sequence[Tensor]) -> None:
         if func is not torch.ops._c10d_functional.wait_tensor.default:
@@ -424,13 +432,20 @@ def _nbytes(values: Any) -> int:
     return sum(x.numel() * x.element_size() for x in _tensors(values))
 
 
+_WHOLE = ("arange", "randperm", "randint", "promote_types")  # how the names of those begin that create no such
+
+
 def _floating(func: Any, args: tuple, kwargs: dict) -> bool:
     """True for an operator that creates a tensor of floating point numbers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype.is_floating_point
     name = func._schema.name.split("::")[1]
-    return isinstance(args[1], float) if name == "full" else not name.startswith(("arange", "randperm", "randint"))
+    return (
+        isinstance(args[1], float)
+        if name == "full"
+        else not name.startswith(("arange", "randperm", "randint", "promote_types"))
+    )
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
@@ -483,4 +498,8 @@ _CONSTANT = (  # whole numbers and masks that are known, whatever they are shape
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 )  # fmt: skip
 _ROOM = (aten.empty.memory_format, aten.new_empty.default, aten.zeros.default)  # to pack and unpack what is sent
+_BY_SHAPES = frozenset((  # beside those that are elementwise; indices are positions then, and no masks
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten.index_copy.default,
+    aten.index_add_.default, aten.embedding.default, aten.gather.default, aten.scatter_add.default,
+))  # fmt: skip
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)

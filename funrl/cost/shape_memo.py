@@ -100,9 +100,10 @@ def _described(func: Any, args: tuple, out: Any) -> _Result:
     if isinstance(out, (list, tuple)):
         results = tuple(_described(func, args, one) for one in out)
         known = tuple(one for one in results if isinstance(one, _Known))
-        # Of two new tensors it is not known that they share no storage.
-        apart = len(known) == 1 or all(one.view for one in known)
-        return _Several(type(out), known) if known and len(known) == len(results) and apart else None
+        if not known or len(known) < len(results):
+            return None
+        storages = [x.untyped_storage()._cdata for x, one in zip(out, known, strict=True) if not one.view]
+        return _Several(type(out), known) if len(set(storages)) == len(storages) else None
     if not isinstance(out, FakeTensor) or out.device != HOST or out.layout != torch.strided:
         return None
     offset, storage = out.storage_offset(), out.untyped_storage()
@@ -126,47 +127,45 @@ class Scan(NamedTuple):
 
     Attributes:
       key: shapes, strides and types of tensors, and other values; None: one cannot be compared.
-      tensors: whether there are any.
-      fake: whether one of them is fake.
+      fake, real: whether there are tensors that are fake, and others.
     """
 
     key: Any
-    tensors: bool
     fake: bool
+    real: bool
 
 
-def scan(func: Any, args: tuple, kwargs: dict, elementwise: bool) -> Scan:
+def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
     """
     Args:
-      elementwise: whether a result has a shape that no numbers of a tensor change.
+      by_shapes: whether results have shapes that no numbers of a tensor change.
     """
     parts: list[Any] = [func]
-    found = _scan((*args, *kwargs.items()) if kwargs else args, elementwise, parts)
-    return Scan(tuple(parts) if found & _COMPARABLE else None, bool(found & _TENSORS), bool(found & _FAKE))
+    found = _scan((*args, *kwargs.items()) if kwargs else args, parts)
+    comparable = found & _COMPARABLE and (by_shapes or not found & _REAL)
+    return Scan(tuple(parts) if comparable else None, bool(found & _FAKE), bool(found & _REAL))
 
 
-_COMPARABLE, _TENSORS, _FAKE = 1, 2, 4
+_COMPARABLE, _FAKE, _REAL = 1, 2, 4
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
-def _scan(values: Any, elementwise: bool, parts: list[Any]) -> int:
+def _scan(values: Any, parts: list[Any]) -> int:
     """Append what values are compared by; what was found, as a sum of flags."""
     found = _COMPARABLE
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            found |= _TENSORS | _FAKE
+            found |= _FAKE
             parts.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
         elif kind in _PLAIN:
             parts += (kind, value)
         elif isinstance(value, Tensor):
-            found |= _TENSORS
+            found |= _REAL
             parts.append(("real", value.shape, value.stride(), value.dtype))
-            if not elementwise:
-                found &= ~_COMPARABLE
         elif isinstance(value, (list, tuple)):
             inner: list[Any] = []
-            within = _scan(value, elementwise, inner)
+            within = _scan(value, inner)
             found = (found | within) & (within | ~_COMPARABLE)
             parts.append(tuple(inner))
         elif isinstance(value, torch.memory_format):

@@ -86,7 +86,7 @@ def test_results_are_made_again_with_their_shapes_and_storages():
     memo, aten = ShapeMemo(fake), torch.ops.aten
 
     def run(func, *args):
-        return memo.run(func, args, {}, scan(func, args, {}, elementwise=False).key)
+        return memo.run(func, args, {}, scan(func, args, {}, by_shapes=False).key)
 
     with fake:
         x, y = torch.empty(3, 4), torch.empty(3, 4)

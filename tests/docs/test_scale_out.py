@@ -55,11 +55,15 @@ def free_port(low=0, high=1):
 @pytest.fixture
 def shared(tmp_path):
     """What all nodes see, with the scripts on their path in bin/."""
-    config = Config(vocab=104, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=16, max_positions=128, eos=(1,), pad=0)
+    config = Config(
+        vocab=104, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=16, max_positions=128, eos=(1,), pad=0
+    )
     tokenizer, model = character_tokenizer(string.printable), decoder_model(config)
     hf.save(tmp_path / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pytest.importorskip("pyarrow").table({"prompt": ["Tell me of a cat. "] * 20}), tmp_path / "train.parquet")
+    parquet.write_table(
+        pytest.importorskip("pyarrow").table({"prompt": ["Tell me of a cat. "] * 20}), tmp_path / "train.parquet"
+    )
     (tmp_path / "REWARD.py").write_text("def score(prompt, completion, **_):\n    return float('a' in completion)\n")
     python, bin_dir = shlex.quote(sys.executable), tmp_path / "bin"
     bin_dir.mkdir()
