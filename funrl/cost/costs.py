@@ -229,6 +229,8 @@ class Tracer(TorchDispatchMode):
     ):
         super().__init__()
         self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        if self.fake is not None:
+            self.fake.cache_enabled = False  # what repeats is remembered by shapes
         self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
         self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)

@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs/scale_out.md").read_text()
 TASKS = 2
 SHORT = (
     f"--mesh=dp{TASKS} --generate_mesh=dp1,tp2 --device=cpu --dtype=float32 --batch_prompts=2 --steps=${{STEPS:-2}} "
-    "--samples_per_prompt=2 --max_new_tokens=4 --eval_prompts=2"
+    "--samples_per_prompt=2 --max_new_tokens=4 --eval_prompts=2 --save_every=1"
 )
 SRUN = """#!{python}
 import os, subprocess, sys
@@ -67,8 +67,9 @@ def shared(tmp_path):
     (tmp_path / "REWARD.py").write_text("def score(prompt, completion, **_):\n    return float('a' in completion)\n")
     python, bin_dir = shlex.quote(sys.executable), tmp_path / "bin"
     bin_dir.mkdir()
+    given = f"--model={tmp_path}/model --prompts={tmp_path}/train.parquet --reward={tmp_path}/REWARD.py:score"
     scripts = {
-        "funrl": f'#!/bin/sh\nexec {python} -m funrl.experiments.cli "$@" {SHORT} --model={tmp_path}/model\n',
+        "funrl": f'#!/bin/sh\nexec {python} -m funrl.experiments.cli "$@" {SHORT} {given}\n',
         "torchrun": f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
         "srun": SRUN.format(python=sys.executable, tasks=TASKS),
     }
