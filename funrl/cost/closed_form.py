@@ -129,7 +129,7 @@ def _activations(job: Job, split: _Split) -> float:
 
 def _saved(config: Config, tensor: int) -> float:
     stream, mlp, heads = SAVED_SIZES
-    return stream * config.embed + (mlp * config.mlp + heads * config.heads * config.head) / tensor
+    return stream * config.embed + (mlp * config.mlp + heads * config.attention_width) / tensor
 
 
 def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
@@ -164,7 +164,7 @@ def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
 
 def _forward(config: Config, parameters: int, split: _Split, hardware: Hardware) -> float:
     """Seconds of the arithmetic of one forward pass over the rows of a rank."""
-    pairs = 2 * config.layers * config.heads * config.head * split.width
+    pairs = 2 * config.layers * config.attention_width * split.width
     rate = (hardware.half if split.item == 2 else hardware.single) * hardware.efficiency[0]
     return split.tokens * (2 * parameters + pairs) / split.tensor / rate
 
@@ -187,7 +187,7 @@ def _decoding(job: Job, split: _Split, hardware: Hardware, held: float) -> float
     """Seconds of decoding: in each step the weights and the keys are read, for as many rows as there is room for."""
     config, (tensor, ranks) = job.model.config, split.generating
     rows, speed = math.ceil(split.count / ranks), hardware.bandwidth * hardware.efficiency[1]
-    keys = 2 * config.layers * config.kv_heads * config.head * split.item / tensor
+    keys = config.layers * config.cached(tensor) * split.item
     room = FREE_SHARE * max(hardware.memory * USABLE - held, 0.0)
     together = max(1, min(rows, job.settings.decode_rows, int(room / (keys * split.width))))
     steps = math.ceil(rows / together) * job.sampling.max_new_tokens

@@ -27,6 +27,7 @@ import funrl.compiled_kernels.grouped_linear
 import funrl.compiled_kernels.varlen_attention
 import funrl.models.routing  # noqa: F401  (these register their operators)
 from funrl import trees
+from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
 from funrl.cost.shape_memo import ShapeMemo
@@ -72,6 +73,15 @@ _FORMULAS = {  # of operators that torch has none of, or a wrong one
     torch.ops.funrl.grouped_linear: lambda x, weight, ends: _grouped_flops(x, weight.shape[1], ends),
     torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
+    torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_flops(
+        up, cache, rest[5], rest[6]
+    ),
+}
+_BYTES = {  # of operators that read less than all that they are given
+    torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_bytes(q, keys, rest[6]),
+    torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_bytes(
+        q, latent, up, cache, rest[5]
+    ),
 }
 
 
@@ -346,8 +356,7 @@ class Tracer(TorchDispatchMode):
             return
         dtype = outs[0].dtype if outs else torch.float32
         self.now.flops += flops
-        paged = packet is torch.ops.funrl.paged_attention
-        nbytes = paged_bytes(args[0], args[3], args[10]) if paged else _nbytes((args, tuple(outs)))
+        nbytes = _BYTES[packet](*args) if packet in _BYTES else _nbytes((args, tuple(outs)))
         self.now.seconds += op_seconds(self.hardware, flops, nbytes, dtype)
 
 

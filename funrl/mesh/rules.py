@@ -31,7 +31,7 @@ class IfDivides(str):
 
 
 # Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts and router [E], rank of adapters
-# [R]; norms are ("norm",).
+# [R]; norms are ("norm",). What latent attention makes of hidden states is "latent", "embed" as an in dim.
 COMPUTE: Rules = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -42,6 +42,7 @@ COMPUTE: Rules = {
     "embed": None,
     "expert_embed": None,
     "head": None,
+    "latent": None,
     "norm": None,
     "value": None,
     "rank": None,

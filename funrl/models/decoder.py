@@ -26,6 +26,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, LayerKind, ModelError
 from funrl.models.experts import mixture
 from funrl.models.fsdp import regathering
+from funrl.models.latent_attention import latent_attention, latent_shapes
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
@@ -36,9 +37,15 @@ _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="t
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, in pages."""
+    """Keys and values of the tokens so far, in pages.
 
-    keys: tuple[Tensor, ...]  # per layer [pages, tokens of a page, K, N], the key-value heads of this rank
+    Attributes:
+      keys: per layer [pages, tokens of a page, K, N], the key-value heads of this rank; of latent attention what all
+        heads make their keys and values of, [pages, tokens of a page, R].
+      values: likewise; of latent attention ().
+    """
+
+    keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
 
@@ -49,7 +56,7 @@ class Context(NamedTuple):
       rope: rotations of the tokens' positions; None: the layer has none.
       attention_mask_BTS: bool, true where token t sees token s; None: every token, or those up to t where `causal`.
       causal: without a mask, token t sees tokens up to t.
-      kv_cache: this layer's keys and values [P, page, K, N], written in place.
+      kv_cache: this layer's part of the cache, written in place.
       paging: with `kv_cache`, the places of the tokens of one packed row.
       offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
       window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
@@ -61,7 +68,7 @@ class Context(NamedTuple):
     rope: Rotary | None
     attention_mask_BTS: Tensor | None
     causal: bool
-    kv_cache: tuple[Tensor, Tensor] | None = None
+    kv_cache: tuple[Tensor, ...] | None = None
     paging: Paging | None = None
     offsets: Tensor | None = None
     window: int | None = None
@@ -100,11 +107,17 @@ def shapes(config: Config) -> trees.Tree:
     if config.qk_norm:
         whole = config.qk_norm_over == "projection"
         attn |= {"q_norm": (H, N) if whole else (N,), "k_norm": (K, N) if whole else (N,)}
+    if config.latent is not None:
+        attn = latent_shapes(config.latent, H, D)
     norms = {"pre": _BEFORE, "post": _BEHIND, "sandwich": _BEFORE + _BEHIND}[config.norms]
     mlp, moe = {"gate": (F_, D), "up": (F_, D), "down": (D, F_)}, {}
     if config.experts is not None:
         E, M = config.experts.count, config.experts.mlp
         moe = {"router": (E, D), "expert_gate": (E, M, D), "expert_up": (E, M, D), "expert_down": (E, D, M)}
+        if config.experts.biased:
+            moe["router_bias"] = (E,)
+        if shared := config.experts.shared:
+            moe |= {"shared_gate": (shared, D), "shared_up": (shared, D), "shared_down": (D, shared)}
 
     def empty(sizes: dict) -> dict:
         return {k: torch.empty(v, device="meta") for k, v in sizes.items()}
@@ -139,10 +152,20 @@ _AXES = {
     "o_bias": ("norm",),
     "q_norm": ("head",),
     "k_norm": ("head",),
+    "q_a": ("latent", "embed"),
+    "q_a_norm": ("norm",),
+    "q_b": ("heads", "head", "embed"),
+    "kv_a": ("latent", "embed"),
+    "kv_a_norm": ("norm",),
+    "kv_b": ("heads", "head", "embed"),
     "gate": ("mlp", "embed"),
     "up": ("mlp", "embed"),
     "down": ("embed", "mlp"),
     "router": ("router", "embed"),
+    "router_bias": ("router",),
+    "shared_gate": ("mlp", "embed"),
+    "shared_up": ("mlp", "embed"),
+    "shared_down": ("embed", "mlp"),
     "expert_gate": ("experts", "mlp", "expert_embed"),
     "expert_up": ("experts", "mlp", "expert_embed"),
     "expert_down": ("experts", "expert_embed", "mlp"),
@@ -168,10 +191,8 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
             return torch.full(x.shape, 1 - config.norm_offset, dtype=dtype, device=generator.device)
         if last.endswith("bias"):
             return torch.zeros(x.shape, dtype=dtype, device=generator.device)
-        fan_in = {"o": config.heads * config.head, "down": config.mlp}.get(last, config.embed)
-        if last == "expert_down" and config.experts is not None:
-            fan_in = config.experts.mlp
-        branch = residual if last in ("o", "down", "expert_down") else 1
+        fan_in = x[0].numel() if last == "o" else x.shape[-1]
+        branch = residual if last == "o" or last.endswith("down") else 1
         std = 0.02 if last in ("embed", "unembed") else fan_in**-0.5 * branch
         return (torch.randn(x.shape, generator=generator, device=generator.device) * std).to(dtype)
 
@@ -186,14 +207,16 @@ def unembed(params: trees.Tree) -> Tensor:
 def init_cache(
     config: Config, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> Cache:
-    """An empty cache of pages, for this rank's key-value heads."""
+    """An empty cache of pages, for this rank's key-value heads, or for all heads of latent attention."""
     local = _kv_count(config.heads // mesh.size("tensor"), config.heads // config.kv_heads)
     shape = (pages, page_tokens, local, config.head)
+    if config.latent is not None:
+        shape = (pages, page_tokens, config.latent.cached)
 
     def empty() -> tuple[Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=dtype, device=device or mesh.device) for _ in range(config.layers))
 
-    return Cache(empty(), empty())
+    return Cache(empty(), empty() if config.latent is None else ())
 
 
 def apply(
@@ -224,7 +247,7 @@ def apply(
             if inputs.routes is not None and config.has_experts(i):
                 context = context._replace(routes_BTK=inputs.routes[:, :, len(loads)])
             if cache is not None:
-                context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
+                context = context._replace(kv_cache=tuple(x[i] for x in cache if x))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = layer(config, mesh, next(weights), x_BTD, context)
             x_BTD, load = out if isinstance(out, tuple) else (out, None)
@@ -248,7 +271,7 @@ def decoder_layer(
 
     Returns: its output; where it has experts, their load too.
     """
-    h_BTD = pbroadcast(_norm(config, x_BTD, params.get("attn_norm")), mesh, "tensor")
+    h_BTD = _norm(config, x_BTD, params.get("attn_norm"))
     x_BTD = _add(config, x_BTD, _attend(config, mesh, params["attn"], h_BTD, context), params.get("attn_out_norm"))
     h_BTD, mlp = _norm(config, x_BTD, params.get("mlp_norm")), params["mlp"]
     if config.experts is not None and "router" in mlp:
@@ -299,24 +322,32 @@ def _rope(config: Config, kind: LayerKind, positions: Tensor, dtype: torch.dtype
     if kind.window is not None and config.local_rope_theta is not None:
         theta, scaling = config.local_rope_theta, None
     wide = torch.promote_types(dtype, torch.float32)
-    return rotary(positions, frequencies(config.head, theta, scaling, wide, positions.device), dtype)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return rotary(positions, frequencies(config.rotated, theta, scaling, wide, positions.device), dtype, amplitude)
 
 
 def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
+    if config.latent is not None:
+        out_BTHN = latent_attention(config, config.latent, mesh, params, h_BTD, context)
+    else:
+        out_BTHN = _attend_heads(config, mesh, params, pbroadcast(h_BTD, mesh, "tensor"), context)
+    out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")
+    return out_BTD + params["o_bias"] if config.output_bias else out_BTD
+
+
+def _attend_heads(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
+    """Attention with keys and values of their own, of this rank's heads, [B, T, H, N]."""
     q_BTHN, k_BTKN, v_BTKN = _heads(config, mesh, params, h_BTD)
     if context.rope is not None:
         q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
     how: dict[str, Any] = {"scale": config.attention_scale, "cap": config.attention_cap}
     if context.kv_cache is not None and context.paging is not None:
-        new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
-        out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
-    elif context.offsets is not None:
+        new, (keys, values) = (q_BTHN[0], k_BTKN[0], v_BTKN[0]), context.kv_cache
+        return paged_attention(*new, (keys, values), context.paging, context.window, **how).unsqueeze(0)
+    if context.offsets is not None:
         new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
-        out_BTHN = split_attention(*new, mesh, context.window, context.form, **how)
-    else:
-        out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
-    out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")
-    return out_BTD + params["o_bias"] if config.output_bias else out_BTD
+        return split_attention(*new, mesh, context.window, context.form, **how)
+    return attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
 
 
 def _heads(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -373,8 +373,12 @@ def _check_tied(embed_file: Path, file: Path, embed: str) -> None:
 
 
 def _redundant(name: str, config: Config) -> bool:
-    """True of tensors that some files have for nothing: rotary frequencies, masks, a second copy of tied embeddings."""
+    """True of tensors that some files have for nothing: rotary frequencies, masks, a second copy of tied embeddings,
+    layers behind the last."""
     ends = (".rotary_emb.inv_freq", *((".attn.bias", ".attention.bias", ".masked_bias") if config.module else ()))
+    extra = config.latent is not None and re.match(r"model\.layers\.(\d+)\.", name)  # layers that guess further tokens
+    if extra and int(extra[1]) >= config.layers:
+        return True
     return name.endswith(ends) or (config.tied and name in (UNEMBED, "embed_out.weight"))
 
 

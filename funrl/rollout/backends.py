@@ -216,6 +216,7 @@ class PackedBackend:
         self.page_bytes = decode_step.page_bytes(model.config, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
+        self._logits = torch.empty(0, self.vocab)  # of a pass; the next one's take their place
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -231,7 +232,7 @@ class PackedBackend:
         yield from self._decoder.weights()
 
     def resize(self, pages: int) -> None:
-        self._cache = None
+        self._cache, self._logits = None, torch.empty(0, self.vocab)
         if pages:
             assert self._decoder is not None
             self._cache = self._decoder.init_cache(pages)
@@ -241,7 +242,7 @@ class PackedBackend:
         self._decoder.copy_pages(self._cache, sources, targets)
 
     def forward(self, work: PassWork) -> Tensor:
-        """Logits [M, V]."""
+        """Logits [M, V], until the next pass."""
         assert self._decoder is not None and self._cache is not None
         counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
@@ -250,7 +251,11 @@ class PackedBackend:
         positions, sequence, draws_M = (
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.draws, dtype=np.int64))
         )
-        return self._decoder.forward(self._cache, work.tokens_N, positions, sequence, work.table_SP, draws_M)
+        if len(self._logits) < len(draws_M):
+            self._logits = torch.empty(len(draws_M), self.vocab)
+        logits_MV = self._logits[: len(draws_M)]
+        given = work.tokens_N, positions, sequence, work.table_SP, draws_M
+        return self._decoder.forward(self._cache, *given, logits_MV)
 
     def draw(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None

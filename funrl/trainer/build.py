@@ -136,7 +136,8 @@ def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
     """Losses of the routers of a model, if it has some and gives probabilities."""
     if placed.model.config.experts is None or placed.model.unembed is None:
         return RouterLosses()
-    return RouterLosses(settings.router_aux_coef, settings.router_z_coef)
+    rate = settings.router_bias_rate if placed.model.config.experts.biased else 0.0
+    return RouterLosses(settings.router_aux_coef, settings.router_z_coef, rate)
 
 
 def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:

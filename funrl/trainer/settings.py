@@ -409,6 +409,10 @@ class Settings:
         "it takes a forward pass more", at_least(0),
     )  # fmt: skip
     router_z_coef: float = flag(0.0, "update", "how much large logits of routers count in the loss", at_least(0))
+    router_bias_rate: float = flag(
+        0.0, "update", "how far an update moves the bias by which an expert is chosen, against its load, as in "
+        "DeepSeek-V3 (0.001)", at_least(0),
+    )  # fmt: skip
     router_replay: bool = flag(
         False, "update", "train the policy with the experts that its tokens went to in the engine", kinds=RL
     )

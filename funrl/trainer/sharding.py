@@ -52,9 +52,10 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
       SettingsError: they do not.
     """
     experts = any(model.config.experts is not None for model in models)
-    for name in ("router_aux_coef", "router_z_coef", "router_replay"):
+    for name in ("router_aux_coef", "router_z_coef", "router_bias_rate", "router_replay"):
         if getattr(settings, name) and not experts:
             raise SettingsError(f"--{name}={getattr(settings, name)}: no model of this run has experts; leave it out")
+    _check_biases(settings, models)
     if settings.router_replay and settings.new_tokens_per_step is not None:
         raise SettingsError(
             f"--router_replay: with --new_tokens_per_step={settings.new_tokens_per_step} the engine computes what is "
@@ -62,6 +63,20 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
         )
     if experts and settings.engine != "native":
         raise SettingsError(f"--engine={settings.engine}: the policy has experts, which --engine=native generates with")
+
+
+def _check_biases(settings: Settings, models: Collection[Model]) -> None:
+    rate = settings.router_bias_rate
+    if rate and not any(model.config.experts is not None and model.config.experts.biased for model in models):
+        raise SettingsError(
+            f"--router_bias_rate={rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
+            "--router_aux_coef balances them by a loss"
+        )
+    if rate and settings.lora_rank is not None:
+        raise SettingsError(
+            f"--router_bias_rate={rate} with --lora_rank={settings.lora_rank}: the biases are weights of the base, "
+            "which stays as it is; leave one out"
+        )
 
 
 def check_layouts(

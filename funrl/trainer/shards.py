@@ -30,7 +30,7 @@ from funrl.trainer import chunk_files, shard_server
 from funrl.trainer.shard_server import Array, Ends, ShardPart
 
 CHUNK_BYTES = 16 << 20  # the largest chunk: what a rank of another mesh reads to get any part of it
-WINDOW_BYTES = 32 << 20  # read at a time, while what was read before is copied; the same memory serves again
+WINDOW_BYTES = 128 << 20  # read at a time, while what was read before is copied; the same memory serves again
 SHARD_ALIGNMENT = 64
 SPLIT_BYTES = 1 << 20  # what is smaller is read by every rank that needs it
 NAMES = {
@@ -307,14 +307,16 @@ def _own_chunks(
     found: dict[str, Tensor] = {}
     if isinstance(answer, str):
         return found, answer
+    wanted = []
     for name, keys in window.chunks.items():
         shape = [high - low for low, high in window.source[name].box(rank)]
         found[name] = torch.empty(shape, dtype=TENSOR_DTYPES[arrays[name].dtype])
         values = np.split(found[name].view(-1).view(torch.uint8).numpy(), len(keys))
-        try:
-            chunk_files.read_chunks([(answer[key], one) for key, one in zip(keys, values, strict=True)])
-        except (OSError, ValueError) as error:
-            return found, f"{name}: {error}"
+        wanted += [(name, answer[key], one) for key, one in zip(keys, values, strict=True)]
+    try:
+        chunk_files.read_chunks(wanted)
+    except chunk_files.UnreadableChunk as error:
+        return found, str(error)
     return found, None
 
 

@@ -15,7 +15,7 @@ from funrl.cost import dry_run
 from funrl.cost.estimate import at_rows, pretended
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh.mesh import single
-from funrl.models.config import ModelError
+from funrl.models.config import Experts, Latent, ModelError
 from funrl.trainer.build import build
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.micro import SCORE_PARTS
@@ -75,6 +75,10 @@ SWITCHES = {
         "embed_scale": 6.0, "attention_scale": 0.3, "windows": (7, None), "local_rope_theta": 100.0, "tied": True,
     },
     "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "rotates": (True, False)},
+    "deepseek_v3": {
+        "family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, 16, 8, 4, 6),
+        "experts": Experts(8, 2, 32, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=32),
+    },
 }  # fmt: skip
 
 
@@ -84,6 +88,9 @@ def test_so_it_does_whatever_the_family(family, tmp_path):
     fake, real = (trace(job, 8, 16, real) for real in (False, True))
     assert_alike(fake.phases, real.phases)
     changes = {"head_dim": 8} | ({"sliding_window": 7} if family == "gemma2" else {})
+    if family == "deepseek_v3":
+        changes = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 32}
+        changes |= {"q_lora_rank": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
     model = write_config(tmp_path, model_type=family, **changes)
     found = dry_run.estimate(plain("grpo", model=model, mesh="dp2,tp2", generate_mesh="dp2,tp2"), 8, CPU)
     assert {"generate", "score_reference", "update_policy", "reshard"} <= set(found.phases)

@@ -59,6 +59,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
     "generate_mesh": "experiments/test_bad_input.py::test_bad_input_is_refused_before_any_work",
     "device": "experiments/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
+    "router_bias_rate": "trainer/test_router_bias.py::test_an_uneven_router_becomes_even",
     "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
     "remat": "cost/test_dry_run.py::test_so_it_does_whatever_the_flags",
