@@ -12,6 +12,7 @@ from typing import NamedTuple
 from funrl import trees
 from funrl.cost.hardware import USABLE, Hardware, collective_seconds
 from funrl.cost.row_plan import rows_of_step
+from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.text import ROW_AXES, SHORT, devices
 from funrl.models.config import Config
@@ -158,7 +159,9 @@ def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
         if shards > 1:
             gathers = scoring * scored + learning * updates * 2
             nbytes = gathers * weights * split.item + learning * updates * weights * 4
-            seconds += collective_seconds(hardware, "gather", gathers * model.config.layers, nbytes, shards, near)
+            filled = max(1.0, message_bytes(shards, 0) * model.config.layers / (weights * split.item))
+            count = gathers * math.ceil(model.config.layers / filled)
+            seconds += collective_seconds(hardware, "gather", count, nbytes, shards, near)
         if updates and split.rows > shards:
             count = updates * settings.minibatches
             far = split.tensor * split.rows > RANKS_PER_NODE

@@ -10,9 +10,10 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.rules import rest_axes
 
-SUM_BYTES = 128 << 20  # summed in one collective; a larger leaf goes alone
+SUM_BYTES = 128 << 20  # summed in one collective of few ranks; a larger leaf goes alone
 
 
 def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
@@ -21,8 +22,9 @@ def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
         return tree
     values = trees.leaves(tree)
     summed: list[Tensor] = list(values)
+    most = message_bytes(mesh.size(axes), SUM_BYTES)
     for dtype in sorted({v.dtype for v in values}, key=str):
-        for which in _buckets(values, dtype):
+        for which in _buckets(values, dtype, most):
             bucket = torch.cat([values[i].reshape(-1) for i in which])
             parts = collectives.psum(bucket, mesh, axes).split([values[i].numel() for i in which])
             for i, part in zip(which, parts, strict=True):
@@ -61,15 +63,15 @@ def sum_rest(
     return trees.fill(grads, leaves), extra
 
 
-def _buckets(values: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
-    """Numbers of the values of a dtype, in runs of at most `SUM_BYTES`."""
+def _buckets(values: Sequence[Tensor], dtype: torch.dtype, most: int) -> Iterator[list[int]]:
+    """Numbers of the values of a dtype, in runs of at most so many bytes."""
     bucket: list[int] = []
-    room = SUM_BYTES
+    room = most
     for i, value in enumerate(values):
         if value.dtype == dtype:
             if bucket and value.nbytes > max(room, 0):
                 yield bucket
-                bucket, room = [], SUM_BYTES
+                bucket, room = [], most
             bucket.append(i)
             room -= value.nbytes
     if bucket:

@@ -65,6 +65,7 @@ class Context(NamedTuple):
       real_BT: false at padding, which goes to no expert; None: there is none, or there are no experts.
       routes_BTK: the experts that tokens go to; None: as the router says.
       split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
+      blockwise: compute attention by blocks of static shapes, as on XLA.
     """
 
     rope: Rotary | None
@@ -78,6 +79,7 @@ class Context(NamedTuple):
     real_BT: Tensor | None = None
     routes_BTK: Tensor | None = None
     split: bool = False
+    blockwise: bool = False
 
 
 def decoder_model(config: Config) -> Model:
@@ -350,6 +352,7 @@ def _attend_heads(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor,
         return paged_attention(*new, (keys, values), context.paging, context.window, **how).unsqueeze(0)
     if context.offsets is not None:
         new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
+        how["blockwise"] = context.blockwise
         return split_attention(*new, mesh, context.window, context.form, **how)
     return attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
 

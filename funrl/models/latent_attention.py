@@ -72,7 +72,8 @@ def latent_attention(
     # Kernels want heads of one size; 0s change no product.
     q, k, v = (F.pad(x, (0, latent.width - x.shape[-1])) for x in (q_BTHN, k_BTHN, v_BTHN))
     if context.offsets is not None:
-        out_BTHN = split_attention(q, k, v, context.offsets, mesh, None, context.form, scale=scale)
+        how = {"scale": scale, "blockwise": context.blockwise}
+        out_BTHN = split_attention(q, k, v, context.offsets, mesh, None, context.form, **how)
     else:
         out_BTHN = attention(q, k, v, context.attention_mask_BTS, context.causal, scale=scale)
     return out_BTHN[..., : latent.value]

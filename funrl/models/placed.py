@@ -177,7 +177,8 @@ class Placed:
         rank's B t hidden states these are; and the load of experts, where there are some."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
-        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+        tied = "embed" if self.model.config.tied else None  # is the unembedding
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype, tied)
         hidden_BtD, _, aux = self._apply(weights, batch)
         hidden_BtD = all_tokens(hidden_BtD, self.mesh, self._splits(batch))
         load, before_MD = Load(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")

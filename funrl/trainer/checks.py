@@ -61,7 +61,6 @@ def check_together(settings: Settings) -> None:
         _check_schedule,
         _check_critic_warmup,
         _check_minibatches,
-        _check_remat,
         _check_generate_mesh,
         _check_sharding,
         _check_sequence_parallel,
@@ -280,11 +279,6 @@ def _check_minibatches(settings: Settings) -> None:
     rows = settings.batch_prompts * settings.samples_per_prompt
     if settings.minibatches > rows:
         raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
-
-
-def _check_remat(settings: Settings) -> None:
-    if settings.remat == "selective" and settings.compile == "on":
-        raise SettingsError("--remat=selective chooses among the operations that --compile=on makes into one; use one")
 
 
 def _check_generate_mesh(settings: Settings) -> None:

@@ -385,7 +385,8 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), 5e-7 to 1e-3; --lora_rank: 3e-3, 10 times",
+        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), sft and reward models 1 / sqrt, 5e-7 to "
+        "1e-3; --lora_rank: 3e-3, 10 times",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL

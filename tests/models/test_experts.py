@@ -145,6 +145,26 @@ def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
     assert len(seen) == next(calls for ways, one, calls in CALLS if (ways, one) == (k, name))
 
 
+@pytest.mark.parametrize("fault", ["doubled", "left out"])
+@pytest.mark.parametrize("k,name", [(2, "all_gather"), (1, "all_to_all")])
+def test_an_exchange_of_experts_ids_or_counts_at_fault_is_found(monkeypatch, fault, k, name):
+    right, seen = getattr(module, name), []
+
+    def wrong(x, mesh, over, *dims):
+        out = right(x, mesh, over, *dims)
+        if x.is_floating_point():
+            return out
+        seen.append(over)
+        return out * 2 if fault == "doubled" else torch.cat([x] * (len(out) // len(x)))  # as if all had sent this
+
+    monkeypatch.setattr(module, name, wrong)
+    try:
+        gap = worst("ep2,tp2", k)
+    except (RuntimeError, IndexError):  # sizes that do not match end a run
+        gap = float("inf")
+    assert gap > 1e-3 and seen == [("expert",)]
+
+
 @pytest.mark.parametrize("fault", [("router", ()), ("expert_up", ("expert",))])
 def test_a_gradient_summed_over_other_axes_is_found(monkeypatch, fault):
     right = rules.rest_axes
