@@ -37,6 +37,7 @@ AS_COMPILED = {  # switches of a decoder that the kernel does not know, as it ha
     "norms": "pre", "norm_offset": 0.0, "activation": "silu", "local_rope_theta": None, "rotates": None,
     "qk_norm_over": "head", "attention_scale": None, "attention_cap": None, "embed_scale": 1.0, "residual_scale": 1.0,
     "logit_divisor": 1.0, "logit_cap": None, "experts": None,
+    "latent": None,
 }  # fmt: skip
 _PROBLEMS = (
     None,
@@ -199,6 +200,7 @@ class PackedDecoder:
         sequence_N: Tensor,
         tables_SP: Tensor,
         draw_M: Tensor,
+        logits_MV: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values of some tokens and give the logits of some of these.
 
@@ -212,6 +214,8 @@ class PackedDecoder:
           sequence_N: int64, the row of `tables_SP` of each token.
           tables_SP: int32 pages of each sequence, in order: position p is in page p // PAGE, slot p % PAGE.
           draw_M: int64 indices into N of the tokens whose logits are wanted; there may be none.
+          logits_MV: where they are to be written, contiguous float32: new memory for many costs as much as their
+            products.
 
         Returns: [M, V] float32.
 
@@ -226,7 +230,14 @@ class PackedDecoder:
         tokens_N, positions_N, sequence_N, tables_SP, draw_M = (x.contiguous() for x in given)
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
-        logits_MV = torch.empty(M, self.config.vocab)
+        if logits_MV is None:
+            logits_MV = torch.empty(M, self.config.vocab)
+        elif (
+            logits_MV.shape != (M, self.config.vocab)
+            or logits_MV.dtype != torch.float32
+            or not logits_MV.is_contiguous()
+        ):
+            raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
         step = _Step(
             N, tables_SP.shape[1], M, tokens_N.data_ptr(), positions_N.data_ptr(), sequence_N.data_ptr(),
             tables_SP.data_ptr(), draw_M.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(),

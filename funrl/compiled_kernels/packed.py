@@ -62,7 +62,8 @@ def panel_numbers(N: int, K: int) -> int:
 def packed_linear(x_MK: Tensor, packed: PackedLinear, threads: int | None = None) -> Tensor:
     """x w^T, where a row of the result depends on no other row of x.
 
-    The terms of a sum are added in chunks of 64 (128 in bfloat16), each from zero, and then chunk after chunk.
+    The terms of a sum are added in chunks of 64 (128 in bfloat16), each from zero, and then chunk after chunk; in
+    bfloat16 on a processor with AMX from the first to the last, 32 at a time.
 
     Args:
       x_MK: in the dtype of the packed weight.

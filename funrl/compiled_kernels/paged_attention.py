@@ -8,15 +8,21 @@ depends on lengths.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
 
+KERNEL_PAGE = 256  # tokens, of which the page of a kernel is a multiple
+KERNEL_HEAD = 256  # numbers of a head at most, in eights
+log = logging.getLogger(__name__)
 CAPPED_QUERIES = 256  # new tokens of a sequence at a time where logits are capped
 
 
@@ -26,7 +32,7 @@ class Paging(NamedTuple):
     Attributes:
       places_N: int64, page times page length plus offset, where each token's key and value go.
       positions_N: int64, of each token in its sequence.
-      table_SP: int64 pages of each sequence in order; those behind its last token are any.
+      table_SP: int64 or int32 pages of each sequence in order; those behind its last token are any.
       offsets_S1: [S + 1] int32, where the new tokens of each sequence begin and end.
       ends_S: int32, tokens of each sequence, the new ones included.
       groups_G5: int64, on the CPU: sequences with equally many new tokens and about as many pages, computed together.
@@ -42,8 +48,8 @@ class Paging(NamedTuple):
 
 
 def paging_of(
-    counts: Sequence[int],
-    ends: Sequence[int],
+    counts: Sequence[int] | np.ndarray,
+    ends: Sequence[int] | np.ndarray,
     table_SP: Tensor,
     page_tokens: int,
     device: torch.device | str = "cpu",
@@ -56,22 +62,34 @@ def paging_of(
       table_SP: pages of each sequence, on the CPU.
       page_tokens: of a page.
     """
-    table, counts_S, ends_S = table_SP.long(), torch.tensor(counts), torch.tensor(ends)
-    offsets_S1 = torch.cat([counts_S.new_zeros(1), counts_S.cumsum(0)])
-    numbers_N = torch.repeat_interleave(torch.arange(len(counts)), counts_S)
-    positions_N = torch.arange(len(numbers_N)) + (ends_S - counts_S - offsets_S1[:-1])[numbers_N]
-    places_N = table[numbers_N, positions_N // page_tokens] * page_tokens + positions_N % page_tokens
-    groups, low, first = [], 0, 0
-    kinds = [(count, read_pages(end, page_tokens)) for count, end in zip(counts, ends, strict=True)]
-    for high in range(1, len(kinds) + 1):
-        if high == len(kinds) or kinds[high] != kinds[low]:
-            count, pages = kinds[low]
-            groups.append((first, low, high - low, count, min(pages, table.shape[1])))
-            low, first = high, first + (high - low) * count
+    table, new_S, last_S = table_SP.long(), np.asarray(counts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
+    begins_S = np.cumsum(new_S) - new_S
+    numbers_N = np.repeat(np.arange(len(new_S)), new_S)
+    positions_N = torch.from_numpy(np.arange(len(numbers_N)) + (last_S - new_S - begins_S)[numbers_N])
+    places_N = table[torch.from_numpy(numbers_N), positions_N // page_tokens] * page_tokens + positions_N % page_tokens
+    pages_S = _read_pages_of(last_S, page_tokens)
+    starts_G = np.flatnonzero((np.diff(new_S, prepend=0) != 0) | (np.diff(pages_S, prepend=0) != 0))
+    many_G = np.diff(starts_G, append=len(new_S))
+    pages_G = np.minimum(pages_S[starts_G], table.shape[1])
+    groups_G5 = np.stack([begins_S[starts_G], starts_G, many_G, new_S[starts_G], pages_G], 1)
+    offsets_S1, ends_S = (torch.from_numpy(x.astype(np.int32)) for x in (np.append(begins_S, new_S.sum()), last_S))
     on = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
-    return Paging(
-        on(places_N), on(positions_N), on(table), on(offsets_S1.int()), on(ends_S.int()), torch.tensor(groups)
-    )
+    return Paging(on(places_N), on(positions_N), on(table), on(offsets_S1), on(ends_S), torch.from_numpy(groups_G5))
+
+
+def decode_paging(positions_B: Tensor, table_BP: Tensor, places_B: Tensor, running_B: Tensor) -> Paging:
+    """Places of a pass that computes one token of each of B sequences, from what the device alone knows.
+
+    Args:
+      positions_B: int64, of each token in its sequence.
+      table_BP: int32 pages of each sequence, of which all are read.
+      places_B: int64, where each token's key and value go.
+      running_B: bool; of a sequence that is not running one token is read.
+    """
+    B, P = table_BP.shape
+    ends_B = torch.where(running_B, positions_B + 1, 1).int()
+    offsets_B1 = torch.arange(B + 1, dtype=torch.int32, device=table_BP.device)
+    return Paging(places_B, positions_B, table_BP, offsets_B1, ends_B, torch.tensor([[0, 0, B, 1, P]]))
 
 
 def read_pages(tokens: int, page_tokens: int) -> int:
@@ -82,6 +100,13 @@ def read_pages(tokens: int, page_tokens: int) -> int:
     pages = -(-tokens // page_tokens)
     step = 1 << max(0, pages.bit_length() - 3)
     return -(-pages // step) * step
+
+
+def _read_pages_of(tokens_S: np.ndarray, page_tokens: int) -> np.ndarray:
+    """`read_pages` of many sequences."""
+    pages_S = -(-tokens_S // page_tokens)
+    step_S = 1 << np.maximum(0, np.frexp(pages_S)[1].astype(np.int64) - 3)
+    return -(-pages_S // step_S) * step_S
 
 
 def paged_attention(
@@ -96,9 +121,8 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
-    On CUDA and ROCm 16-bit tensors go to torch's variable-length kernel, which knows no cap; everything else is
-    gathered group by group.
-    Without a gradient.
+    On CUDA and ROCm 16-bit tensors go to the kernel that `paged_kernel` finds, which knows no cap, where it takes pages
+    and heads of their size; everything else is gathered group by group. Without a gradient.
 
     Args:
       q_NHD, k_NKD, v_NKD: of the new tokens; K divides H, query head h uses key-value head h // (H / K).
@@ -156,9 +180,10 @@ def _paged_attention(
 ) -> Tensor:
     for new, x in ((k, keys), (v, values)):
         x.view(-1, *x.shape[2:]).index_copy_(0, places, new)
-    kernel = _paged_kernel() if q.is_cuda and q.element_size() == 2 and not cap else None
-    if kernel is not None:
-        return _by_kernel(kernel, q, keys, values, table, offsets, ends, groups, window, scale)
+    if takes_kernel(q.device.type, q.dtype, q.shape[-1], keys.shape[1], cap):
+        kernel = paged_kernel()
+        assert kernel is not None
+        return kernel(q, keys, values, table, offsets, ends, groups, window, scale)
     out, page = torch.empty_like(q), keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():
         part = slice(first, first + rows * count)
@@ -182,20 +207,60 @@ def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, wi
     return torch.empty_like(q)
 
 
-def _by_kernel(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int, scale: float) -> Tensor:
-    most_new, most = (int(x) for x in (groups[:, 3].max(), groups[:, 4].max() * keys.shape[1]))
+def takes_kernel(device: str, dtype: torch.dtype, head: int, page_tokens: int, cap: float | None = None) -> bool:
+    """True if attention of this dtype, to pages and heads of these sizes, is by the kernel of `paged_kernel`."""
+    size = head % 8 == 0 and head <= KERNEL_HEAD and page_tokens % KERNEL_PAGE == 0
+    return device == "cuda" and dtype.itemsize == 2 and not cap and size and paged_kernel() is not None
+
+
+@functools.cache
+def paged_kernel() -> Callable[..., Tensor] | None:
+    """Attention over pages on a GPU: torch's from 2.12 on, else flash-attn's where that is installed; None: neither.
+
+    It is logged once, and takes (q, keys, values, table, offsets, ends, groups, window, scale).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "block_table" in inspect.signature(varlen_attn).parameters:
+        log.info("attention over pages on the GPU is by torch %s", torch.__version__)
+        return functools.partial(by_torch, varlen_attn)
+    try:
+        flash = importlib.import_module("flash_attn").flash_attn_varlen_func
+    except ImportError:
+        flash = None
+    if flash is None or "block_table" not in inspect.signature(flash).parameters:
+        log.warning(
+            "attention over pages on the GPU gathers them, which is slow: torch %s has no kernel for it (2.12 has), "
+            "and there is no flash-attn with one",
+            torch.__version__,
+        )
+        return None
+    log.info("attention over pages on the GPU is by flash-attn: torch %s has no kernel for it", torch.__version__)
+    return functools.partial(by_flash_attn, flash)
+
+
+def by_torch(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int, scale: float) -> Tensor:
+    """Attention over pages by `torch.nn.attention.varlen.varlen_attn`. The host waits for nothing."""
+    most_new, most = _most(keys, groups)
     return kernel(
         q, keys, values, offsets, None, most_new, most, window_size=(window - 1 if window else -1, 0),
         scale=scale or None, enable_gqa=True, seqused_k=ends, block_table=table.int(), num_splits=1,
     )  # fmt: skip
 
 
-@functools.cache
-def _paged_kernel() -> Callable | None:
-    """Variable-length attention over pages of this torch, from 2.12 on."""
-    from torch.nn.attention.varlen import varlen_attn
+def by_flash_attn(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int, scale: float) -> Tensor:
+    """Attention over pages by `flash_attn.flash_attn_varlen_func`, which takes the lengths of texts as offsets."""
+    most_new, most = _most(keys, groups)
+    upto = torch.nn.functional.pad(ends.cumsum(0, dtype=torch.int32), (1, 0))
+    return kernel(
+        q, keys, values, offsets, upto, most_new, most, softmax_scale=scale or None, causal=True,
+        window_size=(window - 1 if window else -1, 0), block_table=table.int(),
+    )  # fmt: skip
 
-    return varlen_attn if "block_table" in inspect.signature(varlen_attn).parameters else None
+
+def _most(keys: Tensor, groups: Tensor) -> tuple[int, int]:
+    """The most new tokens of a sequence, and of those that it reads; `groups` is on the host."""
+    return int(groups[:, 3].max()), int(groups[:, 4].max()) * keys.shape[1]
 
 
 def paged_flops(q: Tensor, groups: Tensor, page_tokens: int) -> int:

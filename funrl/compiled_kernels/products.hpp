@@ -1,11 +1,13 @@
 // Products of rows with a matrix that was packed into panels: y[M, N] = x[M, K] w[N, K]^T, sums in float32.
 //
 // A panel holds the weights of PANEL outputs, [K / terms, PANEL, terms]. The terms of an output are added in chunks of
-// CHUNK: each chunk from zero, one term after the other, then chunk after chunk. This order depends on K alone, so the
-// bits of a row of y depend on no other row and not on the threads.
+// CHUNK: each chunk from zero, one term after the other, then chunk after chunk; those of bfloat16 by tiles (tiles.hpp)
+// where there are some. This order depends on K alone, so the bits of a row of y depend on no other row and not on the
+// threads.
 
 #pragma once
 #include "lanes.hpp"
+#include "tiles.hpp"
 
 namespace funrl {
 
@@ -63,10 +65,21 @@ template <class T> void multiply_panel(const T* x, int rows, int64_t K, const T*
 template <class T, class Then>
 void multiply(const T* x, int rows, int64_t K, const T* packed, int64_t panels, int thread, int threads, Then then) {
   alignas(64) float y[BLOCK_ROWS * PANEL];
-  for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++) {
-    multiply_panel(x, rows, K, packed + panel * PANEL * K, y);
-    for (int row = 0; row < rows; row++) then(row, panel, y + row * PANEL);
-  }
+  auto each_panel = [&](auto multiply_one) {
+    for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++) {
+      multiply_one(packed + panel * PANEL * K);
+      for (int row = 0; row < rows; row++) then(row, panel, y + row * PANEL);
+    }
+  };
+#ifdef FUNRL_TILES
+  static_assert(BLOCK_ROWS <= 4 * TILE_MOST_ROWS);
+  if constexpr (Product<T>::terms == 2)
+    if (tiles_allowed()) {
+      const Tiles tiles(rows);
+      return each_panel([&](const T* panel) { tiles.multiply(x, K, panel, y); });
+    }
+#endif
+  each_panel([&](const T* panel) { multiply_panel(x, rows, K, panel, y); });
 }
 
 // Panels of w[N, K], with zeros up to whole panels and to K_padded.

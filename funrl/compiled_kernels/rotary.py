@@ -24,16 +24,40 @@ def frequencies(head: int, theta: float, scaling=None, dtype=torch.float32, devi
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(frequency, theta, scaling)
     # llama3: turns over the original length decide; below `low` stretched, above `high` kept, linear between.
     turns = scaling.original * frequency / (2 * math.pi)
     keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return (1 - keep) * frequency / scaling.factor + keep * frequency
 
 
-def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype) -> Rotary:
-    """The turns of integer positions [...], computed in the dtype of `frequency` and given in `dtype`."""
+def _yarn(frequency: Tensor, theta: float, scaling) -> Tensor:
+    """Frequencies below a band divided by the factor, those above it kept, and a ramp between, even in their numbers.
+
+    References: Peng et al., 2023, https://arxiv.org/abs/2309.00071
+    """
+    half = len(frequency)
+
+    def number(turns: float) -> float:  # of the frequency that turns so often over the original length
+        return half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = max(math.floor(number(scaling.high)), 0), min(math.ceil(number(scaling.low)), 2 * half - 1)
+    at = torch.arange(half, dtype=frequency.dtype, device=frequency.device)
+    stretched = ((at - low) / max(high - low, 0.001)).clamp(0, 1)
+    return (1 - stretched) * frequency + stretched * frequency / scaling.factor
+
+
+def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> Rotary:
+    """The turns of integer positions [...], computed in the dtype of `frequency` and given in `dtype`.
+
+    Args:
+      amplitude: factor of what is turned.
+    """
     angle = positions.unsqueeze(-1).to(frequency.dtype) * frequency
     cos, sin = angle.cos(), angle.sin()
+    if amplitude != 1:
+        cos, sin = cos * amplitude, sin * amplitude
     both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
 

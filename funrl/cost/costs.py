@@ -27,6 +27,7 @@ import funrl.compiled_kernels.grouped_linear
 import funrl.compiled_kernels.varlen_attention
 import funrl.models.routing  # noqa: F401  (these register their operators)
 from funrl import trees
+from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
 from funrl.cost.shape_memo import ShapeMemo, scan
@@ -115,6 +116,15 @@ _FORMULAS = {  # of operators that torch has none of, or a wrong one
     torch.ops.funrl.grouped_linear: lambda x, weight, ends: _grouped_flops(x, weight.shape[1], ends),
     torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
+    torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_flops(
+        up, cache, rest[5], rest[6]
+    ),
+}
+_BYTES = {  # of operators that read less than all that they are given
+    torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_bytes(q, keys, rest[6]),
+    torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_bytes(
+        q, latent, up, cache, rest[5]
+    ),
 }
 
 
@@ -346,6 +356,8 @@ class Tracer(TorchDispatchMode):
         if not x.is_floating_point():
             return "batch"
         if func.namespace == "_c10d_functional":
+            if x.dim() > 2:  # hidden states of a row, that tensor ranks gather or sum
+                return "activations"
             summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
             return "gradients" if summed else "staging"
         if func is aten.cat.default and x.dim() == 1:
@@ -417,8 +429,8 @@ def _work(func: Any, operator: _Operator, args: tuple, kwargs: dict, out: Any, o
     flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
     if not flops and operator.idle:
         return None
-    paged = func.overloadpacket is torch.ops.funrl.paged_attention
-    nbytes = paged_bytes(args[0], args[3], args[10]) if paged else _nbytes((args, tuple(outs)))
+    packet = func.overloadpacket
+    nbytes = _BYTES[packet](*args) if packet in _BYTES else _nbytes((args, tuple(outs)))
     return Work(flops, nbytes, outs[0].dtype if outs else torch.float32)
 
 
@@ -443,11 +455,7 @@ def _floating(func: Any, args: tuple, kwargs: dict) -> bool:
     if dtype is not None:
         return dtype.is_floating_point
     name = func._schema.name.split("::")[1]
-    return (
-        isinstance(args[1], float)
-        if name == "full"
-        else not name.startswith(("arange", "randperm", "randint", "promote_types"))
-    )
+    return isinstance(args[1], float) if name == "full" else not name.startswith(_WHOLE)
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:

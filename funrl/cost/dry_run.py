@@ -60,6 +60,7 @@ from funrl.trainer.judging import JudgeJob
 from funrl.trainer.roles import READERS
 from funrl.trainer.scorers import model_path
 from funrl.trainer.settings import Settings, for_kind, scoring_budget
+from funrl.trainer.sharding import splits_residual
 from funrl.trainer.sources import Source
 from funrl.trainer.step_rows import Rows, moved
 
@@ -148,6 +149,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
       SettingsError: rows are longer than the model's positions.
     """
     width, judge, job = check_width(job, tokens), job.judge, job._replace(judge=None)  # none is opened
+    split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
+    job = job._replace(settings=dataclasses.replace(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))

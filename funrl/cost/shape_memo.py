@@ -86,7 +86,7 @@ class ShapeMemo:
         # As FakeTensor(self.fake, out, HOST) does, in a quarter of its time.
         fake = Tensor._make_subclass(FakeTensor, out, False, dispatch_device=True, device_for_backend_keys=HOST)
         torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(self._of_every)
+        vars(fake).update(self._of_every)
         return fake
 
 

@@ -6,12 +6,14 @@ What is peculiar to a Hugging Face family is in `families.py`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from funrl.models.config_fields import LARGEST_SIZES
-from funrl.models.families import FAMILIES, FULL, SLIDING, Experts, HFFamily, ModelError
+from funrl.models.families import FAMILIES, FULL, SLIDING, HFFamily
+from funrl.models.sizes import Experts, Latent, ModelError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -21,18 +23,38 @@ class RopeScaling:
     """Stretching of rotary frequencies beyond the lengths of pretraining.
 
     Attributes:
-      kind: "linear" divides every frequency by `factor`; "llama3" only the low ones, with a smooth ramp between.
+      kind: "linear" divides every frequency by `factor`; "llama3" only the low ones, with a ramp between that is even
+        in turns; "yarn" likewise with one that is even in the numbers of frequencies.
       factor: the divisor.
-      low, high: llama3: frequencies that turn fewer times than `low` over the original length are divided by
-        `factor`, those that turn more often than `high` are kept.
-      original: llama3: length of pretraining, in tokens.
+      low, high: frequencies that turn fewer times than `low` over the original length are divided by `factor`, those
+        that turn more often than `high` are kept.
+      original: length of pretraining, in tokens.
+      mscale, mscale_all: yarn: how much attention is sharpened: in its rotated part, and in all of it; 0: as yarn says.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
+    mscale: float = 0.0
+    mscale_all: float = 0.0
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        both = self.mscale > 0 and self.mscale_all > 0
+        return self._sharper(self.mscale) / self._sharper(self.mscale_all) if both else self._sharper(1.0)
+
+    @property
+    def sharpness(self) -> float:
+        """Factor of the logits of latent attention."""
+        return self._sharper(self.mscale_all) ** 2 if self.kind == "yarn" and self.mscale_all else 1.0
+
+    def _sharper(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1
 
 
 class LayerKind(NamedTuple):
@@ -80,6 +102,8 @@ class Config:
       module: the JSON text of the config.json of a model that transformers' own code computes, of which the sizes
         above are a summary; "" for the decoder of this package.
       experts: layers with several mlps of which each token takes some; None: every layer has one.
+      latent: keys and values are made of a small vector a token; `head` is then the size of queries and keys, and
+        attention has neither bias nor window. None: they are made of the hidden states.
     """
 
     vocab: int
@@ -118,6 +142,7 @@ class Config:
     logit_cap: float | None = None
     module: str = ""
     experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
@@ -129,12 +154,24 @@ class Config:
             return
         if self.heads % self.kv_heads:
             raise ModelError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.head % 2:
+        if self.rotated % 2:
             raise ModelError(f"head is {self.head}, rotary positions need an even head size")
+        if self.latent is not None:
+            self._check_latent(self.latent)
         for name in ("windows", "rotates"):
             one = getattr(self, name)
             if one is not None and len(one) != self.layers:
                 raise ModelError(f"{name} has {len(one)} entries for {self.layers} layers")
+
+    def _check_latent(self, latent: Latent) -> None:
+        if self.head != latent.nope + latent.rope or self.kv_heads != self.heads:
+            raise ModelError(
+                f"heads of size {self.head} with {self.kv_heads} keys are not those of latent attention: "
+                f"{self.heads} of {latent.nope} + {latent.rope}"
+            )
+        for name in ("windows", "rotates", "qk_norm", "attention_bias", "output_bias", "attention_cap"):
+            if getattr(self, name):
+                raise ModelError(f"{name} is {getattr(self, name)}, which latent attention does not have")
 
     def window(self, layer: int) -> int | None:
         """Attention window of one layer; None: it sees all tokens before."""
@@ -171,7 +208,21 @@ class Config:
         Args:
           parameters: of the model.
         """
-        return 4 * self.layers * self.heads * self.head / (2 * self.used_parameters(parameters))
+        return 4 * self.layers * self.attention_width / (2 * self.used_parameters(parameters))
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of a token's queries, as attention computes with them."""
+        return self.heads * (self.head if self.latent is None else self.latent.width)
+
+    @property
+    def rotated(self) -> int:
+        """Size of the part of a head that is rotated."""
+        return self.head if self.latent is None else self.latent.rope
+
+    def cached(self, tensor: int = 1) -> float:
+        """Numbers of a token in a layer's cache, on one of the ranks that share the heads."""
+        return 2 * self.kv_heads * self.head / tensor if self.latent is None else self.latent.cached
 
     def with_layers(self, layers: int) -> Config:
         """The same sizes with only the first `layers` layers."""
@@ -197,26 +248,28 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     _refuse(family, got)
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     eos = got.get("eos_token_id")
-    return Config(
-        vocab=_size(got, "vocab_size"),
-        embed=embed,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads if got.get("num_key_value_heads") is None else _size(got, "num_key_value_heads"),
-        head=embed // heads if got.get("head_dim") is None else _size(got, "head_dim"),
-        mlp=_size(got, "intermediate_size"),
-        norm_eps=float(got["rms_norm_eps"]),
-        tied=bool(got["tie_word_embeddings"]),
-        windows=_windows(family, got, layers),
-        max_positions=_size(got, "max_position_embeddings"),
-        dtype=_dtype(got),
-        family=name,
-        bos=got.get("bos_token_id"),
-        eos=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
-        pad=got.get("pad_token_id"),
-        **_rotary(family, got),
-        **family.read(got),
-    )
+    fields: dict[str, Any] = {
+        "vocab": _size(got, "vocab_size"),
+        "embed": embed,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": heads if got.get("num_key_value_heads") is None else _size(got, "num_key_value_heads"),
+        "head": embed // heads if got.get("head_dim") is None else _size(got, "head_dim"),
+        "mlp": _size(got, "intermediate_size"),
+        "norm_eps": float(got["rms_norm_eps"]),
+        "tied": bool(got["tie_word_embeddings"]),
+        "windows": _windows(family, got, layers),
+        "max_positions": _size(got, "max_position_embeddings"),
+        "dtype": _dtype(got),
+        "family": name,
+        "bos": got.get("bos_token_id"),
+        "eos": () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        "pad": got.get("pad_token_id"),
+    }
+    config = Config(**fields | _rotary(family, got) | family.read(got))
+    if config.latent is None or config.rope_scaling is None or config.rope_scaling.sharpness == 1:
+        return config
+    return replace(config, attention_scale=config.head**-0.5 * config.rope_scaling.sharpness)
 
 
 def config_to_hf(config: Config) -> dict[str, Any]:
@@ -318,21 +371,32 @@ def _rope(
         raise ModelError(f"{name}.rope_type is {kind!r}, supported: {', '.join(map(repr, family.rope_types))}")
     if kind == "default":
         return theta, None
-    wanted = {"factor": "factor"}
-    if kind == "llama3":
-        wanted |= {"low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
-    missing = [field for field in wanted.values() if rope.get(field) is None]
+    wanted = _ROPE_FIELDS[kind]
+    given: dict[str, Any] = dict(_YARN) if kind == "yarn" else {}
+    given |= {field: value for field, value in rope.items() if value is not None}
+    missing = [field for field in wanted.values() if field not in given]
     if missing:
         raise ModelError(f"{name}.{missing[0]} is missing; rope_type {kind!r} needs it")
-    return theta, RopeScaling(kind, **{ours: rope[theirs] for ours, theirs in wanted.items()})
+    if kind == "yarn" and "attention_factor" in given:
+        raise ModelError(f"{name}.attention_factor is {given['attention_factor']!r}, supported is None")
+    if kind == "yarn" and not given.get("truncate", True):
+        raise ModelError(f"{name}.truncate is {given['truncate']!r}, supported is True")
+    return theta, RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
+
+
+_ORIGINAL = {"factor": "factor", "original": "original_max_position_embeddings"}
+_ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": _ORIGINAL | {"low": "low_freq_factor", "high": "high_freq_factor"},
+    "yarn": _ORIGINAL | {"low": "beta_slow", "high": "beta_fast", "mscale": "mscale", "mscale_all": "mscale_all_dim"},
+}
+_YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # where they are not given
 
 
 def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
-    raw: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        raw |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
-        raw |= {"original_max_position_embeddings": rope.original}
-    return raw
+    raw: dict[str, Any] = {"rope_type": rope.kind}
+    fields = {theirs: getattr(rope, ours) for ours, theirs in _ROPE_FIELDS[rope.kind].items()}
+    return raw | {name: value for name, value in fields.items() if value}
 
 
 def _windows(family: HFFamily, got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:

@@ -23,19 +23,32 @@ LARGEST_SIZES = {
     "num_experts_per_tok": 2**16,
     "moe_intermediate_size": 2**24,
     "decoder_sparse_step": 4096,
+    "n_routed_experts": 2**16,
+    "n_shared_experts": 2**16,
+    "n_group": 2**16,
+    "topk_group": 2**16,
+    "kv_lora_rank": 2**16,
+    "q_lora_rank": 2**16,
+    "qk_nope_head_dim": 2**16,
+    "qk_rope_head_dim": 2**16,
+    "v_head_dim": 2**16,
 }
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")
+MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank")
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "embedding_multiplier", "residual_multiplier",
-    "attention_multiplier", "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping",
+    "attention_multiplier", "logits_scaling", "routed_scaling_factor", "attn_logit_softcapping",
+    "final_logit_softcapping",
 )  # fmt: skip
 COUNTS = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval", "num_labels")
 SWITCHES = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention",
-    "norm_topk_prob",
+    "norm_topk_prob", "rope_interleave",
 )  # fmt: skip
-NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:7])
-ROPE_FIELDS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:8])
+ROPE_FIELDS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 
 def check_config_fields(raw: Mapping[str, Any]) -> None:
@@ -104,7 +117,11 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (POSITIVE, "a number above 0", _positive),
     (COUNTS, "a whole number of at least 1", _count),
     (SWITCHES, "true or false", lambda value: isinstance(value, bool)),
-    (("max_window_layers",), "a whole number of at least 0", lambda value: value == 0 or _count(value)),
+    (
+        ("max_window_layers", "first_k_dense_replace"),
+        "a whole number of at least 0",
+        lambda value: value == 0 or _count(value),
+    ),
     (("bos_token_id", "eos_token_id", "pad_token_id"), "a token id or a list of them", _tokens),
     (("architectures", "layer_types"), "a list of texts", _texts),
     (("no_rope_layers",), "a list of 0 and 1", _numbers),

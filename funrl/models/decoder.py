@@ -3,7 +3,7 @@
 `decoder_model` puts them into a `Model`. Weights are [out, in] with heads as a dim of their own; `axes` names their
 dims. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It sees local shards: under tensor
 parallelism a rank holds its heads, its part of the mlp and its rows of the vocabulary, and each half of a layer begins
-with `pbroadcast` and ends with `psum`.
+and ends with the collectives of `split_residual`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,27 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.config import Config, LayerKind, ModelError
 from funrl.models.experts import mixture
 from funrl.models.fsdp import regathering
+from funrl.models.latent_attention import latent_attention, latent_shapes
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
 from funrl.models.routing import Load
 from funrl.models.sequence_parallel import AXIS, split_attention
+from funrl.models.split_residual import enter, leave, own_tokens
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, in pages."""
+    """Keys and values of the tokens so far, in pages.
 
-    keys: tuple[Tensor, ...]  # per layer [pages, tokens of a page, K, N], the key-value heads of this rank
+    Attributes:
+      keys: per layer [pages, tokens of a page, K, N], the key-value heads of this rank; of latent attention what all
+        heads make their keys and values of, [pages, tokens of a page, R].
+      values: likewise; of latent attention ().
+    """
+
+    keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
 
@@ -49,25 +57,29 @@ class Context(NamedTuple):
       rope: rotations of the tokens' positions; None: the layer has none.
       attention_mask_BTS: bool, true where token t sees token s; None: every token, or those up to t where `causal`.
       causal: without a mask, token t sees tokens up to t.
-      kv_cache: this layer's keys and values [P, page, K, N], written in place.
+      kv_cache: this layer's part of the cache, written in place.
       paging: with `kv_cache`, the places of the tokens of one packed row.
       offsets: where the sequences of one packed row begin and end; None: the mask tells what is seen.
       window: with `offsets` or `paging`, how many tokens back a token sees, itself included; None: all of its sequence.
       form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
       real_BT: false at padding, which goes to no expert; None: there is none, or there are no experts.
       routes_BTK: the experts that tokens go to; None: as the router says.
+      split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
+      blockwise: compute attention by blocks of static shapes, as on XLA.
     """
 
     rope: Rotary | None
     attention_mask_BTS: Tensor | None
     causal: bool
-    kv_cache: tuple[Tensor, Tensor] | None = None
+    kv_cache: tuple[Tensor, ...] | None = None
     paging: Paging | None = None
     offsets: Tensor | None = None
     window: int | None = None
     form: str = "auto"
     real_BT: Tensor | None = None
     routes_BTK: Tensor | None = None
+    split: bool = False
+    blockwise: bool = False
 
 
 def decoder_model(config: Config) -> Model:
@@ -100,11 +112,17 @@ def shapes(config: Config) -> trees.Tree:
     if config.qk_norm:
         whole = config.qk_norm_over == "projection"
         attn |= {"q_norm": (H, N) if whole else (N,), "k_norm": (K, N) if whole else (N,)}
+    if config.latent is not None:
+        attn = latent_shapes(config.latent, H, D)
     norms = {"pre": _BEFORE, "post": _BEHIND, "sandwich": _BEFORE + _BEHIND}[config.norms]
     mlp, moe = {"gate": (F_, D), "up": (F_, D), "down": (D, F_)}, {}
     if config.experts is not None:
         E, M = config.experts.count, config.experts.mlp
         moe = {"router": (E, D), "expert_gate": (E, M, D), "expert_up": (E, M, D), "expert_down": (E, D, M)}
+        if config.experts.biased:
+            moe["router_bias"] = (E,)
+        if shared := config.experts.shared:
+            moe |= {"shared_gate": (shared, D), "shared_up": (shared, D), "shared_down": (D, shared)}
 
     def empty(sizes: dict) -> dict:
         return {k: torch.empty(v, device="meta") for k, v in sizes.items()}
@@ -139,10 +157,20 @@ _AXES = {
     "o_bias": ("norm",),
     "q_norm": ("head",),
     "k_norm": ("head",),
+    "q_a": ("latent", "embed"),
+    "q_a_norm": ("norm",),
+    "q_b": ("heads", "head", "embed"),
+    "kv_a": ("latent", "embed"),
+    "kv_a_norm": ("norm",),
+    "kv_b": ("heads", "head", "embed"),
     "gate": ("mlp", "embed"),
     "up": ("mlp", "embed"),
     "down": ("embed", "mlp"),
     "router": ("router", "embed"),
+    "router_bias": ("router",),
+    "shared_gate": ("mlp", "embed"),
+    "shared_up": ("mlp", "embed"),
+    "shared_down": ("embed", "mlp"),
     "expert_gate": ("experts", "mlp", "expert_embed"),
     "expert_up": ("experts", "mlp", "expert_embed"),
     "expert_down": ("experts", "expert_embed", "mlp"),
@@ -168,10 +196,8 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
             return torch.full(x.shape, 1 - config.norm_offset, dtype=dtype, device=generator.device)
         if last.endswith("bias"):
             return torch.zeros(x.shape, dtype=dtype, device=generator.device)
-        fan_in = {"o": config.heads * config.head, "down": config.mlp}.get(last, config.embed)
-        if last == "expert_down" and config.experts is not None:
-            fan_in = config.experts.mlp
-        branch = residual if last in ("o", "down", "expert_down") else 1
+        fan_in = x[0].numel() if last == "o" else x.shape[-1]
+        branch = residual if last == "o" or last.endswith("down") else 1
         std = 0.02 if last in ("embed", "unembed") else fan_in**-0.5 * branch
         return (torch.randn(x.shape, generator=generator, device=generator.device) * std).to(dtype)
 
@@ -186,14 +212,16 @@ def unembed(params: trees.Tree) -> Tensor:
 def init_cache(
     config: Config, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> Cache:
-    """An empty cache of pages, for this rank's key-value heads."""
+    """An empty cache of pages, for this rank's key-value heads, or for all heads of latent attention."""
     local = _kv_count(config.heads // mesh.size("tensor"), config.heads // config.kv_heads)
     shape = (pages, page_tokens, local, config.head)
+    if config.latent is not None:
+        shape = (pages, page_tokens, config.latent.cached)
 
     def empty() -> tuple[Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=dtype, device=device or mesh.device) for _ in range(config.layers))
 
-    return Cache(empty(), empty())
+    return Cache(empty(), empty() if config.latent is None else ())
 
 
 def apply(
@@ -211,9 +239,9 @@ def apply(
     """
     if (cache is None) != (inputs.paging is None):
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
-    if mesh.size(AXIS) > 1 and inputs.offsets is None:
+    if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
-    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
+    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh, inputs.split)
     contexts = _contexts(config, inputs, x_BTD.dtype)
     layer = layer or decoder_layer
     layers, loads = params["layers"], list[Load]()
@@ -224,7 +252,7 @@ def apply(
             if inputs.routes is not None and config.has_experts(i):
                 context = context._replace(routes_BTK=inputs.routes[:, :, len(loads)])
             if cache is not None:
-                context = context._replace(kv_cache=(cache.keys[i], cache.values[i]))
+                context = context._replace(kv_cache=tuple(x[i] for x in cache if x))
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = layer(config, mesh, next(weights), x_BTD, context)
             x_BTD, load = out if isinstance(out, tuple) else (out, None)
@@ -243,20 +271,21 @@ def decoder_layer(
     Args:
       config, mesh: as in `apply`.
       params: the weights of this layer.
-      x_BTD: output of the layer before.
+      x_BTD: output of the layer before; where `context.split`, this tensor rank's tokens of it.
       context: positions, mask and cache.
 
     Returns: its output; where it has experts, their load too.
     """
-    h_BTD = pbroadcast(_norm(config, x_BTD, params.get("attn_norm")), mesh, "tensor")
+    h_BTD = _norm(config, x_BTD, params.get("attn_norm"))
     x_BTD = _add(config, x_BTD, _attend(config, mesh, params["attn"], h_BTD, context), params.get("attn_out_norm"))
     h_BTD, mlp = _norm(config, x_BTD, params.get("mlp_norm")), params["mlp"]
     if config.experts is not None and "router" in mlp:
-        out_BTD, load = mixture(config.experts, mesh, mlp, h_BTD, context.real_BT, context.routes_BTK)
+        out_BTD, load = mixture(config.experts, mesh, mlp, h_BTD, context.real_BT, context.routes_BTK, context.split)
         return _add(config, x_BTD, out_BTD, params.get("mlp_out_norm")), load
-    h_BTD = pbroadcast(h_BTD, mesh, "tensor")
+    h_BTD = enter(h_BTD, mesh, context.split)
     inner_BTF = _ACTIVATIONS[config.activation](multiply(h_BTD, mlp["gate"])) * multiply(h_BTD, mlp["up"])
-    return _add(config, x_BTD, psum(multiply(inner_BTF, mlp["down"]), mesh, "tensor"), params.get("mlp_out_norm"))
+    out_BTD = leave(multiply(inner_BTF, mlp["down"]), mesh, context.split)
+    return _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"))
 
 
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -272,7 +301,7 @@ def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | N
 
 def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerKind, Context]:
     """The context of each kind of layers, less their caches."""
-    tokens_BT, positions, segments, offsets, paging, _ = inputs
+    tokens_BT, positions, segments, offsets, paging, _, split = inputs
     T, device = tokens_BT.shape[1], tokens_BT.device
     if paging is not None:
         positions = paging.positions_N
@@ -281,7 +310,7 @@ def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerK
     for kind in {config.kind(i) for i in range(config.layers)}:
         rope, window = _rope(config, kind, positions, dtype), kind.window
         if offsets is not None or paging is not None:
-            contexts[kind] = Context(rope, None, True, paging=paging, offsets=offsets, window=window)
+            contexts[kind] = Context(rope, None, True, paging=paging, offsets=offsets, window=window, split=split)
         elif segments is None and (window is None or window >= T):
             contexts[kind] = Context(rope, None, T > 1)
         else:
@@ -299,24 +328,33 @@ def _rope(config: Config, kind: LayerKind, positions: Tensor, dtype: torch.dtype
     if kind.window is not None and config.local_rope_theta is not None:
         theta, scaling = config.local_rope_theta, None
     wide = torch.promote_types(dtype, torch.float32)
-    return rotary(positions, frequencies(config.head, theta, scaling, wide, positions.device), dtype)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return rotary(positions, frequencies(config.rotated, theta, scaling, wide, positions.device), dtype, amplitude)
 
 
 def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
+    if config.latent is not None:
+        out_BTHN = latent_attention(config, config.latent, mesh, params, h_BTD, context)
+    else:
+        out_BTHN = _attend_heads(config, mesh, params, enter(h_BTD, mesh, context.split), context)
+    out_BTD = leave(multiply(out_BTHN.flatten(2), params["o"]), mesh, context.split)
+    return out_BTD + params["o_bias"] if config.output_bias else out_BTD
+
+
+def _attend_heads(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
+    """Attention with keys and values of their own, of this rank's heads, [B, T, H, N]."""
     q_BTHN, k_BTKN, v_BTKN = _heads(config, mesh, params, h_BTD)
     if context.rope is not None:
         q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
     how: dict[str, Any] = {"scale": config.attention_scale, "cap": config.attention_cap}
     if context.kv_cache is not None and context.paging is not None:
-        new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
-        out_BTHN = paged_attention(*new, context.kv_cache, context.paging, context.window, **how).unsqueeze(0)
-    elif context.offsets is not None:
+        new, (keys, values) = (q_BTHN[0], k_BTKN[0], v_BTKN[0]), context.kv_cache
+        return paged_attention(*new, (keys, values), context.paging, context.window, **how).unsqueeze(0)
+    if context.offsets is not None:
         new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
-        out_BTHN = split_attention(*new, mesh, context.window, context.form, **how)
-    else:
-        out_BTHN = attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
-    out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")
-    return out_BTD + params["o_bias"] if config.output_bias else out_BTD
+        how["blockwise"] = context.blockwise
+        return split_attention(*new, mesh, context.window, context.form, **how)
+    return attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **how)
 
 
 def _heads(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,20 +398,20 @@ def _project(h_BTD: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return multiply(h_BTD, weight, bias).unflatten(-1, weight.shape[:2])
 
 
-def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    found_BTD = _embedding(config, w_VD, tokens_BT, mesh)
+def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
+    found_BTD = _embedding(config, w_VD, tokens_BT, mesh, split)
     # Rounded to the dtype before, as in transformers.
-    return found_BTD if config.embed_scale == 1 else found_BTD * found_BTD.new_tensor(config.embed_scale)
+    return found_BTD if config.embed_scale == 1 else found_BTD * found_BTD.new_full((), config.embed_scale)
 
 
-def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    """The rows of the tokens; each rank has some of the table."""
+def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
+    """The rows of the tokens; each rank has some of the table. Where `split`, of this tensor rank's tokens."""
     if w_VD.shape[0] == config.vocab:
-        return F.embedding(tokens_BT, w_VD)
+        return own_tokens(F.embedding(tokens_BT, w_VD), mesh, split)
     row_BT = tokens_BT - mesh.index("tensor") * w_VD.shape[0]
     mine_BT = (row_BT >= 0) & (row_BT < w_VD.shape[0])
     found_BTD = F.embedding(torch.where(mine_BT, row_BT, 0), w_VD)
-    return psum(torch.where(mine_BT.unsqueeze(-1), found_BTD, 0), mesh, "tensor")
+    return leave(torch.where(mine_BT.unsqueeze(-1), found_BTD, 0), mesh, split)
 
 
 def _kv_count(heads: int, group: int) -> int:

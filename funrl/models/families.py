@@ -14,6 +14,7 @@
 | qwen3_moe | qwen3 with experts in all layers or in some |
 | mixtral | mistral with experts in all layers, the weights of a token's divided by their sum |
 | olmoe | norms before attention and mlp, q and k normalised over all their heads, experts in all layers |
+| deepseek_v3 | latent attention; experts chosen by sigmoid + bias within a few groups, beside a shared one |
 | gemma3_text | gemma2 with q and k normalised per head, and a rotary base of their own in layers with a window |
 
 A family is one entry of `FAMILIES`. Its functions read and write what is peculiar to it; what families share is read in
@@ -23,39 +24,13 @@ A family is one entry of `FAMILIES`. Its functions read and write what is peculi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from funrl.models import deepseek
+from funrl.models.sizes import Experts, ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GELU = "gelu_pytorch_tanh"  # the name in transformers of what the decoder calls "gelu"
-
-
-class ModelError(ValueError):
-    """A model that cannot be used; the message names the file or field, its value and what is supported."""
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Layers whose mlp is a mixture of experts.
-
-    Attributes:
-      count, per_token, mlp: experts of a layer E, those that a token goes to, and the inner size of each F.
-      normalized: whether the weights of a token's experts are divided by their sum.
-      dense: numbers of the layers that have one mlp instead.
-    """
-
-    count: int
-    per_token: int
-    mlp: int
-    normalized: bool = True
-    dense: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("count", "per_token", "mlp"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"experts.{name} is {getattr(self, name)}, it must be at least 1")
-        if self.per_token > self.count:
-            raise ModelError(f"experts.per_token is {self.per_token}, it must be at most their count, {self.count}")
 
 
 def upper_layers(got: Mapping[str, Any], layers: int) -> list[str]:
@@ -378,6 +353,10 @@ FAMILIES: Mapping[str, HFFamily] = {
             "num_experts_per_tok": 8, "norm_topk_prob": False,
         }, supported=_NO_WINDOW | {"clip_qkv": (None,)}, read=_read_olmoe, write=_write_olmoe,
     )._replace(classifier=None, token_classifier=None),
+    "deepseek_v3": _family(
+        "DeepseekV3", deepseek.FIELD_DEFAULTS, supported=deepseek.FIELDS_SUPPORTED, read=deepseek.read_deepseek_v3,
+        write=deepseek.write_deepseek_v3, rope_types=("default", "yarn"), names=deepseek.WEIGHT_NAMES,
+    ),
     "gemma2": _family(
         "Gemma2", _GEMMA | {
             "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,

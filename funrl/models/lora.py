@@ -31,7 +31,13 @@ from funrl.models.value_head import BIAS, HEAD
 ALL_LINEAR = "all-linear"  # as in PEFT: every projection of the layers
 FIRST, SECOND = "_lora_a", "_lora_b"  # behind the name of a weight, those of its factors
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-SUMMED = ("o", "down")  # split over tensor ranks by their in dims; they have one out dim, the others one in dim
+OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down")  # families, besides
+SUMMED = (
+    "o",
+    "down",
+    "shared_down",
+)  # split over tensor ranks by their in dims: they have one out dim, others one in dim
+WHOLE = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
 
 
 def with_lora(model: Model, lora: Lora) -> Model:
@@ -68,7 +74,10 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
     A tensor that some family's files hold several weights in has a name too, such as "qkv_proj".
     """
     there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, (weight, _) in model.names.items() if "/" in name}
-    found: dict[str, tuple[str, ...]] = {there[name]: (name,) for name in PROJECTIONS if name in there}
+    found: dict[str, tuple[str, ...]] = {}
+    for name in (*PROJECTIONS, *OF_SOME):
+        if name in there:
+            found[there[name]] = (*found.get(there[name], ()), name)
     family = FAMILIES.get(model.config.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         found[whole.split(".")[-2]] = tuple(found[part.split(".")[-2]][0] for part in parts)
@@ -78,20 +87,25 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
 def targets_of(text: str, model: Model) -> tuple[str, ...]:
     """The weights that a list such as "q_proj,v_proj" or "all-linear" names.
 
+    Routers and routed experts have no adapters; a shared expert has those of a dense mlp.
+
     Raises:
       ModelError: a name is not one of the model's projections, or is there twice.
     """
     there = projections(model)
     wanted = [part.strip() for part in text.split(",")]
+    known = [weight for weights in there.values() for weight in weights]
     if wanted == [ALL_LINEAR]:
-        return PROJECTIONS
+        return (*PROJECTIONS, *(name for name in OF_SOME if name in known))
     for name in wanted:
         if name not in there:
-            raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {', '.join(there)}")
+            experts = "" if model.config.experts is None else "; its routers and routed experts take no adapters"
+            names = ", ".join(there)
+            raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {names}{experts}")
     found = [weight for name in wanted for weight in there[name]]
     if len(set(found)) < len(found):
         raise ModelError("a projection is named twice")
-    return tuple(name for name in PROJECTIONS if name in found)
+    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in found)
 
 
 def is_trained(name: str) -> bool:
@@ -182,18 +196,19 @@ def _with_low_rank(layer: Layer, scale: float) -> Layer:
 
     def adapted(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Any) -> Tensor:
         parts = {
-            name: _low_rank(part, mesh, scale) if isinstance(part, dict) else part for name, part in params.items()
+            name: _low_rank(part, mesh, scale, context.split) if isinstance(part, dict) else part
+            for name, part in params.items()
         }
         return layer(config, mesh, parts, x_BTD, context)
 
     return adapted
 
 
-def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float) -> dict[str, Any]:
+def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool) -> dict[str, Any]:
     """Weights of a part of a layer, the adapted ones with their factors.
 
-    The factor that the tensor ranks hold alike is used by each for its part of the other one: its gradient is their
-    sum.
+    The factor that the tensor ranks hold alike is used by each for its part of the other one, or where the residual
+    stream is `split` for its tokens: its gradient is their sum.
     """
     found: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
     for name, x in part.items():
@@ -201,7 +216,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float) -> dict[str,
             weight, a, b = name.removesuffix(FIRST), x, part[name.removesuffix(FIRST) + SECOND]
             if weight in SUMMED:
                 b = pbroadcast(b, mesh, "tensor")
-            else:
+            elif split or weight not in WHOLE:
                 a = pbroadcast(a, mesh, "tensor")
             found[weight] = LowRank(found[weight], a, b, scale)
     return found

@@ -14,7 +14,7 @@ from funrl import trees
 from funrl.models.families import FAMILIES
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
-_OF_HEADS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+_OF_HEADS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "q_b", "kv_b")
 
 _LAYER = {
     "attn_norm": "input_layernorm.weight",

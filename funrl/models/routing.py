@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.models.sizes import Experts
+
 
 class Routes(NamedTuple):
     """Experts of every token.
@@ -20,7 +22,7 @@ class Routes(NamedTuple):
     Attributes:
       weights_TK: what a token's chosen experts count, in the dtype of the hidden states.
       ids_TK: the chosen experts, int64; the number of experts where a token has none.
-      probs_TE: of all experts, in float32 or wider.
+      probs_TE: of all experts, in float32 or wider; sigmoids are divided by their sum.
       logits_TE: likewise.
     """
 
@@ -63,27 +65,49 @@ class ExpertSlots(NamedTuple):
 
 
 def route(
-    logits_TE: Tensor, per_token: int, normalized: bool, dtype: torch.dtype, ids_TK: Tensor | None = None
+    experts: Experts, logits_TE: Tensor, dtype: torch.dtype, bias_E: Tensor | None = None, ids_TK: Tensor | None = None
 ) -> Routes:
-    """Choose the experts of each token by softmax: the most probable ones, weighed by their probabilities.
+    """Choose the experts of each token: those with the best scores, weighed by these.
 
     Args:
-      per_token: how many.
-      normalized: whether a token's weights are divided by their sum.
+      experts: how they are scored and weighed, and in which groups they are.
       dtype: of the weights.
+      bias_E: added to the scores where experts are chosen, and nowhere else; None: 0.
       ids_TK: experts to take instead, such as those that an engine chose.
+
+    References: DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437
     """
-    probs_TE = logits_TE.softmax(-1, torch.promote_types(logits_TE.dtype, torch.float32))
-    chosen_TK = _choose(probs_TE.detach(), per_token) if ids_TK is None else ids_TK
-    top_TK = probs_TE.gather(-1, chosen_TK)
-    if normalized:
-        top_TK = top_TK / top_TK.sum(-1, keepdim=True)
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    scores_TE = wide_TE.softmax(-1) if experts.scoring == "softmax" else wide_TE.sigmoid()
+    chosen_TK = _chosen(experts, scores_TE.detach(), bias_E) if ids_TK is None else ids_TK
+    top_TK = scores_TE.gather(-1, chosen_TK)
+    if experts.normalized:
+        total_T1 = top_TK.sum(-1, keepdim=True)
+        top_TK = top_TK / (total_T1 if experts.scoring == "softmax" else total_T1 + 1e-20)  # each may be 0
+    top_TK = top_TK if experts.scale == 1 else top_TK * experts.scale
+    probs_TE = scores_TE if experts.scoring == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     return Routes(top_TK.to(dtype), chosen_TK, probs_TE, logits_TE)
+
+
+def _chosen(experts: Experts, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Numbers of the experts of each token, [T, k]."""
+    wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E.detach().to(scores_TE.dtype)
+    return _choose(_of_best_groups(wanted_TE, experts.groups, experts.chosen_groups), experts.per_token)
+
+
+def _of_best_groups(wanted_TE: Tensor, groups: int, chosen: int) -> Tensor:
+    """Numbers that experts are chosen by, -inf but in the groups whose two best are best together."""
+    if groups == chosen:
+        return wanted_TE
+    wanted_TGE = wanted_TE.unflatten(-1, (groups, -1))
+    best_TC = wanted_TGE.topk(2, -1).values.sum(-1).topk(chosen, -1).indices
+    out_TG = torch.ones(wanted_TGE.shape[:2], dtype=torch.bool, device=wanted_TE.device).scatter(1, best_TC, False)
+    return wanted_TGE.masked_fill(out_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 @torch.library.custom_op("funrl::choose_experts", mutates_args=())
 def _choose(probs: Tensor, per_token: int) -> Tensor:
-    """Choose the most probable experts. An operator of its own, so that what saves or pretends choices finds them."""
+    """Choose the experts with the largest numbers. An operator, so that what saves or pretends choices finds them."""
     return probs.topk(per_token, -1).indices
 
 

@@ -17,7 +17,7 @@ from funrl import trees
 from funrl.compiled_kernels import decode_step
 from funrl.compiled_kernels.kernel_library import KernelError, library
 from funrl.compiled_kernels.linear_logprob import project
-from funrl.compiled_kernels.paged_attention import paging_of
+from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Inputs, Layer, Model
@@ -41,10 +41,10 @@ class PassWork(NamedTuple):
     """
 
     tokens_N: Tensor
-    counts: Sequence[int]
-    ends: Sequence[int]
+    counts: Sequence[int] | np.ndarray
+    ends: Sequence[int] | np.ndarray
     table_SP: Tensor
-    draws: Sequence[int]
+    draws: Sequence[int] | np.ndarray
 
 
 class Backend(Protocol):
@@ -100,7 +100,11 @@ class Backend(Protocol):
 
 
 class TorchBackend:
-    """The training model itself."""
+    """The training model itself.
+
+    Attributes:
+      spare_pages: behind those of `resize`, which nobody uses.
+    """
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class TorchBackend:
         self._dtype, self._layer, self._cache = dtype, layer, None
         self._params: trees.Tree = None
         self._unembed_VD: Tensor | None = None
+        self.spare_pages = 0
 
     def load(self, params: trees.Tree) -> None:
         assert self.model.unembed is not None
@@ -135,6 +140,7 @@ class TorchBackend:
 
     def resize(self, pages: int) -> None:
         self._cache = None
+        pages += self.spare_pages if pages else 0
         shape = pages, self.page_tokens, self._choices
         self._routes = torch.full(shape, -1, dtype=ROUTE, device=self.mesh.device)
         if pages:
@@ -156,22 +162,42 @@ class TorchBackend:
         """Hidden states [M, D]."""
         device = work.tokens_N.device
         paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
-        inputs = Inputs(work.tokens_N.unsqueeze(0), paging=paging)
+        return self.hidden(work.tokens_N, paging)[torch.tensor(work.draws, dtype=torch.int64, device=device)]
+
+    def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor:
+        """Hidden states [N, D] of new tokens, whose keys and values are written."""
+        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging)
         hidden_1ND, self._cache, aux = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
             self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
-        return hidden_1ND[0, torch.tensor(work.draws, dtype=torch.int64, device=device)]
+        return hidden_1ND[0]
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R, V] of the whole vocabulary."""
+        assert self._unembed_VD is not None
+        logits_RV = project(hidden_RD, self._unembed_VD, self.model.config.logit_cap)
+        return all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether attention stops at the end of each sequence by itself, however many pages it is given."""
+        config = self.model.config
+        device, cap = self.mesh.device.type, config.attention_cap
+        takes = takes_kernel(device, self._dtype, config.head, self.page_tokens, cap)
+        return takes and config.latent is None
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose logits are made together at most."""
+        return max(1, LOGITS // self.model.config.vocab)
 
     def draw(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
     ) -> Draw:
-        assert self._unembed_VD is not None
-        count = max(1, LOGITS // self.model.config.vocab)
         parts = []
-        for low in range(0, len(source_R), count):
-            some = slice(low, low + count)
-            logits_RV = project(found_M[source_R[some]], self._unembed_VD, self.model.config.logit_cap)
-            logits_RV = all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
+        for low in range(0, len(source_R), self.rows_at_once):
+            some = slice(low, low + self.rows_at_once)
+            logits_RV = self.logits(found_M[source_R[some]])
             noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
             parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -191,6 +217,7 @@ class PackedBackend:
         self.page_bytes = decode_step.page_bytes(model.config, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
+        self._logits = torch.empty(0, self.vocab)  # of a pass; the next one's take their place
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -206,7 +233,7 @@ class PackedBackend:
         yield from self._decoder.weights()
 
     def resize(self, pages: int) -> None:
-        self._cache = None
+        self._cache, self._logits = None, torch.empty(0, self.vocab)
         if pages:
             assert self._decoder is not None
             self._cache = self._decoder.init_cache(pages)
@@ -216,7 +243,7 @@ class PackedBackend:
         self._decoder.copy_pages(self._cache, sources, targets)
 
     def forward(self, work: PassWork) -> Tensor:
-        """Logits [M, V]."""
+        """Logits [M, V], until the next pass."""
         assert self._decoder is not None and self._cache is not None
         counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
@@ -225,7 +252,11 @@ class PackedBackend:
         positions, sequence, draws_M = (
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.draws, dtype=np.int64))
         )
-        return self._decoder.forward(self._cache, work.tokens_N, positions, sequence, work.table_SP, draws_M)
+        if len(self._logits) < len(draws_M):
+            self._logits = torch.empty(len(draws_M), self.vocab)
+        logits_MV = self._logits[: len(draws_M)]
+        given = work.tokens_N, positions, sequence, work.table_SP, draws_M
+        return self._decoder.forward(self._cache, *given, logits_MV)
 
     def draw(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None

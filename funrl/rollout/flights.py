@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from funrl.rollout.backends import Backend
+from funrl.rollout.host_copy import HostCopy
 from funrl.rollout.prompt_lookup import PromptLookup
 from funrl.rollout.requests import Completion, Finish, Request
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
 NOISE_STEPS = 64  # numbers of each stream that are made at a time
+STOPS = 4  # columns for stop tokens at first
+NOBODY = -1  # serial of a seat that nobody has
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -68,13 +71,15 @@ class _Drawn(NamedTuple):
 
     Attributes:
       seats: of the draws.
+      serials: of who had these seats then.
       at: tokens of each sequence before it.
-      found: tokens and log-probabilities, sampling and raw.
+      found: tokens and log-probabilities, sampling and raw; there may be more of them than seats.
     """
 
     seats: np.ndarray
+    serials: np.ndarray
     at: np.ndarray
-    found: tuple[Tensor, Tensor, Tensor]
+    found: HostCopy
 
 
 class Flights:
@@ -87,9 +92,18 @@ class Flights:
       decoded: tokens that were drawn and kept, since it was made.
       drafted, accepted: tokens that drafts had, and those of them that were drawn.
       lengths: [seats] tokens of each sequence, those that were not looked at included.
+      serials: [seats] of who has each seat, ever another number; `NOBODY`: nobody.
+      must_look: whether the next draw needs all tokens on the host, for a penalty.
+      some_full: whether a sequence has ended by its limit and was not looked at.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None):
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None, seats: int = 0
+    ):
+        """
+        Args:
+          seats: to begin with; where there are never more, `last` stays the same tensor.
+        """
         self.numbers: dict[int, LiveRequest] = {}
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
         self.decode, self.decoded, self._device = decode, 0, device
@@ -103,14 +117,17 @@ class Flights:
         self._kinds: dict[Sampling, int] = {}
         self._prompts, self._limits, self._kind = (self.lengths.copy() for _ in range(3))
         self._seeds, self._noise_block = self.lengths.copy(), self.lengths.copy()
-        self._stops: list[frozenset[int]] = []
+        self._stops = np.full((0, STOPS), -1, dtype=np.int64)
+        self._has_strings = np.zeros(0, dtype=bool)
         self._strings: list[tuple[str, ...]] = []
         self._tokens = np.zeros((0, 0), dtype=np.int64)
         self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
         self._last = torch.zeros(0, dtype=torch.int64, device=device)
         self._noise = torch.zeros(0, NOISE_STEPS, dtype=torch.float64, device=device)
-        self._done = np.zeros(0, dtype=bool)
-        self.must_look = False
+        self.serials, self._seatings = self.lengths.copy(), 0
+        self.must_look = self.some_full = False
+        if seats:
+            self._more_seats(seats)
 
     @property
     def count(self) -> int:
@@ -150,22 +167,53 @@ class Flights:
         seat = flight.seat = self._free.pop()
         request, length = flight.request, len(flight.text)
         self._wide_enough(flight.limit, flight.limit - len(request.prompt))
-        self._seated[seat], self._done[seat] = flight, False
+        self._seatings += 1
+        self._seated[seat], self.serials[seat] = flight, self._seatings
         self._tokens[seat, :length] = flight.text
         self._logps[:, seat, : flight.logps.shape[1]] = flight.logps
         self.lengths[seat], self._prompts[seat], self._limits[seat] = length, len(request.prompt), flight.limit
         self._seeds[seat], self._noise_block[seat] = request.seed, -1
         self._last[seat] = int(flight.text[-1])
         self._kind[seat] = self._kinds.setdefault(_drawing(request.sampling), len(self._kinds))
-        self._stops[seat], self._strings[seat] = frozenset(request.sampling.stop), request.sampling.stop_strings
+        self._strings[seat] = request.sampling.stop_strings
+        self._has_strings[seat] = bool(request.sampling.stop_strings)
+        self._stop_at(seat, request.sampling.stop)
 
     def unseat(self, flight: LiveRequest) -> None:
         """Take a flight's row away and keep what it has. All that was drawn has been looked at."""
         seat, length = flight.seat, self.lengths[flight.seat]
         flight.text = self._tokens[seat, :length].copy()
         flight.logps = self._logps[:, seat, : length - len(flight.request.prompt)].copy()
-        self._seated[seat], flight.seat = None, -1
+        self._seated[seat], self.serials[seat], flight.seat = None, NOBODY, -1
         self._free.append(seat)
+
+    def holder(self, seat: int) -> LiveRequest | None:
+        """Who has a seat; None: nobody."""
+        return self._seated[seat]
+
+    def full(self, seats: np.ndarray) -> np.ndarray:
+        """Which seats have as many tokens as they may, whatever these are."""
+        return self.lengths[seats] >= self._limits[seats]
+
+    def kinds_of(self, seats: np.ndarray) -> tuple[tuple[int, Sampling], ...]:
+        """The ways in which some seats are drawn, and their numbers."""
+        kinds = list(self._kinds)
+        return tuple((kind, kinds[kind]) for kind in np.unique(self._kind[seats]).tolist())
+
+    def numbers_of(self, seats: np.ndarray) -> np.ndarray:
+        """What a pass on the device has to know of some seats: columns as in `decode_state`."""
+        rows = (self.lengths, self._prompts, self._limits, self._seeds, self._kind, np.zeros_like(self.lengths))
+        return np.concatenate([np.stack([x[seats] for x in rows]), self._stops[seats].T])
+
+    @property
+    def stop_columns(self) -> int:
+        """Stop tokens that a seat can have now."""
+        return self._stops.shape[1]
+
+    @property
+    def last(self) -> Tensor:
+        """The token that each seat drew last, on the device."""
+        return self._last
 
     def tokens_at(self, seat: int, begin: int, count: int) -> np.ndarray:
         """Some tokens of a seat, which have been looked at; a draft is behind them."""
@@ -196,9 +244,9 @@ class Flights:
         self,
         backend: Backend,
         found_M: Tensor,
-        seats: Sequence[int],
-        sources: Sequence[int],
-        ahead: Sequence[int] | None = None,
+        seats: Sequence[int] | np.ndarray,
+        sources: Sequence[int] | np.ndarray,
+        ahead: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Draw one token for each of some seats, or also one behind each token of a seat's draft.
 
@@ -233,14 +281,18 @@ class Flights:
             self._keep(at_R, found)
         else:
             self._keep_right(at_R, ahead_R, found)
-        full = bool((self.lengths[at_R] >= self._limits[at_R]).any())
-        self.must_look |= full or any(kinds[kind].repetition_penalty != 1 for kind in used)
+        self.some_full |= bool(self.full(at_R).any())
+        self.must_look |= any(kinds[kind].repetition_penalty != 1 for kind in used)
+
+    def keep(self, seats: np.ndarray, found: HostCopy) -> None:
+        """Append one token to each of some seats, of whom the last tokens on the device are those already."""
+        self._pending.append(_Drawn(seats, self.serials[seats], self.lengths[seats], found))
+        self.lengths[seats] += 1
 
     def _keep(self, at_R: np.ndarray, found: tuple[Tensor, Tensor, Tensor]) -> None:
         """Append one token to each of some seats."""
         self._last.index_copy_(0, torch.from_numpy(at_R).to(self._device), found[0])
-        self._pending.append(_Drawn(at_R, self.lengths[at_R], found))
-        self.lengths[at_R] += 1
+        self.keep(at_R, HostCopy(found))
 
     def _keep_right(self, at_R: np.ndarray, ahead_R: np.ndarray, found: tuple[Tensor, Tensor, Tensor]) -> None:
         """Append what was drawn up to the first token that is not the draft's, that one included."""
@@ -263,25 +315,32 @@ class Flights:
             token_R, sampling_R, raw_R = (x[here] for x in found)
             self._keep(at_R[some], (token_R, sampling_R, raw_R))
 
-    def look(self) -> None:
+    def look(self, keep: int = 0) -> None:
         """Read what was drawn; see `gone` and `ended` for what ended by it.
+
+        Args:
+          keep: draws that are left to the next look, the latest ones.
 
         Raises:
           FloatingPointError: a log-probability is not finite.
         """
-        pending, self._pending, self.must_look = self._pending, [], False
-        for seats, at, found in pending:
-            token_R, sampling_R, raw_R = (x.cpu().numpy() for x in found)
-            alive = ~self._done[seats]
+        read = max(0, len(self._pending) - keep)
+        pending, later = self._pending[:read], self._pending[read:]
+        self._pending, self.must_look, self.some_full = [], False, False
+        for seats, serials, at, found in pending:
+            token_R, sampling_R, raw_R = (x[: len(seats)] for x in found.arrays())
+            alive = serials == self.serials[seats]
             if not np.isfinite(raw_R[alive]).all():
                 bad = int(np.flatnonzero(alive & ~np.isfinite(raw_R))[0])
                 self._not_finite(int(seats[bad]), int(at[bad]))
-            self._tokens[seats[alive], at[alive]] = token_R[alive]
+            if not alive.all():
+                seats, at, token_R, sampling_R, raw_R = (x[alive] for x in (seats, at, token_R, sampling_R, raw_R))
+            self._tokens[seats, at] = token_R
             drawn = at - self._prompts[seats]
-            self._logps[0, seats[alive], drawn[alive]] = sampling_R[alive]
-            self._logps[1, seats[alive], drawn[alive]] = raw_R[alive]
-            self.decoded += int(alive.sum())
-            self._end_some(seats[alive], at[alive], token_R[alive])
+            self._logps[0, seats, drawn], self._logps[1, seats, drawn] = sampling_R, raw_R
+            self.decoded += len(seats)
+            self._end_some(seats, at, token_R)
+        self._pending = later
 
     def gone(self) -> list[LiveRequest]:
         """Flights that ended since the last call and still hold pages or places."""
@@ -319,19 +378,20 @@ class Flights:
 
     def _end_some(self, seats: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
         """End the flights whose new token at the end of a sequence is their last one."""
-        full = at + 1 >= self._limits[seats]
-        for i, (seat, token) in enumerate(zip(seats.tolist(), tokens.tolist(), strict=True)):
-            if token in self._stops[seat]:
-                self._end(seat, int(at[i]) + 1, "stop")
-            elif self._strings[seat] and self._ends_by_string(seat, int(at[i])):
-                self._end(seat, int(at[i]) + 1, "string")
+        stopped = (self._stops[seats] == tokens[:, None]).any(1)
+        full, strings = at + 1 >= self._limits[seats], self._has_strings[seats]
+        for i in np.flatnonzero(stopped | full | strings).tolist():
+            seat, length = int(seats[i]), int(at[i]) + 1
+            if stopped[i]:
+                self._end(seat, length, "stop")
+            elif strings[i] and self._ends_by_string(seat, length - 1):
+                self._end(seat, length, "string")
             elif full[i]:
-                self._end(seat, int(at[i]) + 1, None)
+                self._end(seat, length, None)
 
     def _end(self, seat: int, length: int, finish: Finish | None) -> None:
         flight = self._seated[seat]
         assert flight is not None
-        self._done[seat] = True
         self.lengths[seat] = length
         if finish is None:
             whole = length - self._prompts[seat] >= flight.request.sampling.max_new_tokens
@@ -377,21 +437,30 @@ class Flights:
             f"{flight.request.number}: its weights are damaged, or it has diverged, which a lower --lr may prevent"
         )
 
-    def _more_seats(self) -> None:
-        """Twice as many seats."""
+    def _more_seats(self, more: int = 0) -> None:
+        """More seats: so many, or twice as many."""
         old = len(self._seated)
-        more = max(8, old)
+        more = more or max(8, old)
         self._seated += [None] * more
-        self._stops += [frozenset()] * more
         self._strings += [()] * more
-        for name in ("lengths", "_prompts", "_limits", "_seeds", "_kind", "_noise_block", "_done"):
+        for name in ("lengths", "serials", "_prompts", "_limits", "_seeds", "_kind", "_noise_block", "_has_strings"):
             x = getattr(self, name)
             setattr(self, name, np.concatenate([x, np.zeros(more, dtype=x.dtype)]))
+        self.serials[old:] = NOBODY
+        self._stops = np.pad(self._stops, ((0, more), (0, 0)), constant_values=-1)
         self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
         self._logps = np.pad(self._logps, ((0, 0), (0, more), (0, 0)))
         self._last = torch.cat([self._last, self._last.new_zeros(more)])
         self._noise = torch.cat([self._noise, self._noise.new_zeros(more, NOISE_STEPS)])
         self._free = list(range(old + more - 1, old - 1, -1))
+
+    def _stop_at(self, seat: int, stop: Sequence[int]) -> None:
+        """Note the stop tokens of a seat."""
+        lacking = len(stop) - self._stops.shape[1]
+        if lacking > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, max(lacking, self._stops.shape[1]))), constant_values=-1)
+        self._stops[seat] = -1
+        self._stops[seat, : len(stop)] = stop
 
     def _wide_enough(self, tokens: int, new_tokens: int) -> None:
         """Columns for sequences of so many tokens, of which so many are new."""

@@ -28,6 +28,7 @@ from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.flights import Flights
 from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.scheduler import Scheduler
+from funrl.rollout.static_decode import StaticDecode, graph_problem, static_problem
 
 LOOK_EVERY = {"cpu": 1}  # passes between looks at what was drawn; asking a GPU (8) makes the host wait for it
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU takes 128 in about the time of one
@@ -69,15 +70,26 @@ class NativeEngine:
         cache_bytes: int,
         decode: Callable[[list[int]], str] | None,
         speculate: int = 0,
+        static: bool = False,
     ):
+        """
+        Args:
+          static: decode by passes of static shape; see `static_decode`.
+          The others are as `native_engine` says.
+        """
         device = weights.mesh.device
         self.weights, self.version, self.paused = weights, None, False
         self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
-        self._flights = Flights(device, weights.dtype, decode)
+        self._flights = Flights(device, weights.dtype, decode, max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
             self._flights, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
         )
+        self._static: StaticDecode | None = None
+        if static:
+            assert isinstance(backend, TorchBackend)
+            backend.spare_pages = 1
+            self._static = StaticDecode(backend, self._flights, self._scheduler, graph_problem(weights.mesh))
         self._look_every = 1 if speculate else LOOK_EVERY.get(device.type, 8)
         self._passes = self._pages = 0
         self._limit: int | None = None  # pages that the cache may have, once it is known
@@ -148,6 +160,8 @@ class NativeEngine:
         self._make_room()
         if self._scheduler.short_of_pages:  # which rows to put back is decided by what has been drawn
             self._look()
+        if self._decoded_by_static_pass():
+            return self._flights.ended()
         plan = self._scheduler.plan()
         if plan is None:
             self._look()
@@ -158,8 +172,10 @@ class NativeEngine:
         self._passes += 1
         self._flights.draw(self._backend, found, plan.drawing, plan.sources, plan.ahead)
         self._scheduler.settle()
-        if self._passes % self._look_every == 0 or self._flights.must_look:
+        if self._flights.must_look or (self._static is None and self._time_to_look()):
             self._look()
+        elif self._static is not None:
+            self._look(1)
         return self._flights.ended()
 
     def in_flight(self) -> int:
@@ -191,17 +207,38 @@ class NativeEngine:
 
     def cost(self) -> EngineCost:
         """Memory of its cache, and counts of its work."""
-        s, backend = self._scheduler, self._backend
+        s, backend, spare = self._scheduler, self._backend, self._pages > 0 and self._static is not None
         return EngineCost(
-            cache_bytes=self._pages * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
+            cache_bytes=(self._pages + spare) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
             used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
             prefilled=s.prefilled, cached=s.cached, decoded=self._flights.decoded, preempted=s.preempted,
             drafted=self._flights.drafted, accepted=self._flights.accepted,
         )  # fmt: skip
 
-    def _look(self) -> None:
-        """Read what was drawn; requests that ended by it give their pages and places back."""
-        self._flights.look()
+    def _decoded_by_static_pass(self) -> bool:
+        """Do the pass if it only decodes and a pass of static shape can: then the host waits for the one before."""
+        seats = None if self._static is None else self._scheduler.only_decoding()
+        if self._static is None or seats is None:
+            return False
+        if not len(seats):
+            self._look()
+            return True
+        kinds = self._static.kinds(seats)
+        if kinds is None:
+            return False
+        found = self._static.run(seats, kinds, self._pages)
+        self._flights.keep(seats, found)
+        self._scheduler.decoded(seats)
+        self._passes += 1
+        self._look(1)
+        return True
+
+    def _time_to_look(self) -> bool:
+        return self._passes % self._look_every == 0 or self._flights.some_full
+
+    def _look(self, *keep: int) -> None:
+        """Read what was drawn but the last passes; requests that ended by it give their pages and places back."""
+        self._flights.look(*keep)
         self._scheduler.release(self._flights.gone())
 
     def _most_pages(self) -> int:
@@ -211,7 +248,7 @@ class NativeEngine:
             if not given:
                 free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
                 given = -int(pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
-            self._limit = given // self._backend.page_bytes
+            self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
         return self._limit
 
     def _make_room(self) -> None:
@@ -232,6 +269,8 @@ class NativeEngine:
         self._look()
         self._scheduler.restart()
         self._pages = 0
+        if self._static is not None:
+            self._static.drop()
         self._backend.resize(0)
         self._scheduler.resize(0)
 
@@ -248,6 +287,7 @@ def native_engine(
     speculate: int = 0,
     note: Callable[[str], None] = log.info,
     record_routes: bool = False,
+    static: bool | None = None,
 ) -> NativeEngine:
     """An engine without weights yet.
 
@@ -265,6 +305,8 @@ def native_engine(
         few rows are decoded; 0: none. A completion stays the same: its tokens are drawn as without a draft.
       note: told why there is none.
       record_routes: let completions have the experts that their tokens went to.
+      static: decode by passes of static shape, which are CUDA graphs on a GPU, where that is possible; None: on a GPU.
+        On a CPU it is for tests: its tokens are those of the other way.
 
     Raises:
       ModelError: the model has a value head instead of an unembedding.
@@ -286,9 +328,12 @@ def native_engine(
             f"generation runs in torch: {problem}"
         )
         backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type), record_routes)
-    engine = NativeEngine(
-        model, WeightSpec(names, placed, mesh, dtype), backend, max_rows, cache_bytes, decode, speculate
-    )
+    by_static = mesh.device.type == "cuda" if static is None else static
+    problem = static_problem(model, backend, speculate) if by_static else None
+    if problem is not None:
+        log.info("decoding is not by passes of static shape: %s", problem)
+    spec, by_static = WeightSpec(names, placed, mesh, dtype), by_static and problem is None
+    engine = NativeEngine(model, spec, backend, max_rows, cache_bytes, decode, speculate, by_static)
     if record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine

@@ -48,7 +48,11 @@ def stream_noise(seeds_R: Tensor, steps_R: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits_RV: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None = None
+    logits_RV: Tensor,
+    noise_R: Tensor | None,
+    sampling: Sampling,
+    seen_RV: Tensor | None = None,
+    static: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token per row: the first, by token id, whose cumulative probability exceeds the noise.
 
@@ -61,6 +65,7 @@ def sample_tokens(
       noise_R: float64 in (0, 1); not used by greedy sampling.
       sampling: parameters of the draws.
       seen_RV: bool, the tokens of each row's prompt and completion so far; needed with a repetition penalty.
+      static: let no shape depend on numbers, so that the host need not know them, as it is on every device but a CPU.
 
     Returns: token [R] int64; its log-probability in the distribution that was drawn from (greedy: the model's own),
       and in the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where the
@@ -76,7 +81,10 @@ def sample_tokens(
     assert noise_R is not None
     shaped_RV = penalized_RV if sampling.temperature == 1 else penalized_RV / sampling.temperature
     prob_RV = shaped_RV.softmax(-1)
-    token_R1, kept_R1 = _draw_truncated(prob_RV, noise_R, sampling) if sampling.truncated else invert(prob_RV, noise_R)
+    if sampling.truncated:
+        token_R1, kept_R1 = _draw_truncated(prob_RV, noise_R, sampling, static)
+    else:
+        token_R1, kept_R1 = invert(prob_RV, noise_R)
     prob_R1 = prob_RV.gather(1, token_R1).double()
     logp_R1 = (prob_R1 / kept_R1).log().to(logits_RV.dtype)
     if shaped_RV is not logits_RV:
@@ -119,13 +127,15 @@ def invert(weight_RV: Tensor, noise_R: Tensor) -> tuple[Tensor, Tensor]:
     return ids_RB.gather(1, torch.minimum(found_R1, last_R1)), total_R1
 
 
-def _draw_truncated(prob_RV: Tensor, noise_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def _draw_truncated(
+    prob_RV: Tensor, noise_R: Tensor, sampling: Sampling, static: bool = False
+) -> tuple[Tensor, Tensor]:
     """The token [R, 1], and the probability [R, 1] of all tokens that could have been drawn.
 
     On the CPU most rows are drawn from a short list of their most probable tokens; the rows that it does not settle
     take the way that all rows take on other devices, where asking which ones these are would make the host wait.
     """
-    short = shortlist(prob_RV, sampling)
+    short = None if static else shortlist(prob_RV, sampling)
     if short is None:
         token_R1, total_R1 = invert(kept_mass(prob_RV, sampling), noise_R)
         return token_R1, total_R1.double() / ONE

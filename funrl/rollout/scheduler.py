@@ -31,9 +31,9 @@ class PassPlan(NamedTuple):
     """
 
     work: PassWork
-    drawing: Sequence[int]
-    sources: Sequence[int]
-    ahead: Sequence[int] | None
+    drawing: np.ndarray
+    sources: np.ndarray
+    ahead: np.ndarray | None
     copies: Sequence[tuple[int, int]]
 
 
@@ -61,6 +61,8 @@ class Scheduler:
         self._flights, self._page, self._pass_tokens = flights, page_tokens, pass_tokens
         self._waiting: deque[LiveRequest] = deque()
         self._running: list[LiveRequest] = []  # in the order of their admission
+        self._running_seats: np.ndarray | None = None  # of these; None: somebody came or went
+        self._lacking = 0  # pages that the first one that waits lacked when it was last tried; 0: it was not
         self._known = np.zeros(0, dtype=np.int64)  # of each seat: tokens whose keys and values are computed
         self._owned = np.zeros(0, dtype=np.int64)  # of each seat: pages
         self._most = np.zeros(0, dtype=np.int64)  # of each seat: pages that it can come to own
@@ -74,8 +76,7 @@ class Scheduler:
     @property
     def short_of_pages(self) -> bool:
         """True if some request has to be put back before the next pass."""
-        seats = self._seats()
-        return int((self._owned[seats] * self._page <= self._known[seats]).sum()) > self.pool.available
+        return len(self._without_page(self._seats())) > self.pool.available
 
     @property
     def waiting(self) -> int:
@@ -85,6 +86,7 @@ class Scheduler:
     def take(self, flights: Sequence[LiveRequest]) -> None:
         """Let requests wait."""
         self._waiting.extend(flights)
+        self._lacking = 0
         each = (-(-flight.limit // self._page) for flight in self._flights.numbers.values())
         self._wanted = sum(heapq.nlargest(self.max_rows, each))
 
@@ -104,12 +106,48 @@ class Scheduler:
     def release(self, gone: Iterable[LiveRequest]) -> None:
         """Take back the pages and places of requests that ended."""
         for flight in gone:
+            self._lacking = 0
             if flight.computed:
                 self.pool.remember(flight.text[:-1].tolist(), flight.pages)
             self._leave(flight)
 
+    def only_decoding(self) -> np.ndarray | None:
+        """Seats of the next pass, each with a page for its token, where it only decodes; see `decoded`.
+
+        None: it computes prompts too, or begins a request, or has to put one back. None may be left that decode: those
+        that run have all drawn their last token, which was not looked at.
+        """
+        seats = self._seats()
+        if not len(seats) or (self._flights.lengths[seats] - self._known[seats] > 1).any() or self._may_admit(seats):
+            return None
+        lacking = self._without_page(seats)
+        if len(lacking) > self.pool.available:
+            return None
+        for seat in lacking.tolist():
+            flight = self._flights.holder(seat)
+            assert flight is not None
+            self._give(flight, self.pool.take(1))
+        return seats[~self._flights.full(seats)]
+
+    def decoded(self, seats: np.ndarray) -> None:
+        """Note that a pass has computed one token of each of some seats."""
+        self._known[seats] += 1
+
+    def pages_of(self, seats: np.ndarray) -> np.ndarray:
+        """Number of pages of each of some seats."""
+        return self._owned[seats]
+
+    def most_pages_of(self, seats: np.ndarray) -> int:
+        """The most pages that one of some seats can come to have."""
+        return int(self._most[seats].max(initial=1))
+
+    def table_of(self, seats: np.ndarray, pages: int) -> np.ndarray:
+        """The first pages of each of some seats, [seats, pages] int32; those behind its last one are any."""
+        table = self._table[seats, :pages]
+        return np.pad(table, ((0, 0), (0, pages - table.shape[1])))
+
     def plan(self) -> PassPlan | None:
-        """The next pass; None: nothing waits or runs.
+        """The next pass; None: nothing waits or runs, or those that run have all drawn their last token.
 
         Raises:
           RuntimeError: a request waits that the cache can never take.
@@ -117,28 +155,39 @@ class Scheduler:
         decoding = self._with_room()
         chunks = self._chunks(self._pass_tokens - len(decoding))
         if not len(decoding) and not chunks:
-            if self._waiting:
+            if self._waiting and not self._running:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
         decoding = decoding[np.argsort(self._known[decoding], kind="stable")]  # those of about one length together
         drafts = self._drafts(decoding)
-        seats = [*decoding.tolist(), *(flight.seat for flight, _ in chunks)]
-        counts = [*(drafts + 1).tolist(), *(count for _, count in chunks)]
-        ends = (self._known[seats] + counts).tolist()
+        seats = np.concatenate([decoding, np.array([flight.seat for flight, _ in chunks], dtype=np.int64)])
+        counts = np.concatenate([drafts + 1, np.array([count for _, count in chunks], dtype=np.int64)])
+        ends = self._known[seats] + counts
         tokens = self._tokens_of(decoding, drafts, chunks)
-        table_SP = torch.from_numpy(self._table[seats, : self._read(max(ends))])
+        table_SP = torch.from_numpy(self._table[seats, : self._read(int(ends.max()))])
         self._known[seats] = ends
         draws, drawing, ahead = _draws(seats, counts, self._flights.lengths[seats] - ends, len(decoding))
-        sources, copies = list(range(len(draws))), []
-        leaders = {flight.seat: flight for flight in self._running if flight.siblings}
-        for source, seat in enumerate(drawing[:] if leaders else ()):
-            for flight in self._fork(leaders[seat], copies) if seat in leaders else ():
-                drawing.append(flight.seat)
-                sources.append(source)
-                ahead.append(0)
+        sources, copies = np.arange(len(draws)), []
+        forks = self._forks(drawing, copies)
+        if forks:
+            forked, begun = np.array(forks).T
+            drawing, sources = np.concatenate([drawing, forked]), np.concatenate([sources, begun])
+            ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
         work = PassWork(tokens, counts, ends, table_SP, draws)
         return PassPlan(work, drawing, sources, ahead if drafts.any() else None, copies)
+
+    def _forks(self, drawing: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Seats of the siblings of those that draw now, and the draw of which each begins."""
+        leaders = {flight.seat: flight for flight in self._running if flight.siblings}
+        if not leaders:
+            return []
+        return [
+            (flight.seat, source)
+            for source, seat in enumerate(drawing.tolist())
+            if seat in leaders
+            for flight in self._fork(leaders[seat], copies)
+        ]
 
     def settle(self) -> None:
         """Forget the keys and values of drafts that were not drawn."""
@@ -183,28 +232,46 @@ class Scheduler:
         return read_pages(end, self._page)
 
     def _seats(self) -> np.ndarray:
-        return np.fromiter((flight.seat for flight in self._running), dtype=np.int64, count=len(self._running))
+        if self._running_seats is None:
+            seats = (flight.seat for flight in self._running)
+            self._running_seats = np.fromiter(seats, dtype=np.int64, count=len(self._running))
+        return self._running_seats
+
+    def _without_page(self, seats: np.ndarray) -> np.ndarray:
+        """Those of some seats that have no page for their next token, and have not drawn their last one."""
+        return seats[(self._owned[seats] * self._page <= self._known[seats]) & ~self._flights.full(seats)]
+
+    def _may_admit(self, seats: np.ndarray) -> bool:
+        """Whether one that waits may begin with the next pass, as far as is known without a look at its text."""
+        if not self._waiting or len(seats) >= self.max_rows:
+            return False
+        return not self._lacking or self.pool.available >= self._lacking + self._growing()
+
+    def _growing(self) -> int:
+        """Running requests that will need a page before long."""
+        seats = self._seats()
+        return int((self._owned[seats] < self._most[seats]).sum())
 
     def _with_room(self) -> np.ndarray:
         """Seats that decode, each with a page for its token; the requests that came last are put back for it."""
-        seats = self._seats()
-        lacking = self._owned[seats] * self._page <= self._known[seats]
-        for flight in [self._running[i] for i in np.flatnonzero(lacking)]:
-            while flight.seat >= 0 and not self.pool.available:
+        for seat in self._without_page(self._seats()).tolist():
+            flight = self._flights.holder(seat)
+            while flight is not None and flight.seat >= 0 and not self.pool.available:
                 self.preempted += 1
                 self._put_back(self._running[-1])
-            if flight.seat >= 0:
+            if flight is not None and flight.seat >= 0:
                 self._give(flight, self.pool.take(1))
         seats = self._seats()
-        return seats[self._known[seats] == self._flights.lengths[seats] - 1]
+        lengths = self._flights.lengths[seats]
+        return seats[(self._known[seats] == lengths - 1) & ~self._flights.full(seats)]
 
     def _chunks(self, budget: int) -> list[tuple[LiveRequest, int]]:
         """The next tokens of texts that are not computed yet: those that run first, then those that wait."""
-        chunks, budget = [], max(budget, 1)
-        for flight in self._running:
-            left = int(self._flights.lengths[flight.seat] - self._known[flight.seat])
-            if left > 1 and budget:  # where one is left it is computed with those that decode
-                budget -= self._chunk(chunks, flight, min(left, budget))
+        chunks, budget, seats = [], max(budget, 1), self._seats()
+        left_S = self._flights.lengths[seats] - self._known[seats]
+        for i in np.flatnonzero(left_S > 1).tolist():  # where one is left it is computed with those that decode
+            if budget:
+                budget -= self._chunk(chunks, self._running[i], min(int(left_S[i]), budget))
         while budget and (flight := self._admit()) is not None:
             left = len(flight.text) - int(self._known[flight.seat])
             budget -= self._chunk(chunks, flight, min(left, budget))
@@ -219,19 +286,20 @@ class Scheduler:
 
     def _admit(self) -> LiveRequest | None:
         """The request that waits longest, with a seat and pages for its text; None: it has to wait on."""
-        promised = sum(len(flight.siblings) for flight in self._running)
-        if not self._waiting or len(self._running) + promised >= self.max_rows:
+        if not self._waiting or len(self._running) >= self.max_rows:
+            return None
+        if len(self._running) + sum(len(flight.siblings) for flight in self._running) >= self.max_rows:
             return None
         flight = self._waiting[0]
         text = flight.text.tolist()
         found = self.pool.find(text[:-1])
         self.pool.share(found)
         lacking = -(-len(text) // self._page) - len(found)
-        seats = self._seats()
-        growing = int((self._owned[seats] < self._most[seats]).sum())  # which will need a page before long
-        if self.pool.available < lacking + growing:
+        if self.pool.available < lacking + self._growing():
             self.pool.give_back(found)
+            self._lacking = lacking
             return None
+        self._lacking = 0
         self._waiting.popleft()
         self._seat(flight, found + self.pool.take(lacking), len(found) * self._page)
         self.cached += len(found) * self._page
@@ -272,6 +340,7 @@ class Scheduler:
         self._table[flight.seat] = 0
         self._give(flight, pages)
         self._running.append(flight)
+        self._running_seats = None
 
     def _give(self, flight: LiveRequest, pages: list[int]) -> None:
         begin = len(flight.pages)
@@ -296,6 +365,7 @@ class Scheduler:
         flight.pages = []
         if flight in self._running:
             self._running.remove(flight)
+            self._running_seats = None
             self._waiting.extendleft(reversed(flight.siblings))
             flight.siblings = []
         elif flight in self._waiting:
@@ -312,8 +382,8 @@ def _siblings(one: LiveRequest, other: LiveRequest) -> bool:
 
 
 def _draws(
-    seats: Sequence[int], counts: Sequence[int], lacking: np.ndarray, decoding: int
-) -> tuple[list[int], list[int], list[int]]:
+    seats: np.ndarray, counts: np.ndarray, lacking: np.ndarray, decoding: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Numbers of the tokens of a pass behind which something is drawn, their seats, and the draft's tokens before each.
 
     Args:
@@ -321,11 +391,8 @@ def _draws(
       lacking: tokens of each sequence that are not computed by this pass.
       decoding: the first so many sequences draw behind each of their tokens.
     """
-    draws, drawing, ahead, end = [], [], [], 0
-    for i, (seat, count) in enumerate(zip(seats, counts, strict=True)):
-        begin, end = end, end + count
-        some = range(begin if i < decoding else end - 1, end) if i < decoding or not lacking[i] else range(0)
-        draws += some
-        drawing += [seat] * len(some)
-        ahead += range(len(some))
-    return draws, drawing, ahead
+    if len(seats) == decoding == counts.sum():  # nearly always: no prompts, no drafts
+        return np.arange(decoding), seats, np.zeros_like(seats)
+    drawn = np.where(np.arange(len(seats)) < decoding, counts, lacking == 0)  # of each sequence
+    ahead = np.arange(drawn.sum()) - np.repeat(np.cumsum(drawn) - drawn, drawn)
+    return np.repeat(np.cumsum(counts) - drawn, drawn) + ahead, np.repeat(seats, drawn), ahead

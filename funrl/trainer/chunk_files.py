@@ -40,8 +40,8 @@ MANIFEST_CONFIG = {
 }  # fmt: skip
 
 
-class DamagedChunk(ValueError):
-    """A chunk whose bytes are not those that were written."""
+class UnreadableChunk(ValueError):
+    """A chunk that cannot be read, or whose bytes are not those that were written."""
 
 
 class Span(NamedTuple):
@@ -221,30 +221,34 @@ def url(folder: str) -> str:
     return Path(folder).absolute().as_uri() + "/"
 
 
-def read_chunks(wanted: Sequence[tuple[Span, np.ndarray]]) -> None:
-    """Read chunks, each into an array [n] of uint8, and verify their checksums.
+def read_chunks(wanted: Sequence[tuple[str, Span, np.ndarray]]) -> None:
+    """Read chunks of tensors, each into an array [n] of uint8, and verify their checksums.
 
     Raises:
-      OSError: a file cannot be read.
-      DamagedChunk: bytes are missing, or not those that were written.
+      UnreadableChunk: a file cannot be read, or bytes are missing, or not those that were written; it names the tensor.
     """
     with ThreadPoolExecutor(READ_THREADS) as readers:
-        for done in [readers.submit(_read_chunk, *one) for one in wanted]:
-            done.result()
+        reading = [readers.submit(_read_chunk, place, values) for _, place, values in wanted]
+        for (name, _, _), done in zip(wanted, reading, strict=True):
+            try:
+                done.result()
+            except (OSError, ValueError) as error:
+                readers.shutdown(cancel_futures=True)
+                raise UnreadableChunk(f"{name}: {error}") from error
 
 
 def _read_chunk(place: Span, values: np.ndarray) -> None:
     summed, last = checksum(), bytearray(CHECKSUM_BYTES)
     assert summed is not None, "the caller has asked"
     if place.length != values.nbytes + CHECKSUM_BYTES:
-        raise DamagedChunk(f"{place.file}: a chunk has {place.length} bytes of {values.nbytes + CHECKSUM_BYTES}")
+        raise UnreadableChunk(f"{place.file}: a chunk has {place.length} bytes of {values.nbytes + CHECKSUM_BYTES}")
     with open(place.file, "rb", buffering=0) as file:
         file.seek(place.offset)
         for part in (values.data, memoryview(last)):
             while part:
                 count = file.readinto(part)
                 if not count:
-                    raise DamagedChunk(f"{place.file}: it ends within a chunk")
+                    raise UnreadableChunk(f"{place.file}: it ends within a chunk")
                 part = part[count:]
     if summed(values) != int.from_bytes(last, "little"):
-        raise DamagedChunk(f"{place.file}: the checksum of the chunk at byte {place.offset} is wrong")
+        raise UnreadableChunk(f"{place.file}: the checksum of the chunk at byte {place.offset} is wrong")

@@ -30,10 +30,11 @@ ROUTER_COUNTS = "router/counts"  # of a micro-batch, among its metrics; `load_me
 
 
 class RouterLosses(NamedTuple):
-    """Coefficients of the two losses."""
+    """Coefficients of the two losses; and how far an update moves the biases by which experts are chosen."""
 
     balance: float = 0.0
     z: float = 0.0
+    bias_rate: float = 0.0
 
     @property
     def wanted(self) -> bool:

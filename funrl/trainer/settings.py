@@ -40,6 +40,7 @@ GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "upd
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
+TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
@@ -82,6 +83,11 @@ class Settings:
         "auto", "devices", "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends "
         "keys from rank to rank; auto: ulysses where the heads divide",
         one_of("auto", "ulysses", "ring"),
+    )  # fmt: skip
+    split_residual: str = flag(
+        "auto", "devices", "split tokens between the halves of a layer over tp, whose norms and residuals then take "
+        "1 / tp of the memory; auto: on GPUs",
+        one_of("auto", "on", "off"),
     )  # fmt: skip
     remat: str = flag(
         "none",
@@ -410,6 +416,10 @@ class Settings:
         "it takes a forward pass more", at_least(0),
     )  # fmt: skip
     router_z_coef: float = flag(0.0, "update", "how much large logits of routers count in the loss", at_least(0))
+    router_bias_rate: float = flag(
+        0.0, "update", "how far an update moves the bias by which an expert is chosen, against its load, as in "
+        "DeepSeek-V3 (0.001)", at_least(0),
+    )  # fmt: skip
     router_replay: bool = flag(
         False, "update", "train the policy with the experts that its tokens went to in the engine", kinds=RL
     )

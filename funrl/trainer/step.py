@@ -23,7 +23,15 @@ from funrl.mesh.heartbeat import beat
 from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.router_losses import Choices, counts_metric, load_metrics, router_numerators, token_count
+from funrl.trainer.router_bias import move_biases_
+from funrl.trainer.router_losses import (
+    ROUTER_COUNTS,
+    Choices,
+    counts_metric,
+    load_metrics,
+    router_numerators,
+    token_count,
+)
 
 
 class NotFiniteError(ArithmeticError):
@@ -63,8 +71,8 @@ def train_step(
     Raises:
       NotFiniteError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
     """
-    each: list[Tensor] = []
-    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each)
+    each, load = list[Tensor](), list[Tensor]()
+    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each, load)
     norm = global_norm(grads, role.stored, role.placed.mesh)
     told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
     if not (math.isfinite(told[0].item()) and math.isfinite(told[1].item())):
@@ -76,7 +84,10 @@ def train_step(
     assert role.optimizer is not None
     with torch.no_grad():
         updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
-        return RoleState(apply_updates_(state.params, updates), opt_state), metrics
+        params = apply_updates_(state.params, updates)
+    if role.router.bias_rate:
+        move_biases_(params, load[0], role.router.bias_rate)
+    return RoleState(params, opt_state), metrics
 
 
 def gradient(
@@ -86,11 +97,13 @@ def gradient(
     denominators: Sequence[Tensor],
     frozen: Mapping[str, trees.Tree] | None = None,
     each: list[Tensor] | None = None,
+    load: list[Tensor] | None = None,
 ) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
     """The gradient of a role's loss by its own weights over a mini-batch, summed over micro-batches and ranks.
 
     Args:
       each: given the loss on each of this rank's micro-batches.
+      load: given how often each expert was chosen, over all ranks, [L, E]; nothing where there are none.
 
     Returns: the gradient tree, as these weights are stored; the metrics' values; the loss.
     """
@@ -109,8 +122,10 @@ def gradient(
         beat()
         found = _joined(found, numerators, metrics)
     assert found is not None
-    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh)
+    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
+    if load is not None and ROUTER_COUNTS in sums[1]:
+        load += sums[1][ROUTER_COUNTS]
     return grads, *_values(role, sums, found[1], metrics, denominators)
 
 

@@ -417,18 +417,19 @@ def test_two_python_threads_compute_at_once():
 
 
 @pytest.fixture
-def avx2(monkeypatch):
-    """The kernels as they are compiled for a processor without AVX-512."""
-    monkeypatch.setattr(kernel_library, "FLAGS", kernel_library.FLAGS + " -mno-avx512f")
+def lesser(monkeypatch, request):
+    """The kernels as they are compiled for a processor that lacks something."""
+    monkeypatch.setattr(kernel_library, "FLAGS", f"{kernel_library.FLAGS} {request.param}")
     kernel_library.library.cache_clear()
-    yield
+    yield request.param
     kernel_library.library.cache_clear()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("avx2")
-def test_without_avx512():
-    assert decode_step.panel_width() == 32
+@pytest.mark.parametrize("lesser", ["-mno-avx512f", "-mno-amx-bf16"], indirect=True)
+def test_on_lesser_processors(lesser):
+    if lesser == "-mno-avx512f":
+        assert decode_step.panel_width() == 32
     config = config_of("llama")
     for name in CONFIGS:
         test_float32_is_as_near_to_float64_as_the_trainer(name)

@@ -1,10 +1,14 @@
 """Attention over pages against its plain reference and against whole sequences, and all ways to run it."""
 
 import functools
+import inspect
+import sys
+import types
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 from funrl.compiled_kernels import paged_attention as kernels
 from funrl.compiled_kernels.paged_attention import (
@@ -241,19 +245,55 @@ def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux
     return out
 
 
+def published_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, block_table=None):  # fmt: skip
+    """flash-attn's function with its published signature."""
+    assert causal and dropout_p == softcap == 0.0 and cu_seqlens_k.dtype == torch.int32
+    how = {"scale": softmax_scale, "window_size": window_size, "block_table": block_table, "enable_gqa": True}
+    ends = cu_seqlens_k.diff().int()
+    return published(q, k, v, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, **how, seqused_k=ends, num_splits=1)
+
+
 @pytest.mark.parametrize("window,scale", [(None, None), (1, None), (7, 0.2)])
-def test_torchs_kernel_is_called_as_it_wants(window, scale):
+def test_kernels_are_called_as_they_want(window, scale):
     q, k, v, cache, paging = scene(PASSES["all together"])
     (expected, *caches), _ = both(q, k, v, cache, paging, window, scale=scale)
-    _, _, table, offsets, ends, groups = paging
-    out = kernels._by_kernel(published, q, *caches, table, offsets, ends, groups, window or 0, scale or 0.0)
-    assert (out - expected).abs().max() < 1e-12
+    _, _, *rest = paging
+    for call, kernel in ((kernels.by_torch, published), (kernels.by_flash_attn, published_flash)):
+        out = call(kernel, q, *caches, *rest, window or 0, scale or 0.0)
+        assert (out - expected).abs().max() < 1e-12
+
+
+def test_the_kernel_is_that_which_is_there_and_is_told_once(monkeypatch, caplog):
+    """torch's where it knows pages, else flash-attn's, else none."""
+    flash = types.SimpleNamespace(flash_attn_varlen_func=published_flash)
+
+    def len_of(query):
+        return len(query)
+
+    cases = [(published, flash, kernels.by_torch), (len_of, flash, kernels.by_flash_attn), (len_of, None, None)]
+    for torchs, package, expected in cases:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        caplog.clear()
+        with caplog.at_level("INFO", kernels.__name__):
+            found = kernels.paged_kernel.__wrapped__()
+        assert len(caplog.messages) == 1 and "over pages on the GPU" in caplog.messages[0]
+        assert (found and found.func) is expected
+    bf16 = torch.bfloat16
+    kernels.paged_kernel.cache_clear()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", published)
+    assert kernels.takes_kernel("cuda", bf16, 64, 256) and kernels.takes_kernel("cuda", bf16, 128, 512)
+    refused = [("cpu", bf16, 64, 256), ("cuda", torch.float32, 64, 256), ("cuda", bf16, 260, 256)]
+    refused += [("cuda", bf16, 64, 16), ("cuda", bf16, 12, 256), ("cuda", bf16, 64, 256, 50.0)]
+    assert not any(kernels.takes_kernel(*case) for case in refused)
+    kernels.paged_kernel.cache_clear()
 
 
 def test_torchs_kernel_takes_pages():
     """Without a GPU: on tensors that only say that they are on one."""
-    kernel = kernels._paged_kernel()
-    if kernel is None:
+    kernel = varlen_attn
+    if "block_table" not in inspect.signature(kernel).parameters:
         pytest.skip(f"torch {torch.__version__} has no kernel over pages")
 
     def on_a_gpu(*given, **named):
@@ -265,7 +305,7 @@ def test_torchs_kernel_takes_pages():
 
     q, _, _, cache, (_, _, *rest) = scene([(1, 300), (5, 800)], page=256, size=64, dtype=torch.bfloat16)
     for window in (0, 100):
-        out = kernels._by_kernel(on_a_gpu, q, *cache, *rest, window, 0.2)
+        out = kernels.by_torch(on_a_gpu, q, *cache, *rest, window, 0.2)
         assert out.shape == q.shape and out.is_cuda and out.dtype == torch.bfloat16
 
 

@@ -8,6 +8,7 @@ from dry_jobs import CPU, H100, LLAMA_70B, plain, small, write_config
 from funrl import trees
 from funrl.cost import decoding, dry_run
 from funrl.mesh.mesh import single
+from funrl.models.config import Latent
 from funrl.trainer import build as trainer_build
 from funrl.trainer.declaration import SettingsError
 
@@ -22,6 +23,17 @@ def test_the_cache_has_its_closed_form():
     found = dry_run.estimate(job, 8, CPU)
     cache = job.model.init_cache(single(), 16 * 2, 16, job.dtype)  # 16 rows of 32 tokens, two pages each
     assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
+
+
+def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
+    """One vector of 24 + 4 numbers a token, and the products of decoding with it."""
+    sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, None, 8, 4, 6)}
+    short, long = (dry_run.estimate(small("grpo", sizes=sizes, max_new_tokens=n), 8, CPU) for n in (24, 56))
+    found = [one.phases["generate"] for one in (short, long)]
+    assert [one.peak["cache"] for one in found] == [16 * 2 * tokens * (24 + 4) * 4 for tokens in (32, 64)]
+    heads, layers, rows = 4, 2, 16
+    more = [one.flops / steps for one, steps in zip(found, (24, 56), strict=True)]
+    assert 0.5 < (more[1] - more[0]) / (rows * layers * heads * 4 * (24 + 4) * 16) < 2
 
 
 @pytest.mark.slow

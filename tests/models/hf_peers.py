@@ -27,6 +27,9 @@ def random_weights(peer):
     with torch.no_grad():
         for key, x in peer.named_parameters():
             x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") else 0.0, 0.1)
+        for key, x in peer.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                x.normal_(0.0, 0.1)
     return peer.eval()
 
 

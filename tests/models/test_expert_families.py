@@ -16,7 +16,23 @@ from funrl.models import ModelError, hf
 from funrl.models.config import config_from_hf, config_to_hf
 
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1}
 CONFIGS = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3 plain queries": DEEPSEEK | {  # whose prompts make keys and values
+        "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3 stretched": DEEPSEEK | {
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "first_k_dense_replace": 2,
+    },
+    "deepseek_v3 yarn": DEEPSEEK | {"rope_scaling": YARN, "routed_scaling_factor": 1.0},
     "qwen3_moe": {"model_type": "qwen3_moe", **EIGHT, "norm_topk_prob": True, "head_dim": 16},
     "qwen3_moe some layers": {
         "model_type": "qwen3_moe", **EIGHT, "mlp_only_layers": [1], "num_experts_per_tok": 1, "attention_bias": True,
@@ -54,6 +70,15 @@ def test_config_round_trip_through_transformers(name):
 @pytest.mark.parametrize(
     "name,change,message",
     [
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads is 2, latent attention has one for each of the",
+        ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', supported is 'sigmoid'"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts do not make 3 groups of at least two, equally large"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "experts.per_token is 5, but 2 of 4 groups have 4"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is None, it must be a whole number of at least 1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported is None"),
         ("mixtral", {"num_experts_per_tok": 9}, "experts.per_token is 9, it must be at most their count, 4"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts is 0, it must be a whole number of at least 1"),

@@ -96,12 +96,12 @@ def _loss(placed, base, weights, tokens_BT):
     return trees.value_and_grad(loss)
 
 
-@pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp4 norms over shared heads"])
+@pytest.mark.parametrize("case", ["tp2", "tp4 two kv heads", "tp4 norms over shared heads", "tp2 latent"])
 def test_tensor_parallel_gradients_are_those_of_one_device(case):
     text, config = CASES[case]
     plain = decoder_model(config)
-    models = {"policy": with_lora(plain, Lora(2, 3.0, PROJECTIONS))}
-    models["critic"] = with_lora(with_value_head(plain), Lora(3, 3.0, ("k", "o", "up")))
+    models = {"policy": with_lora(plain, Lora(2, 3.0, targets_of("all-linear", plain)))}
+    models["critic"] = with_lora(with_value_head(plain), Lora(3, 3.0, ("k", "kv_b", "o", "up")))
     base, tokens_BT = _params(config), _tokens(config)
     own = {name: random_like(trained_part(model, model.shapes)) for name, model in models.items()}
     weights = torch.randn(3, 2, 7, generator=torch.Generator().manual_seed(3), dtype=WIDE)
@@ -136,6 +136,17 @@ def test_projections_are_named_as_in_peft():
             targets_of(text, MODEL)
     with pytest.raises(ModelError, match="a projection is named twice"):
         targets_of("qkv_proj,k_proj", phi)
+    experts = {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    deepseek = decoder_model(config_from_hf(SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 6, **experts}))
+    assert targets_of("gate_proj,kv_b_proj", deepseek) == ("gate", "kv_b", "shared_gate")  # and no routed expert's
+    with pytest.raises(ModelError, match=r"kv_a_proj_with_mqa.*; its routers and routed experts take no adapters"):
+        targets_of("gate", deepseek)
     with pytest.raises(ModelError, match="the model has adapters already"):
         with_lora(with_lora(MODEL, Lora(1, 1.0, ("q",))), Lora(1, 1.0, ("k",)))
 

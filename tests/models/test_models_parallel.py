@@ -10,19 +10,22 @@ from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.models import Config, Inputs, decoder_model, place, with_value_head
+from funrl.models.config import Latent
 
 WANT = ("logp", "entropy", "sum_pi_squared")
 
 
 def _config(heads, kv_heads, **more) -> Config:
     more = {"family": "qwen3", "qk_norm": True, "attention_bias": True, "output_bias": True} | more
-    return Config(vocab=24, embed=12, layers=2, heads=heads, kv_heads=kv_heads, head=4, mlp=16, **more)
+    sizes = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16}
+    return Config(heads=heads, kv_heads=kv_heads, **sizes | more)
 
 
 GEMMA = {
     "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 0.8, "logit_cap": 1.5,
     "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
 }  # fmt: skip
+LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "output_bias": False, "head": 6}
 CASES = {
     "tp2": ("tp2", _config(4, 2)),
     "tp2 tied": ("tp2", _config(4, 4, tied=True)),
@@ -35,6 +38,8 @@ CASES = {
     "tp2 norms over heads": ("tp2", _config(4, 2, qk_norm_over="projection", norms="post", rotates=(True, False))),
     "tp4 norms over shared heads": ("tp4", _config(8, 2, qk_norm_over="projection", norms="post")),
     "tp2 gemma": ("tp2", _config(4, 2, **GEMMA)),
+    "tp2 latent": ("tp2", _config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5))),
+    "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=Latent(40, None, 4, 2, 7), attention_scale=0.7)),
     "tp4 multipliers": (
         "tp4",
         _config(4, 1, embed_scale=3.0, residual_scale=0.4, attention_scale=0.3, logit_divisor=2.0),
@@ -108,6 +113,7 @@ def test_tensor_parallel_equals_one_device(case, packed):
 
 
 DECODED = ["tp2", "tp4 two kv heads", "tp2 three kv heads", "dp2,tp2", "tp4 norms over shared heads", "tp2 gemma"]
+DECODED += ["tp2 latent", "tp4 latent"]
 
 
 @pytest.mark.parametrize("case", DECODED)

@@ -78,8 +78,8 @@ class Kind(NamedTuple):
         return load(self.make(decoder_model(config), mesh, self.dtype), weights(config, self.dtype, seed), version)
 
 
-def _native(packed, speculate=0):
-    how = {"decode": decode, "packed": packed, "speculate": speculate}
+def _native(packed, speculate=0, static=False):
+    how = {"decode": decode, "packed": packed, "speculate": speculate, "static": static}
     return lambda model, mesh, dtype: native_engine(model, mesh, dtype, **how)
 
 
@@ -125,6 +125,7 @@ KINDS = {
     "packed float32, drafts": Kind(_native(True, 4), same=0),
     "torch float32": Kind(_native(False)),
     "torch float64": Kind(_native(False), torch.float64, 1e-10, 1e-12),
+    "static float64": Kind(_native(False, static=True), torch.float64, 1e-10, 1e-12),
     "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),
     "hf": Kind(hf_engine, close=3e-5, whole=True),
     "vllm": Kind(_vllm, config=WIDE),

@@ -6,6 +6,7 @@ from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, loa
 
 from funrl.batch import Batch
 from funrl.models import Config, decoder_model, place
+from funrl.models.config import Experts, Latent
 from funrl.rollout.backends import PackedBackend, TorchBackend
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.sampling_parameters import Sampling
@@ -27,6 +28,12 @@ CONFIGS = {
 }
 
 
+DEEPSEEK = Config(
+    **SMALL | {"kv_heads": SMALL["heads"], "head": 12}, family="deepseek_v3", latent=Latent(24, 20, 8, 4, 6),
+    experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_transformers(name):
     config = CONFIGS[name]
@@ -36,9 +43,9 @@ def test_greedy_completions_are_those_of_transformers(name):
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "deepseek_v3"])
 def test_log_probabilities_are_the_trainers(name):
-    config, how = CONFIGS[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
+    config, how = (CONFIGS | {"deepseek_v3": DEEPSEEK})[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)
     for number, one in enumerate(completed(engine_of(config, torch.float64), PROMPTS, how)):
         prompt = PROMPTS[number // 2]

@@ -137,14 +137,18 @@ WAYS = {
     "last come, first served": {"reverse": True},
     "submitted bit by bit": {"trickle": True},
 }
-DTYPES = {"packed": (torch.float32, True, 0.0), "torch": (torch.float64, False, 1e-12)}
+DTYPES = {
+    "packed": (torch.float32, {}, 0.0),
+    "torch": (torch.float64, {"packed": False}, 1e-12),
+    "static": (torch.float64, {"packed": False, "static": True}, 1e-12),
+}
 
 
-def answers(dtype, packed, requests, pages=0, reverse=False, trickle=False, max_rows=512):
+def answers(dtype, kind, requests, pages=0, reverse=False, trickle=False, max_rows=512):
     """Completions by number, and the engine."""
     config = CONFIGS["qwen3 window"]
-    size = engine_of(config, dtype, packed=packed)._backend.page_bytes
-    engine = engine_of(config, dtype, packed=packed, cache_bytes=pages * size, max_rows=max_rows)
+    size = engine_of(config, dtype, **kind)._backend.page_bytes
+    engine = engine_of(config, dtype, **kind, cache_bytes=pages * size, max_rows=max_rows)
     if reverse:
         done = complete(engine, requests[::-1])
     elif trickle:
@@ -158,18 +162,22 @@ def answers(dtype, packed, requests, pages=0, reverse=False, trickle=False, max_
     return sorted(done, key=lambda one: one.number), engine
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", [pytest.param("packed", marks=PACKED.marks), "torch"])
+@pytest.mark.parametrize(
+    "name,way",
+    [pytest.param("packed", way, marks=PACKED.marks) for way in WAYS]
+    + [("torch", way) for way in WAYS]
+    + [("static", way) for way in ("few rows", "little cache", "pieces, little cache", "submitted bit by bit")],
+)
 def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monkeypatch):
     """In float32 by the compiled step not a bit; by torch not more than the order of a sum in float64."""
-    dtype, packed, close = DTYPES[name]
+    dtype, kind, close = DTYPES[name]
     how, requests = dict(WAYS[way]), mixed_requests()
-    expected, _ = answers(dtype, packed, requests)
+    expected, _ = answers(dtype, kind | {"static": False}, requests)
     if tokens := how.pop("pass_tokens", None):
         monkeypatch.setattr(native, "pass_tokens", lambda device: tokens)
     if passes := how.pop("look_every", None):
         monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": passes})
-    got, engine = answers(dtype, packed, requests, **how)
+    got, engine = answers(dtype, kind, requests, **how)
     assert_same(got, expected, close)
     cost, (pages, most) = engine.cost(), (how.get("pages", 10**9), how.get("max_rows", 512))
     assert cost.peak_pages <= cost.pages <= pages and cost.used_pages == 0 and cost.rows == most

@@ -1,51 +1,81 @@
 """Whole steps with experts on meshes, in float64, against one process: samples, losses, gradients and parameters."""
 
+import dataclasses
 import functools
 
 import pytest
+import torch
 from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 
 from funrl import trees
 from funrl.mesh.launch import launch
-from funrl.models.config import Experts
+from funrl.models.config import Experts, Latent
+from funrl.trainer.router_bias import biases_of
 
 pytestmark = pytest.mark.gloo
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
 FEW = SIZES | {"experts": Experts(count=4, per_token=1, mlp=8, normalized=False)}
+DEEPSEEK = SIZES | {
+    "family": "deepseek_v3", "kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4),
+    "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8),
+}  # fmt: skip
+BIASES = {"router_bias_rate": 0.01}
 LOSSES = {"router_aux_coef": 0.1, "router_z_coef": 0.01}
+SPLIT = {"split_residual": "on"}
 MESHES = {
     "ep2": ("ep2", EXPERTS, LOSSES),  # gathered: a token has as many experts as there are ranks
     "ep4": ("ep4", EXPERTS, LOSSES | {"generate_mesh": "dp2,tp2"}),  # ragged
     "ep2 ragged": ("ep2", FEW, {"remat": "full"}),
     "dp2,ep2": ("dp2,ep2", EXPERTS, LOSSES | {"fsdp": True, "generate_mesh": "ep2,tp2"}),
-    "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective"}),
-    "ep2,tp2 ragged": ("ep2,tp2", FEW, {}),
+    "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective", **SPLIT}),
+    "ep2,tp2 ragged": ("ep2,tp2", FEW, SPLIT),
     "dp2,ep2 whole": ("dp2,ep2", FEW, {}),
     "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True}),
+    "tp2 deepseek": ("tp2", DEEPSEEK, BIASES),
+    "dp2 deepseek": ("dp2", DEEPSEEK, BIASES | {"fsdp": True}),
+    "ep2 deepseek": ("ep2", DEEPSEEK, BIASES | {"remat": "full"}),
+    "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective", **SPLIT}),
+    "sp2 deepseek": ("sp2", DEEPSEEK, BIASES | {"fsdp": True, "sequence_parallel": "ring"}),
+    "dp2,sp2 deepseek": ("dp2,sp2", DEEPSEEK, BIASES | {"fsdp": True}),
     "ep2,sp2,tp2": ("ep2,sp2,tp2", EXPERTS, LOSSES | {"remat": "full", "generate_mesh": "ep2,dp2,tp2"}),
 }
 
 
-def steps_on(mesh, sizes, **more):
+def steps_on(mesh, sizes, router_bias_rate=0.0, **more):
     how = {"task": "arithmetic_moe", "token_budget": 48, "steps": 2, "minibatches": 2} | more
     job = small_job(functools.partial(GRPO, entropy_coef=0.01), sizes, mesh=mesh, **how)
+    job = job._replace(settings=dataclasses.replace(job.settings, router_bias_rate=router_bias_rate))
     return launch(steps_program(job, 2), job.sizes, "cpu")
 
 
 @functools.cache
-def alone(few):
+def alone(few, deepseek=False):
+    if deepseek:
+        return steps_on("dp1", DEEPSEEK, **BIASES)
     return steps_on("dp1", FEW) if few else steps_on("dp1", EXPERTS, **LOSSES)
 
 
-WIDE = ("ep2,sp2,tp2", "ep4", "ep2,tp2 ragged", "dp2,ep2 whole")
+WIDE = (
+    "tp2 deepseek",
+    "ep2 deepseek",
+    "sp2 deepseek",
+    "dp2,sp2 deepseek",
+    "ep2,sp2,tp2",
+    "ep4",
+    "ep2,tp2 ragged",
+    "dp2,ep2 whole",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in WIDE else c for c in MESHES])
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]
-    one = alone(sizes is FEW)
-    assert_same(steps_on(mesh, sizes, **more), one, 1e-9)
-    experts = [x for name, x in _grads(one) if "expert_" in name or "router" in name]
+    one, found = alone(sizes is FEW, sizes is DEEPSEEK), steps_on(mesh, sizes, **more)
+    assert_same(found, one, 1e-9)
+    if sizes is DEEPSEEK:
+        (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (found, one))
+        assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 4 * 0.01 + 1e-12
+    experts = [x for name, x in _grads(one) if "expert_" in name or name.endswith("router")]
     assert len(experts) == 4 * (2 if sizes is FEW else 1) and all(x.abs().max() > 1e-6 for x in experts)
 
 

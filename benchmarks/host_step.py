@@ -1,0 +1,109 @@
+"""The host's own work in a decoding step of the native engine: microseconds a step, whatever the model.
+
+    OMP_NUM_THREADS=1 python benchmarks/host_step.py
+    OMP_NUM_THREADS=1 python benchmarks/host_step.py --rows=64,512 --profile
+
+The model computes nothing: what is left is Python. "ordinary" is the way of a CPU, where each pass looks at what the
+one before has drawn; "static" is that of a GPU, where passes are graphs. Times are of the processor.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from absl import app, flags
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE
+from funrl.models import Config, decoder_model
+from funrl.rollout.backends import Draw, PassWork
+from funrl.rollout.engine import WeightSpec
+from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.requests import Request
+from funrl.rollout.sampling_parameters import Sampling
+
+ROWS = flags.DEFINE_list("rows", ["1", "64", "512"], "completions that are decoded together")
+STEPS = flags.DEFINE_integer("steps", 200, "that are measured")
+PROFILE = flags.DEFINE_bool("profile", False, "print what takes longest")
+WAYS = flags.DEFINE_list("ways", ["ordinary", "static"], "of decoding")
+PROMPT, PAGE = 64, 256
+
+
+class NothingComputed:
+    """A backend that draws token 7."""
+
+    page_tokens, page_bytes, vocab = PAGE, 1 << 10, 32
+
+    def load(self, params: trees.Tree) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def resize(self, pages: int) -> None: ...
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+    def forward(self, work: PassWork) -> Tensor:
+        return torch.zeros(len(work.draws), 1)
+
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
+        zeros_R = torch.zeros(len(source_R))
+        return torch.full((len(source_R),), 7), zeros_R, zeros_R
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    torch.set_num_threads(1)
+    for way in WAYS.value:
+        for rows in map(int, ROWS.value):
+            engine = ordinary(rows) if way == "ordinary" else static(rows)
+            how = Sampling(max_new_tokens=STEPS.value + 100, stop=(3, 5))
+            prompts = np.random.default_rng(0).integers(8, 30, (rows, PROMPT)).tolist()
+            engine.submit([Request(i, p, how, i) for i, p in enumerate(prompts)])
+            while engine._scheduler.waiting or engine.cost().passes < 20:
+                engine.step()
+            profile = cProfile.Profile() if PROFILE.value else None
+            begin = time.process_time()
+            if profile is not None:
+                profile.enable()
+            for _ in range(STEPS.value):
+                engine.step()
+            if profile is not None:
+                profile.disable()
+                profile.print_stats("tottime")
+            micros = (time.process_time() - begin) / STEPS.value * 1e6
+            print(f"{way:8} {rows:4} rows: {micros:7.0f} microseconds a step", flush=True)
+
+
+def ordinary(rows: int) -> NativeEngine:
+    """An engine over nothing."""
+    config = Config(vocab=32, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=1 << 16)
+    spec = WeightSpec({}, {}, SINGLE, torch.float32)
+    engine = NativeEngine(decoder_model(config), spec, NothingComputed(), rows, 1 << 30, None)
+    engine.load([], 0)
+    return engine
+
+
+def static(rows: int) -> NativeEngine:
+    """An engine whose passes, once they only decode, are what the first one found."""
+    config = Config(vocab=32, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=1 << 16)
+    model = decoder_model(config)
+    engine = native_engine(model, max_rows=rows, packed=False, static=True, cache_bytes=1 << 30)
+    engine.load(engine.weights.named(model.init(torch.Generator().manual_seed(0))))
+    assert engine._static is not None
+    found = (torch.full((rows,), 7), torch.zeros(rows), torch.zeros(rows))
+    engine._static._graphs.run = lambda key, compute: found
+    return engine
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,120 @@
+"""One token of each of many sequences, by a function of static shapes over buffers on the device.
+
+What a pass has to know (last tokens, lengths, pages, seeds, limits, stop tokens) stands in the buffers, and the pass
+updates it: the host need not look at one pass before it begins the next, and a CUDA graph can hold it whole.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.paged_attention import Paging, decode_paging
+from funrl.rollout.sampling import sample_tokens, stream_noise
+from funrl.rollout.sampling_parameters import Sampling
+
+# Rows of `DecodeState.numbers_CS`; behind them stand the stop tokens, -1 where there are no more.
+LENGTH, PROMPT, LIMIT, SEED, KIND, ENDED, STOP = range(7)
+
+
+class DecodeState(NamedTuple):
+    """Sequences by slot; the last slot is of nobody, and has ended.
+
+    Attributes:
+      tokens_S: int64, the last token of each, whose keys and values are not computed yet.
+      numbers_CS: int64: tokens of the sequence, those of its prompt, those at which it ends, its seed, the number of
+        the way in which it is drawn, whether it has ended, its stop tokens.
+      table_SP: int32, its pages in order.
+    """
+
+    tokens_S: Tensor
+    numbers_CS: Tensor
+    table_SP: Tensor
+
+
+class DecodeForm(NamedTuple):
+    """What is constant in a pass: passes of one form are one CUDA graph.
+
+    Attributes:
+      rows: sequences; more than there are, the rest being the slot of nobody.
+      pages: that attention may read of each sequence.
+      kinds: ways in which sequences are drawn, and their numbers; without a repetition penalty.
+    """
+
+    rows: int
+    pages: int
+    kinds: tuple[tuple[int, Sampling], ...]
+
+
+class Decoder(Protocol):
+    """A model with weights and a cache of pages; see `backends.TorchBackend`."""
+
+    page_tokens: int
+
+    @property
+    def rows_at_once(self) -> int: ...
+
+    def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor: ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor: ...
+
+
+def empty_state(tokens_S: Tensor, stops: int, pages: int) -> DecodeState:
+    """A state in which all sequences have ended.
+
+    Args:
+      tokens_S: the last tokens, which are kept as they are.
+      stops, pages: columns for stop tokens and pages of each.
+    """
+    numbers_CS = tokens_S.new_zeros(STOP + stops, len(tokens_S))
+    numbers_CS[LENGTH:LIMIT] = numbers_CS[ENDED] = 1
+    return DecodeState(tokens_S, numbers_CS, tokens_S.new_zeros(len(tokens_S), pages, dtype=torch.int32))
+
+
+def decode_pass(
+    decoder: Decoder, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare_page: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the last token of some sequences and draw the next one, in the state and in the pages of the cache.
+
+    A sequence that has ended stays as it is, and what is found of it means nothing. No shape depends on a number, and
+    the host is told none.
+
+    Args:
+      rows_B: int64 slots, each once but that of nobody.
+      spare_page: of the cache, where those write that have ended.
+
+    Returns: token [B] int64, and its log-probabilities, sampling and raw, [B] nats each; as `sample_tokens`.
+    """
+    numbers_CB = state.numbers_CS.index_select(1, rows_B)
+    length_B, prompt_B, limit_B, seed_B, kind_B, ended_B = numbers_CB[:STOP]
+    token_B, running_B, page = state.tokens_S.index_select(0, rows_B), ended_B == 0, decoder.page_tokens
+    position_B = torch.where(running_B, length_B - 1, 0)
+    table_BP = state.table_SP[:, : form.pages].index_select(0, rows_B)
+    page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
+    place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
+    hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B))
+    drawn_B, *logps = _draw(decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B, form.kinds)
+    last_B = length_B + running_B.long()
+    stopped_B = (numbers_CB[STOP:] == drawn_B).any(0) | (last_B >= limit_B)
+    state.tokens_S.index_copy_(0, rows_B, torch.where(running_B, drawn_B, token_B))
+    state.numbers_CS[LENGTH].index_copy_(0, rows_B, last_B)
+    state.numbers_CS[ENDED].index_copy_(0, rows_B, torch.where(running_B, stopped_B.long(), 1))
+    return drawn_B, logps[0], logps[1]
+
+
+def _draw(
+    decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, kind_B: Tensor, kinds: tuple[tuple[int, Sampling], ...]
+) -> tuple[Tensor, ...]:
+    """One token per row. Where rows are drawn in several ways, all are drawn in each, and each row takes its own."""
+    parts = []
+    for low in range(0, len(hidden_BD), decoder.rows_at_once):
+        some = slice(low, low + decoder.rows_at_once)
+        logits_RV, found = decoder.logits(hidden_BD[some]), None
+        for number, how in kinds:
+            this = sample_tokens(logits_RV, noise_B[some], how, static=True)
+            mine_R = kind_B[some] == number
+            found = this if found is None else tuple(map(torch.where, (mine_R,) * 3, this, found))
+        parts.append(found)
+    return tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -1,0 +1,37 @@
+"""Small tensors that travel between the host and its device without either waiting for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Tensors on their way to the host; on a CPU they are there already."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._ready: torch.cuda.Event | None = None
+        if not tensors[0].is_cuda:
+            self._tensors = list(tensors)
+            return
+        self._tensors = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+        for here, x in zip(self._tensors, tensors, strict=True):
+            here.copy_(x, non_blocking=True)
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def arrays(self) -> list[np.ndarray]:
+        """The numbers; the host waits for them where they have not come yet."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [x.numpy() for x in self._tensors]
+
+
+def to_device(x: np.ndarray, device: torch.device) -> Tensor:
+    """An array on a device, in the order of the device's work."""
+    if device.type != "cuda":
+        return torch.from_numpy(x).to(device)
+    return torch.from_numpy(x).pin_memory().to(device, non_blocking=True)

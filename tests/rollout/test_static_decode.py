@@ -1,0 +1,273 @@
+"""Decoding by passes of static shape: what a CUDA graph needs, shown without a GPU, and what it must not change."""
+
+import sys
+
+import pytest
+import torch
+from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, weights
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE, Mesh, parse
+from funrl.models import Config, decoder_model
+from funrl.models.config import Experts
+from funrl.rollout import static_decode
+from funrl.rollout.backends import TorchBackend
+from funrl.rollout.captured import CapturedFunctions
+from funrl.rollout.decode_state import STOP, DecodeForm, decode_pass, empty_state
+from funrl.rollout.host_copy import HostCopy
+from funrl.rollout.native import native_engine
+from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.static_decode import bucket
+
+ROWS = (1, 2, 4, 8, 16)
+SLOTS, PAGES = 17, 4
+KINDS = ((0, Sampling(temperature=0.7)), (1, Sampling(top_k=5, top_p=0.9, min_p=0.01)), (2, Sampling(greedy=True)))
+FAMILIES = {
+    "qwen3 window": CONFIGS["qwen3 window"],
+    "gemma2": Config(
+        **SMALL, family="gemma2", norms="sandwich", norm_offset=1.0, embed_scale=5.6, attention_cap=50.0,
+        logit_cap=30.0, activation="gelu", tied=True,
+    ),
+}  # fmt: skip
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for a device, or what a graph of it cannot hold; counts the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        refused = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "repeat_interleave.Tensor")
+        assert not any(f"aten::{one}" == name or f"aten::{one}." in name for one in refused), f"{name} waits"
+        found = func(*args, **kwargs or {})
+        if not name.startswith("funrl::"):  # the plan of attention is on the host
+            tensors = [x for x in trees.leaves((args, kwargs, found)) if isinstance(x, torch.Tensor) and x.numel() > 1]
+            assert len({x.device.type for x in tensors}) < 2, f"{name} goes from one device to another"
+        self.calls.append(name)
+        return found
+
+
+def decoder_on(device, config, dtype):
+    """A model with weights and a cache on a device, and the state of its sequences."""
+    backend = TorchBackend(decoder_model(config), Mesh(parse("dp1"), 0, torch.device(device)), dtype, None, 256)
+    backend.load(trees.map(lambda x: torch.empty(x.shape, dtype=dtype, device=device), decoder_model(config).shapes))
+    backend.resize(PAGES)
+    return backend, empty_state(torch.zeros(SLOTS, dtype=torch.int64, device=device), 2, PAGES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family, dtype):
+    """On a device whose tensors have no numbers that one could ask for. Every size makes the same calls."""
+    counts = []
+    with torch.inference_mode():
+        backend, state = decoder_on("meta", FAMILIES[family], dtype)
+        for rows in ROWS:
+            rows_B = torch.zeros(rows, dtype=torch.int64, device="meta")
+            with NoWaiting() as seen:
+                found = decode_pass(backend, state, rows_B, DecodeForm(rows, PAGES, KINDS), PAGES - 1)
+            assert all(x.shape == (rows,) and x.is_meta for x in found)
+            counts.append(seen.calls)
+    assert len(counts[0]) > 50 and all(calls == counts[0] for calls in counts)
+
+
+def test_what_waits_is_found():
+    x = torch.zeros(3)
+    for waits in (lambda: x.nonzero(), lambda: x[0].item(), lambda: x.to("meta"), lambda: x.equal(x)):
+        with pytest.raises(AssertionError, match=r"waits|goes from"), NoWaiting():
+            waits()
+
+
+def recorded(self, key, compute):
+    """In place of a capture: the operators that a pass called, on the tensors that it had then. Nothing is computed."""
+    traced = make_fx(compute, tracing_mode="fake", _allow_non_fake_inputs=True)()
+    names = {str(node.target) for node in traced.graph.nodes}
+    assert not any("_local_scalar_dense" in name or "nonzero" in name for name in names)
+    found = tuple(torch.empty(key.rows, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float64))
+
+    class Replay:
+        def replay(self):
+            for x, new in zip(found, traced(), strict=True):
+                x.copy_(new)
+
+    self._graphs[key] = Replay(), found
+    return True
+
+
+class ClonedCopy(HostCopy):
+    """What a device copies in the order of its work is what was there then."""
+
+    def __init__(self, tensors):
+        super().__init__([x.clone() for x in tensors])
+
+
+HOWS = [
+    Sampling(max_new_tokens=12, stop=(3, 17), samples=2),
+    Sampling(max_new_tokens=10, stop=(5,), top_k=9, top_p=0.8, temperature=1.3),
+]
+
+
+def test_recorded_passes_draw_the_same(monkeypatch):
+    """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights."""
+    monkeypatch.setattr(CapturedFunctions, "_captured_now", recorded)
+    monkeypatch.setattr(static_decode, "HostCopy", ClonedCopy)
+    config = Config(**SMALL | {"layers": 1}, windows=(6,))
+    how = {"packed": False, "max_rows": 6, "dtype": torch.float64}
+    plain, engine = engine_of(config, **how), engine_of(config, **how, static=True)
+    graphs = engine._static._graphs
+    graphs._capture = True
+    for seed, sampling in enumerate(HOWS):
+        for one in (plain, engine):
+            one.load(one.weights.named(weights(config, torch.float64, seed)), seed)
+        assert graphs.captured == 0, "they would compute with the old weights"
+        assert_same(completed(engine, PROMPTS, sampling, seed), completed(plain, PROMPTS, sampling, seed), 1e-12)
+        assert graphs.captured >= 3
+    assert engine.cost().used_pages == 0
+
+
+def test_a_row_that_ends_is_frozen_and_writes_to_the_spare_page():
+    config = CONFIGS["llama"]
+    backend = TorchBackend(decoder_model(config), SINGLE, torch.float64, None, 16)
+    backend.load(weights(config, torch.float64))
+    backend.spare_pages = 1
+    backend.resize(2)
+    state = empty_state(torch.tensor([5, 6, 0]), 1, 1)
+    state.numbers_CS[:, :2] = torch.tensor([[1, 1], [1, 1], [3, 9], [1, 2], [0, 0], [0, 0], [-1, -1]])
+    state.table_SP[:2, 0] = torch.tensor([0, 1])
+    assert len(state.numbers_CS) == STOP + 1
+    rows_B, seen = torch.tensor([0, 1, 2, 2]), []
+    for _ in range(4):
+        token_B, *_ = decode_pass(backend, state, rows_B, DecodeForm(4, 1, ((0, Sampling()),)), 2)
+        seen.append(token_B.tolist())
+    lengths, ended = state.numbers_CS[0].tolist(), state.numbers_CS[5].tolist()
+    assert lengths == [3, 5, 1] and ended == [1, 0, 1]  # the first one had its limit of 3 tokens after two
+    assert state.tokens_S.tolist() == [seen[1][0], seen[3][1], 0]
+    written = (backend._cache.keys[0] != 0).any(-1).any(-1).sum(1).tolist()
+    assert written == [2, 4, 1]
+
+
+def test_a_row_that_ended_costs_no_page_and_no_token():
+    """The host sees an end one pass late: what was drawn behind it is dropped."""
+    config, how = CONFIGS["llama"], Sampling(max_new_tokens=60, stop=tuple(range(0, 40, 3)), samples=4)
+    engine, plain = (engine_of(config, torch.float64, packed=False, static=static) for static in (True, False))
+    assert_same(completed(engine, PROMPTS, how), completed(plain, PROMPTS, how), 1e-12)
+    cost, other = engine.cost(), plain.cost()
+    assert cost.decoded == other.decoded and cost.used_pages == 0
+    assert other.passes < cost.passes <= other.passes + 1
+
+
+def test_what_a_pass_of_static_shape_cannot_draw_goes_the_other_way(monkeypatch):
+    engine = engine_of(CONFIGS["llama"], torch.float64, packed=False, static=True)
+    plain, ran = engine_of(CONFIGS["llama"], torch.float64, packed=False), []
+    run = engine._static.run
+    monkeypatch.setattr(engine._static, "run", lambda *given: (ran.append(given), run(*given))[1])
+    penalty = Sampling(max_new_tokens=6, repetition_penalty=1.3)
+    assert_same(completed(engine, PROMPTS, penalty), completed(plain, PROMPTS, penalty), 1e-12)
+    assert not ran
+    completed(engine, PROMPTS, Sampling(max_new_tokens=6))
+    assert len(ran) == 5  # behind the pass of the prompts
+
+
+def test_where_there_are_none_the_reason_is_told(caplog):
+    experts = Config(**SMALL, family="qwen3_moe", qk_norm=True, experts=Experts(count=4, per_token=2, mlp=16))
+    with caplog.at_level("INFO", "funrl.rollout.native"):
+        made = [
+            native_engine(decoder_model(experts), packed=False, static=True),
+            native_engine(decoder_model(CONFIGS["llama"]), packed=False, static=True, speculate=2),
+        ]
+    assert all(engine._static is None for engine in made)
+    told = [x for x in caplog.messages if "static shape" in x]
+    assert "experts" in told[0] and "drafts" in told[1] and len(told) == 2
+    assert native_engine(decoder_model(CONFIGS["llama"]), packed=False)._static is None
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_the_hosts_work_in_a_pass_does_not_grow_with_the_rows(static):
+    """Python calls of passes in which nobody comes, goes or needs a page."""
+    counts, config = [], Config(**SMALL | {"layers": 1, "vocab": 8, "max_positions": 512})
+    for rows in (16, 64):
+        engine = engine_of(config, packed=False, static=static)
+        engine.submit(requests_of([[1, 2]] * rows, Sampling(max_new_tokens=400), 0))
+        for _ in range(20):
+            engine.step()
+        calls = []
+        sys.setprofile(lambda frame, event, arg, calls=calls: calls.append(event))
+        try:
+            for _ in range(8):
+                engine.step()
+        finally:
+            sys.setprofile(None)
+        counts.append(calls.count("call") + calls.count("c_call"))
+    assert counts[0] > 100 and abs(counts[1] - counts[0]) < 0.02 * counts[0], counts
+
+
+def test_buckets():
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 9, 300)] == [1, 2, 4, 4, 8, 16, 512]
+    assert bucket(300, 320) == 320 and bucket(5, 320) == 8
+
+
+class Capture:
+    """In place of `torch.cuda.graph`."""
+
+    def __init__(self, graph, pool, capture_error_mode):
+        assert pool == "pool" and capture_error_mode == "thread_local"
+
+    def __enter__(self): ...
+
+    def __exit__(self, *_): ...
+
+
+def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_told_once(monkeypatch, caplog):
+    replayed, ran = [], []
+    graph = type("Graph", (), {"replay": lambda self: replayed.append(self)})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+
+    def compute():
+        ran.append(1)
+        return (torch.tensor(len(ran)),)
+
+    functions, untouched = (CapturedFunctions(torch.device("cuda"), problem) for problem in (None, "a reason"))
+    assert [int(functions.run("a", compute)[0]) for _ in range(5)] == [1, 2, 2, 2, 2]
+    assert len(replayed) == 4 and functions.captured == 1
+    functions.drop()
+    assert [int(functions.run("a", compute)[0]) for _ in range(2)] == [3, 3] and len(replayed) == 6
+    assert [int(untouched.run("a", compute)[0]) for _ in range(3)] == [4, 5, 6] and len(replayed) == 6
+
+    def refuse(*_, **__):
+        raise RuntimeError("a synchronisation")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9]
+    assert [x for x in caplog.messages if "not captured as CUDA graphs: a synchronisation" in x] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype,close", [(torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=["float32", "bfloat16"])
+def test_graphs_on_a_gpu_draw_what_passes_without_them_draw(dtype, close):
+    config, mesh = Config(**SMALL | {"head": 16, "vocab": 300}), Mesh(parse("dp1"), 0, torch.device("cuda"))
+    how, made = Sampling(max_new_tokens=40, stop=(3, 17), samples=4, top_p=0.95), []
+    for static in (None, False):
+        engine = native_engine(decoder_model(config), mesh, dtype, static=static)
+        engine.load(engine.weights.named(trees.map(torch.Tensor.cuda, weights(config, dtype))))
+        made.append((engine, completed(engine, PROMPTS, how)))
+    (engine, by_graphs), (_, eager) = made
+    assert engine._static is not None and engine._static._graphs.captured > 0
+    if dtype is torch.float32:
+        assert_same(by_graphs, eager, close)
+    for one, other in zip(by_graphs, eager, strict=True):  # in 16 bits a token may differ, and all behind it
+        same = (one.tokens[:1] == other.tokens[:1]).all()
+        assert not same or (one.raw_logp[0] - other.raw_logp[0]).abs() < close
+    allocated = torch.cuda.memory_allocated()
+    engine.load(engine.weights.named(trees.map(torch.Tensor.cuda, weights(config, dtype, 1))))
+    assert engine._static._graphs.captured == 0 and torch.cuda.memory_allocated() <= allocated
+    assert len(completed(engine, PROMPTS, how)) == len(PROMPTS) * 4

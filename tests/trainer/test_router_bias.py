@@ -1,0 +1,61 @@
+"""Balance of experts by the bias that they are chosen by: a router becomes even without a loss."""
+
+import dataclasses
+
+import pytest
+import torch
+from small_runs import GRPO, begin, one_step, small_job
+from test_experts_on_meshes import DEEPSEEK
+
+from funrl import trees
+from funrl.mesh.mesh import single
+from funrl.models import decoder_model
+from funrl.tasks import arithmetic
+from funrl.trainer.declaration import SettingsError
+from funrl.trainer.router_bias import biases_of, move_biases_
+from funrl.trainer.settings import Settings
+from funrl.trainer.sharding import check_experts
+
+
+def run_with(rate):
+    job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", minibatches=1, lr=1e-9, token_budget=48)
+    return begin(job._replace(settings=dataclasses.replace(job.settings, router_bias_rate=rate)), single())
+
+
+def test_an_expert_with_less_than_the_mean_is_chosen_more_easily():
+    params = {"layers": ({"mlp": {"gate": torch.ones(2)}}, {"mlp": {"router_bias": torch.zeros(4)}})}
+    move_biases_(params, torch.tensor([[4.0, 0, 2, 2]], dtype=torch.float64), 0.25)
+    assert params["layers"][1]["mlp"]["router_bias"].tolist() == [-0.25, 0.25, 0, 0]
+    assert params["layers"][0]["mlp"]["gate"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05])
+def test_an_uneven_router_becomes_even(rate):
+    run, state = run_with(rate)
+    (bias,) = biases_of(state.roles["policy"].params)
+    bias += torch.arange(8) / 20  # the last experts are chosen first
+    begun, loads = bias.clone(), []
+    for _ in range(8):
+        state, told = one_step(run, state)
+        loads.append(told["router/load_max"])
+    (bias,) = biases_of(state.roles["policy"].params)
+    if not rate:
+        assert torch.equal(bias, begun) and min(loads) > 2
+        return
+    assert loads[0] > 2.5 and max(loads[-2:]) < 0.7 * loads[0]
+    steps = (bias - begun) / rate
+    assert (steps - steps.round()).abs().max() < 1e-9 and steps[7] < -3 and steps[0] > 3
+    held = dict(run.parts.generator.engine.held_weights())
+    assert torch.equal(held["layers/1/mlp/router_bias"], bias)
+    moments = [x for name, x in trees.named(state.roles["policy"].opt_state) if name.endswith("router_bias")]
+    assert moments and not any(x.any() for x in moments)
+
+
+def test_models_without_such_a_bias_and_adapters_are_refused():
+    for task, said in (("arithmetic", "no model of this run has experts"), ("arithmetic_moe", "chosen without a bias")):
+        with pytest.raises(SettingsError, match=f"--router_bias_rate=0.001: .*{said}"):
+            small_job(GRPO, None, task=task, router_bias_rate=0.001)
+    model = decoder_model(dataclasses.replace(arithmetic.model_config(), **DEEPSEEK))
+    check_experts(Settings(router_bias_rate=0.001), [model])
+    with pytest.raises(SettingsError, match=r"--lora_rank=2: the biases are weights of the base"):
+        check_experts(Settings(router_bias_rate=0.001, lora_rank=2), [model])
