@@ -115,8 +115,6 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
         return "the compiled step computes on the CPU"
     if speculate:
         return "drafts are made on the host"
-    if model.config.experts is not None:
-        return "the rows of experts are laid out by the host"
     return None
 
 
