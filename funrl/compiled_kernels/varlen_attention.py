@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
+from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
@@ -36,12 +37,13 @@ def varlen_attention(
     longest: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    blockwise: bool = False,
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own segment.
 
     On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row. On CUDA and ROCm
     16-bit tensors go to the kernel that `flash_kernel` finds; wider ones, and capped ones where it has no cap, are
-    computed segment by segment.
+    computed segment by segment. On XLA it is `blockwise_attention`.
 
     Args:
       q_1THN: queries of a packed row of T tokens.
@@ -52,9 +54,12 @@ def varlen_attention(
       longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: T, which is slower.
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
+      blockwise: compute it as on XLA on every device: for programs that are traced here and run there.
 
     Returns: [1, T, H, N] in the dtype of q; differentiable once.
     """
+    if blockwise or q_1THN.device.type == "xla":
+        return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
     q, k, v = q_1THN[0], k_1TKN[0], v_1TKN[0]
     numbers = window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0
     return _VarlenAttention.apply(q, k, v, offsets, *numbers)[0].unsqueeze(0)
