@@ -188,11 +188,11 @@ class Flights:
         self._free.append(seat)
 
     def holder(self, seat: int) -> LiveRequest | None:
-        """Who has a seat; None: nobody."""
+        """The request that has a seat; None: nobody has it."""
         return self._seated[seat]
 
     def full(self, seats: np.ndarray) -> np.ndarray:
-        """Which seats have as many tokens as they may, whatever these are."""
+        """True for seats that have as many tokens as they may, whatever these are."""
         return self.lengths[seats] >= self._limits[seats]
 
     def kinds_of(self, seats: np.ndarray) -> tuple[tuple[int, Sampling], ...]:
@@ -201,7 +201,7 @@ class Flights:
         return tuple((kind, kinds[kind]) for kind in np.unique(self._kind[seats]).tolist())
 
     def numbers_of(self, seats: np.ndarray) -> np.ndarray:
-        """What a pass on the device has to know of some seats: columns as in `decode_state`."""
+        """Numbers of some seats that a pass on the device has to know: columns as in `decode_state`."""
         rows = (self.lengths, self._prompts, self._limits, self._seeds, self._kind, np.zeros_like(self.lengths))
         return np.concatenate([np.stack([x[seats] for x in rows]), self._stops[seats].T])
 
