@@ -71,12 +71,14 @@ class Trace(NamedTuple):
       resting: bytes of models and optimizers, by kind.
       row_bytes: of a row of the scored batch.
       token_bytes: that a move sends of a token, before the rows are scored and after it.
+      written: of each field that roles write, what it has of a token, and its dtype.
     """
 
     phases: dict[str, Costs]
     resting: dict[str, float]
     row_bytes: float
     token_bytes: tuple[int, int]
+    written: dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def stage_of(phase: str) -> str:

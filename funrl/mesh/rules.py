@@ -52,6 +52,9 @@ COMPUTE: Rules = {
     "rank": None,
 }
 STORED: Rules = dict(COMPUTE)
+# Where the residual stream is split over `tensor`: axes of weights that work on a rank's part of the tokens there, and
+# what their gradients are to be summed over because of it. All others see every token.
+SPLIT_RESIDUAL: Rules = {"latent": "tensor", "norm": "tensor", "router": "tensor", "value": "tensor"}
 GENERATE: Rules = {**COMPUTE, "experts": None}  # ranks of `expert` generate other rows, each with all experts
 
 
@@ -201,18 +204,36 @@ def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, 
     return tuple(axes)
 
 
-def rest_axes(stored: trees.Tree, compute: trees.Tree, mesh: Mesh) -> list[tuple[str, ...]]:
+def partial_axes(shapes: trees.Tree, axes: trees.Tree, rules: Rules) -> trees.Tree:
+    """For each leaf the mesh axes, besides those of tokens, whose ranks have parts of its gradient: a frozenset.
+
+    Args:
+      shapes, axes: as in `layouts`.
+      rules: such as `SPLIT_RESIDUAL`; a logical axis that is not in it has no such axes.
+    """
+    return trees.map(lambda _, logical: frozenset(a for one in logical for a in _tuple(rules.get(one))), shapes, axes)
+
+
+def rest_axes(
+    stored: trees.Tree, compute: trees.Tree, mesh: Mesh, partial: trees.Tree | None = None
+) -> list[tuple[str, ...]]:
     """For each leaf the axes to sum its gradient over once a step, in the order of `trees.leaves`.
 
     A gradient is summed over the axes that split the batch's tokens, but for those that split the leaf while it
     computes: these ranks have other parts of it. What is gathered before a layer is summed by the scatter after it.
+
+    Args:
+      partial: further axes, of `partial_axes`; None: no leaf has any.
     """
+    pairs = list(zip(trees.leaves(stored), trees.leaves(compute), strict=True))
+    more = [frozenset()] * len(pairs) if partial is None else trees.leaves(partial)
 
-    def rest(stored: Layout, compute: Layout) -> tuple[str, ...]:
+    def rest(stored: Layout, compute: Layout, partial: frozenset[str]) -> tuple[str, ...]:
         done = (*stored.axes, *compute.axes)
-        return tuple(axis for axis in mesh.token_axes if mesh.sizes[axis] > 1 and axis not in done)
+        over = partial.union(mesh.token_axes)
+        return tuple(axis for axis in AXES if axis in over and mesh.sizes[axis] > 1 and axis not in done)
 
-    return [rest(*pair) for pair in zip(trees.leaves(stored), trees.leaves(compute), strict=True)]
+    return [rest(*pair, axes) for pair, axes in zip(pairs, more, strict=True)]
 
 
 def _tuple(rule: Rule) -> tuple[str, ...]:

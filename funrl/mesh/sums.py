@@ -33,7 +33,12 @@ def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
 
 
 def sum_rest(
-    grads: trees.Tree, extra: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: Mesh
+    grads: trees.Tree,
+    extra: trees.Tree,
+    stored: trees.Tree,
+    compute: trees.Tree,
+    mesh: Mesh,
+    partial: trees.Tree | None = None,
 ) -> tuple[trees.Tree, trees.Tree]:
     """Sum gradients over the axes that the scatters of gathered layers have left: `rules.rest_axes`. Once a step.
 
@@ -41,10 +46,11 @@ def sum_rest(
       grads: of this rank's tokens; leaves that are gathered are summed over the axes of their gather already.
       extra: tensors to sum over the `row_axes`, such as metrics; in a collective of the gradients where that fits.
       stored, compute: layouts of the leaves between steps and while their layer runs.
+      partial: as in `rules.rest_axes`.
 
     Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
-    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh)
+    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh, partial)
     of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
     for axes in sorted({*rest, of_rows}):
         which = [i for i, over in enumerate(rest) if over == axes]

@@ -16,7 +16,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
-from funrl.models import Model, Placed, compile_layer, place, rematerialized
+from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
@@ -38,7 +38,7 @@ from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.router_losses import RouterLosses
 from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import goes_round, stored_rules
+from funrl.trainer.sharding import splits_residual, stored_rules
 from funrl.trainer.state import State
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -80,18 +80,17 @@ class Parts(NamedTuple):
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
     settings, compiled = job.settings, {}
-    rings = any(goes_round(settings, model, mesh.sizes) for model in job.models.values())
-    compiles = "off" if settings.remat == "selective" or rings else settings.compile
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
-            compiled[model.layer] = compile_layer(model, compiles, mesh.device.type, note)
+            compiled[model.layer] = compile_layer(model, settings.compile, mesh.device.type, note, remat=settings.remat)
         return compiled[model.layer]
 
     def placed(name: str, model: Model) -> Placed:
-        layer = rematerialized(with_form(layer_of(model), settings.sequence_parallel), settings.remat)
+        layer = with_form(layer_of(model), settings.sequence_parallel)
         replay = settings.router_replay and name == "policy"
-        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay)
+        split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
 
     begin = placed(job.lead, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}

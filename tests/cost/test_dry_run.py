@@ -230,16 +230,24 @@ def test_a_single_update_reads_its_own_forward_pass():
 
 
 def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
-    model = write_config(tmp_path)
-    one, two = (
-        dry_run.estimate(plain("ppo", model=model, mesh=mesh, generate_mesh=mesh, minibatches=2), 8, CPU)
-        for mesh in ("dp2", "dp2,tp2")
+    how = {"model": write_config(tmp_path), "minibatches": 2}
+    one, two, split = (
+        dry_run.estimate(plain("ppo", mesh=mesh, generate_mesh=mesh, **how, **more), 8, CPU)
+        for mesh, more in (("dp2", {}), ("dp2,tp2", {}), ("dp2,tp2", {"split_residual": "on"}))
     )
     assert two.phases["update_policy"].peak["weights"] < 0.6 * one.phases["update_policy"].peak["weights"]
     group = {text: name for name, (text, *_) in two.axes.items()}
     assert {group["dp2"], group["tp2"]} <= {name for _, name in two.phases["update_policy"].traffic}
     # of one micro-batch: the embedding, 2 a layer, and the maximum and the sums of the logits
     assert two.phases["score_policy"].traffic["all_reduce", group["tp2"]].count == 1 + 2 * 2 + 2
+    # with a split residual each of the former is scattered, and what each half and the unembedding begin with gathered
+    whole, parts = (
+        {kind: sent for (kind, name), sent in found.phases["score_policy"].traffic.items() if name == group["tp2"]}
+        for found in (two, split)
+    )
+    assert parts["all_reduce"].count == 2
+    summed = (1 + 2 * 2, whole["all_reduce"].nbytes - parts["all_reduce"].nbytes)
+    assert parts["all_gather_into_tensor"] == parts["reduce_scatter_tensor"] == summed
 
 
 def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(tmp_path):
