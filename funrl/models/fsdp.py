@@ -28,6 +28,7 @@ from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rules import Layout, gather_axes
+from funrl.models.weight_dtypes import cast_weights, weight_dtype
 
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
 
@@ -108,13 +109,14 @@ def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: 
         that require none are gathered and nothing else: nothing is computed, kept or sent for a gradient of theirs.
       stored, compute: layouts of the same structure, of the shards and of the result.
       mesh: the mesh of both.
-      dtype: floating point, of the results and of what is sent; gradients are reduced in the dtype of `params`.
+      dtype: floating point, of the results and of what is sent, but for `weight_dtypes.WIDE`; gradients are reduced in
+        the dtype of `params`.
 
     Raises:
       MeshError: a leaf cannot be gathered from one layout to the other.
     """
     if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
-        return trees.cast(params, dtype)
+        return cast_weights(params, dtype)
     groups: list[Group] = []
     tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype))
     return _view(tree, GatherSchedule(groups))
@@ -273,14 +275,14 @@ class GatherSchedule:
         else:
             landed, trained = self.land(i) if group.buffers.buckets else [], iter(())
 
-        def value(x: Tensor, place: Place | None) -> Tensor:
+        def value(name: str, x: Tensor, place: Place | None) -> Tensor:
             if place is None:
-                return x.to(group.dtype)
+                return x.to(weight_dtype(name, group.dtype))
             bucket = group.buffers.buckets[place.bucket]
             return next(trained) if bucket.trained else _whole(landed[place.bucket], place, bucket)
 
-        leaves = zip(trees.leaves(group.shards), group.buffers.places, strict=True)
-        return trees.fill(group.shards, [value(*leaf) for leaf in leaves]), landed
+        leaves = zip(trees.named(group.shards), group.buffers.places, strict=True)
+        return trees.fill(group.shards, [value(name, x, place) for (name, x), place in leaves]), landed
 
 
 def start(group: Group) -> list[Tensor]:

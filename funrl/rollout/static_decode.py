@@ -117,6 +117,8 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
         return "drafts are made on the host"
     if model.config.experts is not None:
         return "the rows of experts are laid out by the host"
+    if model.config.latent is not None:
+        return "latent vectors are attended to by numbers that the host knows"
     return None
 
 
