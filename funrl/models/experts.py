@@ -89,7 +89,7 @@ def dispatch_ragged(
 
 def _routes(experts: Experts, params: trees.Tree, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None) -> Routes:
     router_ED, bias_E = params["router"], params["router_bias"] if experts.biased else None
-    if experts.scoring == "sigmoid":  # as DeepSeek computes it: experts with nearly equal scores are told apart
+    if experts.wide:
         wide = torch.promote_types(h_TD.dtype, torch.float32)
         logits_TE = linear(h_TD.to(wide), router_ED.to(wide))
     else:
