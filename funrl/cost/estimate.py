@@ -16,7 +16,7 @@ from funrl.cost.hardware import Hardware
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
-from funrl.models import Model
+from funrl.models import Config, Model
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
@@ -142,20 +142,26 @@ class TracedClock(Clock):
         self.phase = tracer.phase  # type: ignore[method-assign]
 
 
+def depths_of(config: Config) -> tuple[int, int]:
+    """The layers that are traced of a model: `DEPTHS` with experts, where it has such, behind those without."""
+    before = config.expert_layers[0] if config.expert_layers else 0
+    return DEPTHS[0] + before, DEPTHS[1] + before
+
+
 def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
     """Costs by phase of a job, from those of shallower ones.
 
     Args:
       costs: of a job.
     """
-    depths = {job.directories.get(name): model.config.layers for name, model in job.models.items()}
-    deep = {path: layers for path, layers in depths.items() if layers > DEPTHS[1]}
-    few, more = DEPTHS
-    low = costs(_with_layers(job, dict.fromkeys(deep, few)))
+    configs = {job.directories.get(name): model.config for name, model in job.models.items()}
+    deep = {path: depths_of(config) for path, config in configs.items() if config.layers > depths_of(config)[1]}
+    fews = {path: few for path, (few, _) in deep.items()}
+    low = costs(_with_layers(job, fews))
     # A model of its own, such as a teacher, has a depth of its own, and a line of its own.
     ways = [
-        (costs(_with_layers(job, dict.fromkeys(deep, few) | {path: more})), (layers - few) / (more - few))
-        for path, layers in deep.items()
+        (costs(_with_layers(job, fews | {path: more})), (configs[path].layers - few) / (more - few))
+        for path, (few, more) in deep.items()
     ]
     return {name: along(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
