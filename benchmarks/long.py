@@ -1,6 +1,7 @@
 """Peak memory and time of training on long packed rows: one rank, and ranks that share the tokens of a row.
 
-    python benchmarks/long.py [--tokens=4096,16384,65536] [--ranks=1,2,4] [--rows=4] [--nopeer]
+    python benchmarks/long.py [--tokens=4096,16384,65536] [--ranks=1,2,4] [--rows=4] [--nopeer] [--limit=600]
+    python benchmarks/long.py --tokens=262144 --window=4096 --nopeer
 
 A decoder of two layers with one head of 64 (so that keys go round a ring between ranks) learns by cross-entropy from
 rows whose lengths are 1/2, 1/4, ... of the tokens, the last two alike: packed end to end here, and padded to the
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +38,8 @@ TOKENS = flags.DEFINE_list("tokens", ["4096", "16384", "65536"], "tokens of all 
 RANKS = flags.DEFINE_list("ranks", ["1", "2", "4"], "ranks that share them")
 ROWS = flags.DEFINE_integer("rows", 4, "rows", lower_bound=2)
 PEER = flags.DEFINE_bool("peer", True, "measure transformers too")
+WINDOW = flags.DEFINE_integer("window", 0, "tokens that a token sees at most; 0: all before it", lower_bound=0)
+LIMIT = flags.DEFINE_float("limit", 600, "seconds that one measurement may take; it is left out if it takes longer")
 MEASURE = flags.DEFINE_string("measure", None, "print one measurement as JSON: for this program")
 
 
@@ -56,7 +60,8 @@ def packed_pass(mesh: Mesh, tokens: int, rows: int) -> tuple[float, float]:
     """Bytes at the highest point of this rank, and its CPU-seconds, of a forward and backward pass."""
     ids, lengths = rows_of(tokens, rows)
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
-    model = decoder_model(Config(family="llama", **SIZES))
+    windows = (WINDOW.value,) * SIZES["layers"] if WINDOW.value else None
+    model = decoder_model(Config(family="mistral" if windows else "llama", windows=windows, **SIZES))
     placed, params = place(model, mesh), model.init(torch.Generator().manual_seed(0))
     batch = Batch(tokens=ids.int(), mask=mask)
 
@@ -108,14 +113,21 @@ def measure(what: str, tokens: int, rows: int) -> dict[str, float]:
     return {"bytes": max(peak for peak, _ in each), "seconds": sum(spent for _, spent in each)}
 
 
-def in_a_process(what: str, tokens: int) -> dict[str, float]:
-    """A measurement in a fresh process, which gives freed memory back at once."""
+def in_a_process(what: str, tokens: int) -> dict[str, float] | None:
+    """A measurement in a fresh process, which gives freed memory back at once; None: it took too long."""
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, f"--measure={what}", f"--tokens={tokens}", f"--rows={ROWS.value}"]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if out.returncode:
-        raise SystemExit(out.stderr)
-    return json.loads(out.stdout.splitlines()[-1])
+    command.append(f"--window={WINDOW.value}")
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        out, err = child.communicate(timeout=LIMIT.value)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # its ranks too
+        return None
+    if child.returncode:
+        raise SystemExit(err)
+    return json.loads(out.splitlines()[-1])
 
 
 def main(_: list[str]) -> None:
@@ -127,6 +139,9 @@ def main(_: list[str]) -> None:
     for text in TOKENS.value:
         for name, what in named.items():
             found = in_a_process(what, int(text))
+            if found is None:
+                print(f"{int(text):6,d}    {name:14s}  over {LIMIT.value:.0f} s", flush=True)
+                continue
             per_token = 1e3 * found["seconds"] / int(text)
             print(f"{int(text):6,d}    {name:14s}  {found['bytes'] / 1e6:15.1f}   {per_token:27.3f}", flush=True)
 

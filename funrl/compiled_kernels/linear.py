@@ -45,6 +45,14 @@ def sum_of_products(a_MN: Tensor, b_MK: Tensor) -> Tensor:
     return functools.reduce(torch.Tensor.add_, more, total)
 
 
+def add_products_(total_NK: Tensor, a_MN: Tensor, b_MK: Tensor) -> None:
+    """Add a^T b to a sum, in place; for use inside of autograd functions."""
+    if total_NK.dtype == a_MN.dtype and not _is_for_onednn(a_MN, b_MK):
+        total_NK.addmm_(a_MN.T, b_MK)  # reads and writes the sum once, and nothing beside it
+    else:
+        total_NK += sum_of_products(a_MN, b_MK)
+
+
 class _Product(torch.autograd.Function):
     """a b^T of matrices."""
 
@@ -60,18 +68,26 @@ class _Product(torch.autograd.Function):
         return d_a, sum_of_products(grad_MN, a_MK) if ctx.needs_input_grad[1] else None
 
 
+def is_plain(x: Tensor) -> bool:
+    """True of a plain tensor on a CPU, and not of what is simulated, traced, compiled or in `torch.func`."""
+    return (
+        type(x) is Tensor
+        and x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()  # nor where operators are counted, which are to be the core's
+    )
+
+
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Plain tensors only: what is simulated, traced, compiled or in `torch.func` sees operators of torch's core."""
+    """Plain tensors only: all others see operators of torch's core."""
     return (
         ONEDNN is not None
-        and not torch.compiler.is_compiling()
+        and is_plain(x)
+        and type(weight) is Tensor
         and x.dtype == weight.dtype == torch.float32
-        and type(x) is type(weight) is Tensor
-        and x.device.type == "cpu"
         and weight.numel() >= SMALLEST
         and x.numel() > 0
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()  # nor is a count of operators, which knows those of the core
     )
 
 

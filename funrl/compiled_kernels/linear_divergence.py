@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.divergence import check_divergence_beta, divergence, log_mixture
-from funrl.compiled_kernels.linear import product, sum_of_products
+from funrl.compiled_kernels.linear import add_products_, product
 from funrl.compiled_kernels.linear_logprob import cap_slope, project
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -118,7 +118,7 @@ class _LinearDivergence(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_CV, unembed_VD.T))
             if d_unembed is not None:
-                d_unembed += sum_of_products(d_CV, hidden_TD[part])
+                add_products_(d_unembed, d_CV, hidden_TD[part])
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 7
 

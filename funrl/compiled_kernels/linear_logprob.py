@@ -6,16 +6,19 @@ tensor parallelism each rank holds some rows of the vocabulary, and the ranks' p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.linear import product, sum_of_products
+from funrl.compiled_kernels.linear import add_products_, is_plain, product
 from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
 EXTRAS = ("entropy", "sum_pi_squared")
+_CACHED = 2**18  # numbers that a CPU's cache holds, some of them twice
+_CHUNKS = 4  # of tokens, at most, whose gradients of logits become one part of the weight's gradient
 WANTS = ("logp", *EXTRAS)
 
 
@@ -192,24 +195,56 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden, d_unembed = [], None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
-        for low in range(0, max(1, ids_TN.shape[0]), chunk):
-            part = slice(low, low + chunk)
+
+        def d_logits_of(part: slice) -> Tensor:
             x_CV = _tempered(hidden_TD[part], unembed_VD, temperature, cap)
-            slope_CV = None if cap is None else cap_slope(x_CV * temperature, cap)
-            d_logits = _d_logits(
-                x_CV.sub_(normalizer_T[part, None]),
-                row_TN[part],
-                mine_TN[part],
-                {n: x[part] for n, (x, _) in given.items()},
-                {n: g[part] for n, (_, g) in given.items()},
-            )
-            d_logits = (d_logits if slope_CV is None else d_logits.mul_(slope_CV)).to(hidden_TD.dtype)
+            for low, rows_RV in _cached(x_CV):
+                some = slice(part.start + low, part.start + low + len(rows_RV))
+                slope_RV = None if cap is None else cap_slope(rows_RV * temperature, cap)
+                _to_d_logits_(
+                    rows_RV.sub_(normalizer_T[some, None]),
+                    row_TN[some],
+                    mine_TN[some],
+                    {n: x[some] for n, (x, _) in given.items()},
+                    {n: g[some] for n, (_, g) in given.items()},
+                )
+                if slope_RV is not None:
+                    rows_RV.mul_(slope_RV)
+            return x_CV.to(hidden_TD.dtype)
+
+        for part in _parts(hidden_TD, chunk, normalizer_T.dtype):
+            d_logits = _of_chunks(d_logits_of, part, chunk)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_logits, unembed_VD.T))
             if d_unembed is not None:
-                d_unembed += sum_of_products(d_logits, hidden_TD[part])
+                add_products_(d_unembed, d_logits, hidden_TD[part])
+            del d_logits  # before the next ones are made
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
+
+
+def _parts(hidden_TD: Tensor, chunk: int, wide: torch.dtype) -> Iterator[slice]:
+    """Tokens whose gradients of logits are whole at a time: some chunks, and no more than the weight's gradient is.
+
+    Each part is added to that gradient, which is read and written for it.
+    """
+    T, D = hidden_TD.shape
+    most = min(_CHUNKS, D * wide.itemsize // (chunk * hidden_TD.element_size()))
+    step = chunk * max(1, most)
+    return (slice(low, min(low + step, T)) for low in range(0, max(1, T), step))
+
+
+def _of_chunks(values: Callable[[slice], Tensor], part: slice, chunk: int) -> Tensor:
+    """Rows of a part, computed a chunk at a time."""
+    first = values(slice(part.start, min(part.start + chunk, part.stop)))
+    if part.stop - part.start <= chunk:
+        return first
+    rows = first.new_empty(part.stop - part.start, *first.shape[1:])
+    rows[:chunk] = first
+    for low in range(part.start + chunk, part.stop, chunk):
+        high = min(low + chunk, part.stop)
+        rows[low - part.start : high - part.start] = values(slice(low, high))
+    return rows
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -230,6 +265,14 @@ def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: fl
     return x_CV if temperature == 1 else x_CV.div_(temperature)
 
 
+def _cached(x_CV: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Rows of logits, and the number of the first: as many as a CPU's cache holds, as several passes go over them. A
+    tracer, and a GPU, has all of them at once."""
+    C, V = x_CV.shape
+    step = max(1, _CACHED // max(1, V)) if is_plain(x_CV) else max(1, C)
+    return zip(range(0, max(1, C), step), x_CV.split(step), strict=True)
+
+
 def _sums(
     hidden_CD: Tensor,
     unembed_VD: Tensor,
@@ -237,40 +280,42 @@ def _sums(
     temperature: float,
     extras: tuple[str, ...],
     cap: float | None,
-):
+) -> list[Tensor]:
     """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; of the extras sum x e^x, sum e^2x."""
     x_CV = _tempered(hidden_CD, unembed_VD, temperature, cap)
-    top_C = x_CV.amax(-1)
-    x_CV.sub_(top_C.unsqueeze(-1))
-    picked_CN = x_CV.gather(1, row_CN)
-    e_CV = x_CV.exp() if "entropy" in extras else x_CV.exp_()
-    found = [top_C, picked_CN, e_CV.sum(-1)]
+    parts = [_row_sums_(x_RV, row_CN[low : low + len(x_RV)], extras) for low, x_RV in _cached(x_CV)]
+    return parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _row_sums_(x_RV: Tensor, row_RN: Tensor, extras: tuple[str, ...]) -> list[Tensor]:
+    """`_sums` of some logits, which are used up."""
+    top_R = x_RV.amax(-1)
+    x_RV.sub_(top_R.unsqueeze(-1))
+    picked_RN = x_RV.gather(1, row_RN)
+    e_RV = x_RV.exp() if "entropy" in extras else x_RV.exp_()
+    found = [top_R, picked_RN, e_RV.sum(-1)]
     if "entropy" in extras:
-        found.append((e_CV * x_CV).sum(-1))
+        found.append(torch.linalg.vecdot(e_RV, x_RV))
     if "sum_pi_squared" in extras:
-        found.append(e_CV.square().sum(-1))
+        found.append(torch.linalg.vecdot(e_RV, e_RV))
     return found
 
 
-def _d_logits(logp_CV: Tensor, row_CN: Tensor, mine_CN: Tensor, result: dict, grad: dict) -> Tensor:
-    """The gradient of this rank's logits; `logp_CV` is used up.
+def _to_d_logits_(logp_CV: Tensor, row_CN: Tensor, mine_CN: Tensor, result: dict, grad: dict) -> None:
+    """Make log-probabilities into the gradient of this rank's logits, in place.
 
     With p = e^logp: d logp[t] / dz_j = [j = t] - p_j; d entropy / dz_j = -p_j (logp_j + entropy);
     d sum p^2 / dz_j = 2 p_j (p_j - sum p^2).
     """
     if len(grad) == 1 and "logp" in grad:
-        d_CV = logp_CV.exp_().mul_(-grad["logp"].sum(-1, keepdim=True))
-        return d_CV.scatter_add_(1, row_CN, torch.where(mine_CN, grad["logp"], 0))
-    p_CV = logp_CV.exp()
-    if "entropy" in grad:
-        factor_CV = logp_CV.add_(result["entropy"]).mul_(-grad["entropy"])
+        logp_CV.exp_().mul_(-grad["logp"].sum(-1, keepdim=True))
     else:
-        factor_CV = logp_CV.zero_()
+        p_CV = logp_CV.exp()
+        factor_CV = logp_CV.add_(result["entropy"]).mul_(-grad["entropy"]) if "entropy" in grad else logp_CV.zero_()
+        if "logp" in grad:
+            factor_CV.sub_(grad["logp"].sum(-1, keepdim=True))
+        if "sum_pi_squared" in grad:
+            factor_CV.add_(2 * grad["sum_pi_squared"] * (p_CV - result["sum_pi_squared"]))
+        factor_CV.mul_(p_CV)
     if "logp" in grad:
-        factor_CV.sub_(grad["logp"].sum(-1, keepdim=True))
-    if "sum_pi_squared" in grad:
-        factor_CV.add_(2 * grad["sum_pi_squared"] * (p_CV - result["sum_pi_squared"]))
-    d_CV = factor_CV.mul_(p_CV)
-    if "logp" in grad:
-        d_CV.scatter_add_(1, row_CN, torch.where(mine_CN, grad["logp"], 0))
-    return d_CV
+        logp_CV.scatter_add_(1, row_CN, torch.where(mine_CN, grad["logp"], 0))

@@ -16,12 +16,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
+from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
+_KNOWN = WeakTensorKeyDictionary()  # offsets -> their version, and themselves on the host
 _MATRIX_TOKENS = 4096  # of short segments that are computed together by a whole matrix of weights
 
 
@@ -34,12 +37,13 @@ def varlen_attention(
     longest: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    blockwise: bool = False,
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own segment.
 
     On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row. On CUDA and ROCm
     16-bit tensors go to the kernel that `flash_kernel` finds; wider ones, and capped ones where it has no cap, are
-    computed segment by segment.
+    computed segment by segment. On XLA it is `blockwise_attention`.
 
     Args:
       q_1THN: queries of a packed row of T tokens.
@@ -50,9 +54,12 @@ def varlen_attention(
       longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: T, which is slower.
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
+      blockwise: compute it as on XLA on every device: for programs that are traced here and run there.
 
     Returns: [1, T, H, N] in the dtype of q; differentiable once.
     """
+    if blockwise or q_1THN.device.type == "xla":
+        return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
     q, k, v = q_1THN[0], k_1TKN[0], v_1TKN[0]
     numbers = window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0
     return _VarlenAttention.apply(q, k, v, offsets, *numbers)[0].unsqueeze(0)
@@ -129,9 +136,18 @@ def flash_kernel() -> Kernel:
     return kernel
 
 
+def _on_host(offsets: Tensor) -> np.ndarray:
+    """Offsets as the host reads them: it waits for the device once, and not in each layer and direction again."""
+    version = 0 if offsets.is_inference() else offsets._version
+    known = _KNOWN.get(offsets)
+    if known is None or known[0] != version:
+        known = _KNOWN[offsets] = version, offsets.cpu().numpy()
+    return known[1]
+
+
 def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     """Neighbouring segments of one length, less empty ones: their first token, their number and their length."""
-    ends = offsets.cpu().numpy()
+    ends = _on_host(offsets)
     lengths = np.diff(ends)
     begins, lengths = ends[:-1][lengths > 0], lengths[lengths > 0]
     first = np.flatnonzero(np.diff(lengths, prepend=0))

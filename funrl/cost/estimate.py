@@ -16,14 +16,18 @@ from funrl.cost.hardware import Hardware
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.rules import COMPUTE, layouts
 from funrl.models import Config, Model
+from funrl.models.fsdp import layers_of_group
+from funrl.models.lora import decoder_of
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.micro import sizes_of, token_ranks
+from funrl.trainer.sharding import stored_rules
 
-# Layers that are traced; deeper models are on the line through the two. With fewer than three no layer stands between
-# one whose weights are on their way and one whose gradients are.
+# Messages of layers that are traced; deeper models are on the line through the two. With fewer than three no layer
+# stands between one whose weights are on their way and one whose gradients are.
 DEPTHS = (3, 4)
 MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
@@ -67,12 +71,14 @@ class Trace(NamedTuple):
       resting: bytes of models and optimizers, by kind.
       row_bytes: of a row of the scored batch.
       token_bytes: that a move sends of a token, before the rows are scored and after it.
+      written: of each field that roles write, what it has of a token, and its dtype.
     """
 
     phases: dict[str, Costs]
     resting: dict[str, float]
     row_bytes: float
     token_bytes: tuple[int, int]
+    written: dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def stage_of(phase: str) -> str:
@@ -142,10 +148,15 @@ class TracedClock(Clock):
         self.phase = tracer.phase  # type: ignore[method-assign]
 
 
-def depths_of(config: Config) -> tuple[int, int]:
-    """The layers that are traced of a model: `DEPTHS` with experts, where it has such, behind those without."""
+def depths_of(config: Config, joined: int = 1) -> tuple[int, int]:
+    """The layers that are traced of a model: `DEPTHS` with experts, where it has such, behind those without.
+
+    Args:
+      joined: layers of a message: as many are left of the last one as in the whole model.
+    """
     before = config.expert_layers[0] if config.expert_layers else 0
-    return DEPTHS[0] + before, DEPTHS[1] + before
+    few = (DEPTHS[0] + -(-before // joined)) * joined + config.layers % joined
+    return few, few + joined
 
 
 def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
@@ -155,15 +166,30 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
       costs: of a job.
     """
     configs = {job.directories.get(name): model.config for name, model in job.models.items()}
-    deep = {path: depths_of(config) for path, config in configs.items() if config.layers > depths_of(config)[1]}
-    fews = {path: few for path, (few, _) in deep.items()}
-    low = costs(_with_layers(job, fews))
+    joined = {path: _together(job, path) for path in configs}
+    few = {path: depths_of(config, joined[path])[0] for path, config in configs.items()}
+    deep = {path: c.layers for path, c in configs.items() if c.layers > few[path] + joined[path]}
+    low = costs(_with_layers(job, {path: few[path] for path in deep}))
     # A model of its own, such as a teacher, has a depth of its own, and a line of its own.
     ways = [
-        (costs(_with_layers(job, fews | {path: more})), (configs[path].layers - few) / (more - few))
-        for path, (few, more) in deep.items()
+        (
+            costs(_with_layers(job, {other: few[other] + joined[other] * (other == path) for other in deep})),
+            (layers - few[path]) / joined[path],
+        )
+        for path, layers in deep.items()
     ]
     return {name: along(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
+
+
+def _together(job: Job, path: str | None) -> int:
+    """Layers of the models of a directory that are gathered in one message; None: of those that begin as the job's."""
+    counts = [1]
+    for name, model in job.models.items():
+        if job.directories.get(name) == path and job.settings.fsdp:
+            tables = stored_rules(job.settings, name), COMPUTE
+            stored, compute = (decoder_of(layouts(model.shapes, model.axes, table, job.sizes)) for table in tables)
+            counts.append(layers_of_group(stored["layers"], compute["layers"], job.dtype.itemsize))
+    return max(counts)
 
 
 def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:

@@ -12,10 +12,14 @@ from torch._dynamo.decorators import mark_unbacked
 
 from funrl.compiled_kernels.attention import flash_attention
 from funrl.models.model import Layer, Model
+from funrl.models.remat import rematerialized
 
 VARIANTS = 64  # compiled versions of the layer that may be kept
 log = logging.getLogger(__name__)
 torch._dynamo.assume_constant_result(flash_attention)  # it cannot follow an import that fails
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
+    lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+)
 
 
 def compile_layer(
@@ -24,6 +28,8 @@ def compile_layer(
     device: str = "cpu",
     note: Callable[[str], None] = log.info,
     fullgraph: bool = True,
+    remat: str = "none",
+    backend: str | Callable = "inductor",
 ) -> Layer:
     """The layer of a model, compiled, to pass as `layer`.
 
@@ -37,12 +43,16 @@ def compile_layer(
       device: type of the device, such as "cuda".
       note: told what was compiled and how long it took.
       fullgraph: a part that cannot be compiled is an error.
+      remat: what the backward pass computes again, as `rematerialized` has it; of a compiled layer it is part of what
+        is compiled.
+      backend: torch.compile's.
     """
+    plain = rematerialized(model.layer, remat)
     if mode == "off" or model.config.module or (mode == "auto" and device != "cuda"):
-        return model.layer
+        return plain
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    compiled = torch.compile(model.layer, fullgraph=fullgraph)
+    compiled = torch.compile(plain, fullgraph=fullgraph, backend=backend)
 
     def layer(config, mesh, params, x_BTD, context):
         before, start = _graphs(), time.perf_counter()
@@ -59,9 +69,10 @@ def compile_layer(
 
 
 def _mark_dynamic(x_BTD, context) -> None:
-    """Let rows and tokens vary, a size of 1 being a case of its own; and pages, as one operator takes them."""
+    """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, which one operator takes."""
     rotations = [(x, x.dim() - 2) for x in context.rope or ()]
-    for x, dims in [(x_BTD, 2), *rotations, (context.attention_mask_BTS, 3)]:
+    others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.real_BT, 2), (context.routes_BTK, 2)
+    for x, dims in [(x_BTD, 2), *rotations, *others]:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])
     if context.paging is not None:

@@ -1,4 +1,8 @@
-"""Activation checkpointing by layer: activations are freed and computed again in the backward pass."""
+"""Activation checkpointing by layer: activations are freed and computed again in the backward pass.
+
+Inside of a compiled layer what is saved is marked in the graph, and the partitioner of its forward and backward pass
+keeps to the marks: the same list for both, and what is computed again becomes part of the backward pass's own loops.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,8 @@ def rematerialized(layer: Layer, mode: str) -> Layer:
     def again(config, mesh, params, x_BTD, context):
         if context.kv_cache is not None or not torch.is_grad_enabled():
             return layer(config, mesh, params, x_BTD, context)
+        if torch.compiler.is_compiling():  # weights are inputs of the graph, whose saved form is autograd's own
+            return save(lambda x: layer(config, mesh, params, x, context), x_BTD, use_reentrant=False)
         structure = trees.map(lambda _: 0, params)
 
         def run(x_BTD, *weights):

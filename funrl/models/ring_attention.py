@@ -34,8 +34,8 @@ def ring_attention(
 ) -> Tensor:
     """`varlen_attention` of the whole row, by sending keys and values from rank to rank.
 
-    A rank holds the keys and values of two parts at a time, and never the whole row's. It waits for the host at every
-    call, to learn where sequences begin, and cannot be compiled.
+    A rank holds the keys and values of two parts at a time, and never the whole row's. On a GPU the host waits at every
+    call, to learn where sequences begin.
 
     Args:
       q_1tHN, k_1tKN, v_1tKN: of this rank's t = T / sp tokens, rotated.

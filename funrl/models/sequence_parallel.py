@@ -21,6 +21,7 @@ from torch import Tensor
 from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.mesh.collectives import all_to_all
 from funrl.mesh.mesh import Mesh
+from funrl.models.config import ModelError
 from funrl.models.model import Layer
 from funrl.models.ring_attention import ring_attention
 
@@ -42,12 +43,18 @@ def split_attention(
 
     Args:
       form: one of `FORMS`; auto is ulysses where the heads divide.
-      how: `scale` and `cap`.
+      how: `scale`, `cap` and `blockwise`.
+
+    Raises:
+      ModelError: attention by blocks is asked for where keys go round a ring.
     """
     if mesh.size(AXIS) == 1:
         return varlen_attention(q_1tHN, k_1tKN, v_1tKN, offsets, window, **how)
-    attend = ring_attention if is_ring(form, q_1tHN.shape[2], mesh.sizes) else ulysses_attention
-    return attend(q_1tHN, k_1tKN, v_1tKN, offsets, mesh, window, **how)
+    if is_ring(form, q_1tHN.shape[2], mesh.sizes):
+        if how.pop("blockwise", False):
+            raise ModelError("the steps of ring attention depend on where sequences begin: it has no static shapes")
+        return ring_attention(q_1tHN, k_1tKN, v_1tKN, offsets, mesh, window, **how)
+    return ulysses_attention(q_1tHN, k_1tKN, v_1tKN, offsets, mesh, window, **how)
 
 
 def is_ring(form: str, heads: int, sizes: Mapping[str, int]) -> bool:
@@ -71,6 +78,15 @@ def with_form(layer: Layer, form: str) -> Layer:
     return formed
 
 
+def with_blocks(layer: Layer) -> Layer:
+    """A layer whose attention over packed rows is computed by blocks of static shapes: to trace for XLA."""
+
+    def blockwise(config, mesh, params, x_BTD, context):
+        return layer(config, mesh, params, x_BTD, context._replace(blockwise=True))
+
+    return blockwise
+
+
 def ulysses_attention(
     q_1tHN: Tensor, k_1tKN: Tensor, v_1tKN: Tensor, offsets: Tensor, mesh: Mesh, window: int | None, **how: Any
 ) -> Tensor:
@@ -82,7 +98,7 @@ def ulysses_attention(
     Args:
       q_1tHN, k_1tKN, v_1tKN: of this rank's t = T / sp tokens, rotated; sp divides H.
       offsets: [S + 1], of the whole row.
-      how: `scale` and `cap`, as in `varlen_attention`.
+      how: `scale`, `cap` and `blockwise`, as in `varlen_attention`.
 
     Returns: [1, t, H, N], of this rank's tokens.
 

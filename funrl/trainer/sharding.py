@@ -14,9 +14,8 @@ from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
 from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.config import architecture
-from funrl.models.sequence_parallel import is_ring
 from funrl.trainer.declaration import SettingsError, parts
-from funrl.trainer.settings import ROLES, Settings
+from funrl.trainer.settings import ROLES, TOKEN_MULTIPLE, Settings
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:
@@ -108,9 +107,15 @@ def check_layouts(
         layouts(models["policy"].shapes, models["policy"].axes, GENERATE, generate_sizes)
 
 
-def goes_round(settings: Settings, model: Model, sizes: Mapping[str, int]) -> bool:
-    """True if the attention of a model is ring attention."""
-    return is_ring(settings.sequence_parallel, model.config.heads // sizes["tensor"], sizes)
+def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: bool) -> bool:
+    """True if tensor ranks share the residual stream of packed rows.
+
+    By default on accelerators. There it takes no longer: what is sent is what the sums that it replaces send, and norms
+    are computed once. Gloo, on a CPU, scatters a sum by making it whole on every rank, and then each gather is more.
+    """
+    form, tensor = settings.split_residual, sizes["tensor"]
+    wanted = form == "on" or (form == "auto" and accelerator)
+    return wanted and tensor > 1 and TOKEN_MULTIPLE % tensor == 0
 
 
 def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int]) -> None:
@@ -129,12 +134,6 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
             raise SettingsError(
                 f"--sequence_parallel={form}: the {role} has {heads} query heads on a device, which do not divide over "
                 f"sp{ranks}; give --sequence_parallel=ring, or an sp that divides {heads}"
-            )
-        if settings.compile == "on" and goes_round(settings, model, sizes):
-            raise SettingsError(
-                f"--compile=on: sp{ranks} shares {heads} query heads of the {role}, so keys go round a ring, which is "
-                "not compiled; leave --compile out, or choose an sp that divides them without "
-                "--sequence_parallel=ring"
             )
 
 

@@ -1,14 +1,19 @@
 """One compiled layer serves training, scoring and decoding of every size without being compiled again."""
 
+import collections
+import dataclasses
 import logging
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from paged_rows import Rows
+from torch._dynamo.backends.common import aot_autograd
 
 from funrl import trees
 from funrl.batch import Batch
 from funrl.models import Config, compile_layer, decoder_model, place
+from funrl.models.config import Experts
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)
@@ -65,3 +70,62 @@ def test_nothing_is_compiled_again_after_warm_up(caplog):
         for a, b in zip(got, expected, strict=True):
             assert (a - b).abs().max() < 2e-5 * (1 + b.abs().max())
     assert counts["unique_graphs"] == warm
+
+
+QWEN = dataclasses.replace(CONFIG, family="qwen3", qk_norm=True, head=4)
+MIXTURE = dataclasses.replace(QWEN, family="qwen3_moe", experts=Experts(4, 2, 8, True))
+
+
+def counted(graphs):
+    """A backend that computes as eager mode does, and counts the operators of every graph's forward and backward."""
+
+    def compiler(graph, _):
+        graphs.append(collections.Counter(str(node.target).removesuffix(".default") for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+
+def packed_row(lengths, padding):
+    """A packed row of sequences with padding behind them."""
+    T, ends = sum(lengths) + padding, torch.tensor([0, *lengths]).cumsum(0).int()
+    segments = torch.bucketize(torch.arange(T), ends[1:].long(), right=True) + 1
+    segments = torch.where(torch.arange(T) < ends[-1], segments, 0)[None]
+    positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])[None]
+    tokens = torch.randint(0, CONFIG.vocab, (1, T), generator=torch.Generator().manual_seed(T))
+    return Batch(tokens=tokens, mask=segments > 0, segments=segments, positions=positions, offsets=ends)
+
+
+def gradients(model, params, row, layer):
+    placed = place(model, dtype=torch.float64, layer=layer)
+
+    def loss(p):
+        scores = placed.token_scores(p, row)
+        balance = 0 if scores.load is None else scores.load.probs_E.square().sum()
+        return scores.logp.square().sum() + balance, ()
+
+    (value, _), grads = trees.value_and_grad(loss)(params)
+    return [value, *trees.leaves(grads)]
+
+
+@pytest.mark.parametrize(
+    ("config", "remat"), [(QWEN, "none"), (QWEN, "full"), (QWEN, "selective"), (MIXTURE, "selective")]
+)
+def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(config, remat):
+    """Gradients are eager mode's in float64; for rows of other lengths, and at every depth, nothing is compiled."""
+    torch._dynamo.reset()
+    model, graphs = decoder_model(config), []
+    params = model.init(torch.Generator().manual_seed(0), torch.float64)
+    layer = compile_layer(model, "on", remat=remat, backend=counted(graphs))
+    for lengths, padding in (((5, 9, 2), 4), ((3, 7, 16), 4), ((20, 1, 2), 1)):
+        row = packed_row(lengths, padding)
+        for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
+            assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
+    forward, backward = graphs  # one of each
+    experts = config.experts is not None
+    assert forward["aten.mm"] == 4 + (1 if experts else 3) and forward["funrl.varlen_attention"] == 1
+    assert forward["funrl.grouped_linear"] == (3 if experts else 0)
+    # What is sent back through 7 products are 14; the last of them need not be computed again.
+    assert backward["aten.mm"] == 2 * forward["aten.mm"] + (6 if remat == "full" else 0)
+    assert backward["funrl.varlen_attention"] == (1 if remat == "full" else 0)
+    assert backward["aten.rsqrt"] == (4 if remat == "full" else backward["aten.rsqrt"])

@@ -1,33 +1,64 @@
-"""The compiled layer under tensor parallelism on real ranks. Run as a program by its own test, in a fresh process:
-ranks are forked, and a process that has compiled before has threads that do not survive a fork."""
+"""The compiled layer on real ranks, over each axis. Run as a program by its own test, in a fresh process: ranks are
+forked, and a process that has compiled before has threads that do not survive a fork."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from test_models_compile import packed_row
 
 from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh import launch, rules
 from funrl.mesh import mesh as meshes
+from funrl.mesh.rules import COMPUTE, STORED, fully_sharded
 from funrl.models import Config, compile_layer, decoder_model, place
+from funrl.models.config import Experts
 
-CONFIG = Config(vocab=32, embed=16, layers=2, heads=4, kv_heads=1, head=6, mlp=24, family="qwen3", qk_norm=True)
+CONFIG = Config(vocab=31, embed=16, layers=2, heads=4, kv_heads=1, head=6, mlp=24, family="qwen3", qk_norm=True)
+WHOLE = dataclasses.replace(CONFIG, vocab=32)
+TWO = dataclasses.replace(WHOLE, family="qwen3_moe", experts=Experts(4, 2, 8, True))
+ONE = dataclasses.replace(TWO, experts=Experts(4, 1, 8, True))
+# mesh, model, what is computed again, over which axis weights are fully sharded, backend
+CASES = {
+    "tensor": ("tp2", WHOLE, "none", None, "inductor"),
+    "tensor, selective": ("tp2", WHOLE, "selective", None, "aot_eager"),
+    "fully sharded, selective": ("dp2", WHOLE, "selective", "data", "aot_eager"),
+    "fully sharded, full": ("dp2", WHOLE, "full", "data", "aot_eager"),
+    "experts, gathered": ("ep2", TWO, "selective", None, "aot_eager"),
+    "experts, ragged": ("ep2", ONE, "selective", None, "aot_eager"),
+    "experts, fully sharded": ("dp2,tp2", TWO, "selective", "data", "aot_eager"),
+    "sequence": ("sp2", WHOLE, "selective", None, "aot_eager"),
+    "sequence, ring": ("sp2", dataclasses.replace(WHOLE, heads=3), "selective", None, "aot_eager"),
+}
 
 
-def _program(mesh):
+def rows_of(case):
+    """Batches of three sizes."""
+    if case != "tensor":
+        return [packed_row(*row) for row in (((5, 9, 2), 4), ((3, 7, 16), 4), ((20, 1, 2), 1))]
+    draw = torch.Generator().manual_seed(1)
+    return [Batch(tokens=torch.randint(0, 31, size, generator=draw), mask=None) for size in ((4, 12), (5, 17), (3, 9))]
+
+
+def _program(case, mesh):
     """How far compiled and plain gradients are apart, and how many graphs were compiled, over three sizes."""
-    model = decoder_model(CONFIG)
-    both = [place(model, mesh, layer=compile_layer(model, mode)) for mode in ("on", "off")]
-    params = rules.shard(model.init(torch.Generator().manual_seed(0)), both[0].stored, mesh)
+    _, config, remat, over, backend = CASES[case]
+    model, stored = decoder_model(config), STORED if over is None else fully_sharded(STORED, over)
+    dtype = torch.float32 if backend == "inductor" else torch.float64
+    both = [
+        place(model, mesh, stored, COMPUTE, dtype, compile_layer(model, mode, remat=remat, backend=backend))
+        for mode in ("on", "off")
+    ]
+    params = rules.shard(model.init(torch.Generator().manual_seed(0), dtype), both[0].stored, mesh)
     gaps = []
-    for rows, length in ((4, 12), (5, 17), (3, 9)):
-        tokens = torch.randint(0, CONFIG.vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+    for row in rows_of(case):
 
-        def loss(p, placed, tokens=tokens):
-            return placed.token_scores(p, Batch(tokens=tokens, mask=None)).logp.square().mean(), ()
+        def loss(p, placed, row=row):
+            return placed.token_scores(p, row).logp.square().mean(), ()
 
         pairs = zip(*(trees.leaves(trees.value_and_grad(loss)(params, x)[1]) for x in both), strict=True)
         gaps += [((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in pairs]
@@ -36,14 +67,16 @@ def _program(mesh):
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_compiled_layer_on_two_ranks():
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_layer_on_ranks(case):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300, env=env, check=False)
+    command = [sys.executable, __file__, case]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
     assert ran.returncode == 0, ran.stderr
     gap, graphs = ran.stdout.split()[-2:]
-    assert float(gap) < 1e-5
+    assert float(gap) < (1e-5 if CASES[case][-1] == "inductor" else 1e-9)
     assert int(graphs) == 1
 
 
 if __name__ == "__main__":
-    print(*launch.launch(_program, meshes.parse("tp2")))
+    print(*launch.launch(lambda mesh: _program(sys.argv[1], mesh), meshes.parse(CASES[sys.argv[1]][0])))

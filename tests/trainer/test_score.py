@@ -20,7 +20,7 @@ def passes(monkeypatch):
     """Tokens of every forward pass of packed rows, by whether it has a gradient."""
     found = {True: set(), False: set()}
 
-    def watched(model, *_):
+    def watched(model, *_, **__):
         def layer(config, mesh, params, x_BTD, context):
             if context.kv_cache is None:
                 found[torch.is_grad_enabled()].add(x_BTD.shape[1])

@@ -1,0 +1,132 @@
+"""One layer eager and compiled, and log-probabilities from hidden states: CPU-seconds, and what passes over memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/kernels.py [--tokens=1024] [--embed=256] [--vocab=8192] [--turns=5]
+
+A layer of a Llama with norms of queries and keys goes forward and backward over a packed row: eager, compiled, and
+compiled with `--remat=selective`. "Passes" are operators that read or write activations, matrix products, attention and
+views apart, of eager mode; compiled, the loops that inductor makes of them. Log-probabilities go forward and backward
+with and without the entropy, beside whole logits. What is compared takes turns in one process; medians are shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from absl import app, flags
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.compiled_kernels.linear_logprob import linear_logprob
+from funrl.compiled_kernels.rotary import frequencies, rotary
+from funrl.mesh.mesh import SINGLE
+from funrl.models import Config, compile_layer, decoder_model
+from funrl.models.decoder import Context
+from funrl.models.model import Layer
+
+TOKENS = flags.DEFINE_integer("tokens", 1024, "tokens of the row", lower_bound=4)
+EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64", lower_bound=64)
+VOCAB = flags.DEFINE_integer("vocab", 8192, "vocabulary", lower_bound=2)
+TURNS = flags.DEFINE_integer("turns", 5, "timed turns of each, after one that is not timed", lower_bound=1)
+
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "mkldnn::_linear_pointwise", "funrl::")
+VIEWS = (
+    "aten::view", "aten::_unsafe_view", "aten::t", "aten::transpose", "aten::expand", "aten::slice", "aten::select",
+    "aten::unsqueeze", "aten::detach", "aten::alias", "aten::empty", "aten::new_empty", "aten::as_strided",
+    "aten::_reshape_alias", "aten::permute", "aten::split", "aten::squeeze",
+)  # fmt: skip
+
+
+class Passes(TorchDispatchMode):
+    """Counts operators that are neither products nor views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split(".")[0]
+        self.count += not name.startswith(PRODUCTS) and name not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def layer_runs() -> dict[str, Callable[[], object]]:
+    """Forward and backward of a layer, by how it is computed."""
+    heads, half = max(1, EMBED.value // 64), TOKENS.value // 2
+    sizes = {"embed": EMBED.value, "heads": heads, "kv_heads": max(1, heads // 2), "mlp": 3 * EMBED.value}
+    model = decoder_model(Config(vocab=2, layers=1, head=64, family="qwen3", qk_norm=True, **sizes))
+    params = model.init(torch.Generator().manual_seed(0))["layers"][0]
+    leaves = [x.requires_grad_() for x in trees.leaves(params)]
+    x_BTD = torch.randn(1, 2 * half, EMBED.value, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    turns = rotary(torch.arange(2 * half)[None] % half, frequencies(64, 1e4), torch.float32)
+    context = Context(turns, None, True, offsets=torch.tensor([0, half, 2 * half], dtype=torch.int32))
+
+    def run(layer: Layer) -> Callable[[], object]:
+        def both():
+            return torch.autograd.grad(layer(model.config, SINGLE, params, x_BTD, context).sum(), [x_BTD, *leaves])
+
+        return both
+
+    remats = {"compiled": "none", "compiled, selective": "selective"}
+    compiled = {name: run(compile_layer(model, "on", remat=how)) for name, how in remats.items()}
+    return {"eager": run(model.layer), **compiled}
+
+
+def logprob_runs() -> dict[str, Callable[[], object]]:
+    """Forward and backward from hidden states to log-probabilities."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS.value, EMBED.value, generator=draw).requires_grad_()
+    unembed = torch.randn(VOCAB.value, EMBED.value, generator=draw).div_(EMBED.value**0.5).requires_grad_()
+    ids = torch.randint(0, VOCAB.value, (TOKENS.value,), generator=draw)
+
+    def run(*want: str) -> Callable[[], object]:
+        def both():
+            logp = linear_logprob(hidden, unembed, ids, want=want).logp
+            assert logp is not None
+            return torch.autograd.grad(logp.sum(), (hidden, unembed))
+
+        return both
+
+    def whole():
+        logp = (hidden @ unembed.T).log_softmax(-1).gather(1, ids[:, None])
+        return torch.autograd.grad(logp.sum(), (hidden, unembed))
+
+    return {"log-probability": run("logp"), "and entropy": run("logp", "entropy"), "whole logits": whole}
+
+
+def passes_of(name: str, run: Callable[[], object]) -> int:
+    """Passes over activations of the first call, which compiles what is compiled."""
+    metrics.reset()
+    if name.startswith("compiled"):
+        run()
+        return metrics.generated_kernel_count
+    with Passes() as seen:
+        run()
+    return seen.count
+
+
+def show(title: str, runs: dict[str, Callable[[], object]], more: dict[str, int]) -> None:
+    """Print CPU-seconds of each, its ratio to the first, and a number more."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(TURNS.value + 1):
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            if turn:
+                times[name].append(time.process_time() - start)
+    medians = {name: statistics.median(x) for name, x in times.items()}
+    first = next(iter(medians.values()))
+    print(f"{title:28s} CPU-ms   ratio   passes")
+    for name, seconds in medians.items():
+        print(f"{name:28s} {1e3 * seconds:6.1f}   {seconds / first:5.2f}   {more.get(name, ''):6}", flush=True)
+
+
+def main(_: list[str]) -> None:
+    runs = layer_runs()
+    show("a layer", runs, {name: passes_of(name, run) for name, run in runs.items()})
+    show("log-probabilities", logprob_runs(), {})
+
+
+if __name__ == "__main__":
+    app.run(main)

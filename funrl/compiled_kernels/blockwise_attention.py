@@ -1,0 +1,220 @@
+"""Causal attention over sequences that stand end to end in one row, by operators of torch's core and static shapes.
+
+The form for XLA, which has no kernel to call and takes no shape that depends on numbers. The row is cut into blocks.
+One step computes a diagonal of the matrix of blocks: the queries of every block with the keys of the block so many
+before it, all in one batched product; the results are merged step by step as those of a softmax over more and more
+keys. The steps are the same for all numbers: where sequences begin and end is a mask. What a step makes is T times a
+block, so memory is linear in the row, and with a window the number of steps does not depend on the row at all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK_TOKENS = 512  # tokens
+
+
+def blockwise_attention(
+    q_1THN: Tensor,
+    k_1TKN: Tensor,
+    v_1TKN: Tensor,
+    offsets: Tensor,
+    window: int | None = None,
+    longest: int | None = None,
+    scale: float | None = None,
+    cap: float | None = None,
+    block: int = BLOCK_TOKENS,
+) -> Tensor:
+    """`varlen_attention` in the form for XLA.
+
+    Args:
+      q_1THN, k_1TKN, v_1TKN, offsets, window, scale, cap: as there.
+      longest: a bound on the tokens of a segment: blocks farther apart are not compared. None: T.
+      block: tokens of a block.
+
+    Returns: [1, T, H, N]; differentiable once.
+
+    References: Dao et al., 2022, https://arxiv.org/abs/2205.14135; Rabe and Staats, 2021,
+      https://arxiv.org/abs/2112.05682
+    """
+    T, _, N = q_1THN.shape[1:]
+    how = _How(min(block, T), window or T, min(longest or T, window or T, T), scale or N**-0.5, cap or 0.0)
+    return _Blockwise.apply(q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, how)[0].unsqueeze(0)
+
+
+class _How(NamedTuple):
+    """Numbers of a call.
+
+    Attributes:
+      block: tokens of a block.
+      window: tokens that a token sees at most.
+      reach: how many tokens back a token sees at most, itself included.
+      scale, cap: of the logits; a cap of 0 is none.
+    """
+
+    block: int
+    window: int
+    reach: int
+    scale: float
+    cap: float
+
+    def diagonals(self, blocks: int) -> range:
+        """Distances of blocks of which a query sees a key of the other, the largest first."""
+        return range(min(blocks - 1, (self.reach + self.block - 2) // self.block), -1, -1)
+
+
+class _Found(NamedTuple):
+    """Softmax over some of the keys: the largest logit, the sum of the weights relative to it, and their sum of values.
+
+    Rows are [blocks, K, block H / K], the queries of the heads that share a key-value head together.
+    """
+
+    top: Tensor
+    total: Tensor
+    out: Tensor  # with a dim N more
+
+
+class _Blockwise(torch.autograd.Function):
+    """(result [T, H, N], log-sum-exp by block)."""
+
+    @staticmethod
+    def forward(q, k, v, offsets, how):
+        (q_b, k_b, v_b), low = _blocks((q, k, v), k.shape[1], how), _first_seen(offsets, q, k.shape[1], how)
+        found: _Found | None = None
+        for distance in how.diagonals(len(q_b)):
+            queries, keys = slice(distance, None), slice(0, len(q_b) - distance)
+            logits, seen = _logits(q_b[queries], k_b[keys], low[queries], distance, how)
+            part = _softmax_part(torch.where(seen, logits, -math.inf), v_b[keys])
+            found = part if found is None else _merged(_led(found, len(part.top)), part)
+        assert found is not None  # a block sees itself
+        out = torch.where(_real(offsets, q), _tokens(found.out / found.total.unsqueeze(-1), q), 0)
+        return out, found.top + found.total.log()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, offsets, ctx.how = inputs
+        ctx.save_for_backward(q, k, v, offsets, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        q, k, v, offsets, out, lse = ctx.saved_tensors
+        with torch.no_grad():
+            d_out = torch.where(_real(offsets, q), d_out, 0)
+            mean = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+            q_b, k_b, v_b, d_b, mean_b = _blocks((q, k, v, d_out, mean), k.shape[1], ctx.how)
+            low = _first_seen(offsets, q, k.shape[1], ctx.how)
+            sums = _gradients(q_b, k_b, v_b, d_b, mean_b, lse, low, ctx.how)
+            return *(_tokens(x, like) for x, like in zip(sums, (q, k, v), strict=True)), None, None
+
+
+def _gradients(q_b, k_b, v_b, d_b, mean, lse, low, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by queries, keys and values, in blocks; exact with `lse`, which is over all keys.
+
+    Args:
+      d_b: the gradient of the result.
+      mean: its sum over a token's dims, times the result.
+    """
+    d_q, d_k, d_v = (x[:0] for x in (q_b, k_b, v_b))
+    for distance in how.diagonals(len(q_b)):
+        queries, keys = slice(distance, None), slice(0, len(q_b) - distance)
+        logits, seen = _logits(q_b[queries], k_b[keys], low[queries], distance, how)
+        weights = torch.where(seen, (logits - lse[queries].unsqueeze(-1)).exp(), 0)
+        d_logits = weights * (torch.matmul(d_b[queries], v_b[keys].mT) - mean[queries]) * how.scale
+        if how.cap:
+            d_logits = d_logits * (1 - (logits / how.cap).square())
+        # Of farther blocks there are fewer: queries of the last, keys of the first.
+        count = len(logits)
+        d_q = _pad(d_q, count, True) + torch.matmul(d_logits, k_b[keys])
+        d_k = _pad(d_k, count, False) + torch.matmul(d_logits.mT, q_b[queries])
+        d_v = _pad(d_v, count, False) + torch.matmul(weights.mT, d_b[queries])
+    return d_q, d_k, d_v
+
+
+def _softmax_part(logits: Tensor, v_b: Tensor) -> _Found:
+    """Softmax over the keys of one diagonal; logits are -inf where a key is not seen, which may be everywhere."""
+    top = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+    weights = (logits - top.unsqueeze(-1)).exp()
+    return _Found(top, weights.sum(-1), torch.matmul(weights.to(v_b.dtype), v_b).to(logits.dtype))
+
+
+def _merged(one: _Found, other: _Found) -> _Found:
+    """Softmax over the keys of both."""
+    top = torch.maximum(one.top, other.top)
+    first, second = (one.top - top).exp(), (other.top - top).exp()
+    out = one.out * first.unsqueeze(-1) + other.out * second.unsqueeze(-1)
+    return _Found(top, one.total * first + other.total * second, out)
+
+
+def _led(found: _Found, blocks: int) -> _Found:
+    """The same with the blocks before, which have seen nothing yet."""
+    nothing = torch.finfo(found.top.dtype).min
+    return _Found(_pad(found.top, blocks, True, nothing), *(_pad(x, blocks, True) for x in found[1:]))
+
+
+def _pad(x: Tensor, blocks: int, front: bool, value: float = 0.0) -> Tensor:
+    """As many blocks, the new ones in front or behind."""
+    more = blocks - x.shape[0]
+    return F.pad(x, (*(0, 0) * (x.ndim - 1), *((more, 0) if front else (0, more))), value=value)
+
+
+def _logits(q_b: Tensor, k_b: Tensor, low: Tensor, distance: int, how: _How) -> tuple[Tensor, Tensor]:
+    """Logits [blocks, K, block H / K, block], and which of the keys are seen.
+
+    Args:
+      low: of `_first_seen`.
+      distance: how many blocks the keys stand before the queries.
+    """
+    logits = torch.matmul(q_b, k_b.mT) * how.scale
+    if how.cap:
+        logits = torch.tanh(logits / how.cap) * how.cap
+    at = torch.arange(how.block, device=q_b.device)
+    seen = at - distance * how.block >= low
+    return logits, seen if distance else seen & (at <= _of_heads(at, q_b.shape[2] // how.block))
+
+
+def _first_seen(offsets: Tensor, q: Tensor, kv_heads: int, how: _How) -> Tensor:
+    """The first token that each query sees, counted from the first of its block: [blocks, 1, block H / K, 1].
+
+    Padding sees itself.
+    """
+    T, heads = q.shape[:2]
+    at = torch.arange(T + -T % how.block, device=q.device)
+    ends = offsets[1:].long()
+    ended = torch.zeros(len(at) + 1, dtype=torch.int64, device=q.device).scatter_add(0, ends, torch.ones_like(ends))
+    begins = torch.where(at < offsets[-1], offsets.long()[ended.cumsum(0)[:-1]], at)
+    low, at = (x.view(-1, how.block) for x in (torch.maximum(begins, at - how.window + 1), at))
+    return _of_heads(low - at[:, :1], heads // kv_heads).unsqueeze(1)
+
+
+def _real(offsets: Tensor, q: Tensor) -> Tensor:
+    """[T, 1, 1]: false at padding."""
+    return (torch.arange(q.shape[0], device=q.device) < offsets[-1])[:, None, None]
+
+
+def _blocks(tensors: tuple[Tensor, ...], kv_heads: int, how: _How) -> list[Tensor]:
+    """[blocks, K, block H / K, N] each, in float32 or wider: heads that share keys are as good as tokens."""
+
+    def blocks(x_THN: Tensor) -> Tensor:
+        wide = x_THN.to(torch.promote_types(x_THN.dtype, torch.float32))
+        padded = F.pad(wide, (0, 0, 0, 0, 0, -x_THN.shape[0] % how.block))
+        return padded.unflatten(0, (-1, how.block)).unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+    return [blocks(x) for x in tensors]
+
+
+def _tokens(x_b: Tensor, like_THN: Tensor) -> Tensor:
+    """The inverse of `_blocks`, in the shape and dtype of `like`."""
+    T, H, N = like_THN.shape
+    x = x_b.unflatten(2, (-1, H // x_b.shape[1])).transpose(1, 2).reshape(-1, H, N)[:T]
+    return x.to(like_THN.dtype)
+
+
+def _of_heads(at: Tensor, heads: int) -> Tensor:
+    """Numbers of the tokens of blocks, [..., block], for heads that share a key-value head: [..., block heads, 1]."""
+    return at.unsqueeze(-1).expand(*at.shape, heads).reshape(*at.shape[:-1], -1, 1)
