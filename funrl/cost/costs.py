@@ -421,7 +421,7 @@ class Tracer(TorchDispatchMode):
             work = works[key] = _work(func, operator, args, kwargs, out, outs)
         if work is not None:
             self.now.flops += work.flops
-            self.now.seconds += op_seconds(self.hardware, *work)
+            self.now.seconds += op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
 
 
 def _work(func: Any, operator: _Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> Work | None:
