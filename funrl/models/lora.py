@@ -247,8 +247,7 @@ def _factor_shapes(rank: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _factor_axes(name: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     out = _out_dims(name, len(axes))
-    # What is whole on tensor ranks has whole gradients, or those of a rank's tokens, as its weight has.
-    return ("latent" if name in WHOLE else "rank", *axes[out:]), (*axes[:out], "rank")
+    return ("rank", *axes[out:]), (*axes[:out], "rank")
 
 
 def _out_dims(name: str, dims: int) -> int:
