@@ -94,7 +94,7 @@ def dispatch_ragged(
 
 def _logits(experts: Experts, router_ED: Tensor, h_BTD: Tensor) -> Tensor:
     """[B, T, E] of a router."""
-    if experts.scoring == "sigmoid":  # as DeepSeek computes it: experts with nearly equal scores are told apart
+    if experts.wide:
         wide = torch.promote_types(h_BTD.dtype, torch.float32)
         return linear(h_BTD.to(wide), router_ED.to(wide))
     return linear(h_BTD, router_ED)
