@@ -74,7 +74,7 @@ def paging_of(
     groups_G5 = np.stack([begins_S[starts_G], starts_G, many_G, new_S[starts_G], pages_G], 1)
     offsets_S1, ends_S = (torch.from_numpy(x.astype(np.int32)) for x in (np.append(begins_S, new_S.sum()), last_S))
     on = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
-    return Paging(*map(on, (places_N, positions_N, table, offsets_S1, ends_S)), torch.from_numpy(groups_G5))
+    return Paging(on(places_N), on(positions_N), on(table), on(offsets_S1), on(ends_S), torch.from_numpy(groups_G5))
 
 
 def decode_paging(positions_B: Tensor, table_BP: Tensor, places_B: Tensor, running_B: Tensor) -> Paging:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
@@ -23,6 +24,7 @@ from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
+_KNOWN = WeakTensorKeyDictionary()  # offsets -> their version, and themselves on the host
 _MATRIX_TOKENS = 4096  # of short segments that are computed together by a whole matrix of weights
 
 
@@ -134,9 +136,18 @@ def flash_kernel() -> Kernel:
     return kernel
 
 
+def _on_host(offsets: Tensor) -> np.ndarray:
+    """Offsets as the host reads them: it waits for the device once, and not in each layer and direction again."""
+    version = 0 if offsets.is_inference() else offsets._version
+    known = _KNOWN.get(offsets)
+    if known is None or known[0] != version:
+        known = _KNOWN[offsets] = version, offsets.cpu().numpy()
+    return known[1]
+
+
 def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     """Neighbouring segments of one length, less empty ones: their first token, their number and their length."""
-    ends = offsets.cpu().numpy()
+    ends = _on_host(offsets)
     lengths = np.diff(ends)
     begins, lengths = ends[:-1][lengths > 0], lengths[lengths > 0]
     first = np.flatnonzero(np.diff(lengths, prepend=0))

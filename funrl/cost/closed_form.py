@@ -12,6 +12,7 @@ from typing import NamedTuple
 from funrl import trees
 from funrl.cost.hardware import USABLE, Hardware, collective_seconds
 from funrl.cost.row_plan import rows_of_step
+from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.text import ROW_AXES, SHORT, devices
 from funrl.models.config import Config
@@ -19,11 +20,12 @@ from funrl.rollout.native import FREE_SHARE
 from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
 from funrl.trainer.settings import scoring_budget
-from funrl.trainer.sharding import sharded_roles
+from funrl.trainer.sharding import sharded_roles, splits_residual
 
 # Numbers of a token that a layer's backward pass needs, in sizes of the residual stream, of the mlp and of the heads;
-# by the dry runs of a Llama 8B and a 70B on tp8.
+# by the dry runs of a Llama 8B and a 70B on tp8. Where tensor ranks share the stream, what enters the halves is whole.
 SAVED_SIZES = (8, 4, 4)
+ENTERING = 2
 STATE_BYTES = 12  # of a weight that learns: two moments and a gradient in float32
 KERNELS = 12  # of a layer in one step of decoding
 
@@ -47,6 +49,7 @@ class _Split(NamedTuple):
       tensor, rows, sequence: ranks that split a layer, the rows, and the tokens of a row.
       shards: ranks that weights are sharded over; 1: none.
       generating: (tensor, rows) while generating.
+      stream: tensor ranks that share the tokens of the residual stream.
       item: bytes of a number that a forward pass computes in.
       width: tokens of a row.
       count: rows of a step.
@@ -57,6 +60,7 @@ class _Split(NamedTuple):
     sequence: int
     shards: int
     generating: tuple[int, int]
+    stream: int
     item: int
     width: int
     count: int
@@ -81,6 +85,7 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
         sequence=job.sizes["sequence"],
         shards=devices(job.sizes, over) if settings.fsdp else 1,
         generating=(job.generate_sizes["tensor"], devices(job.generate_sizes, ROW_AXES)),
+        stream=job.sizes["tensor"] if splits_residual(settings, job.sizes, hardware.accelerator) else 1,
         item=job.dtype.itemsize,
         width=width,
         count=rows_of_step(job),
@@ -118,18 +123,19 @@ def _states(job: Job, split: _Split) -> float:
 def _activations(job: Job, split: _Split) -> float:
     """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
     config, settings = job.model.config, job.settings
-    layer = split.item * _saved(config, split.tensor)
+    layer = split.item * _saved(config, split)
     longest = split.width / split.sequence
     learned = min(max(settings.token_budget, longest), split.tokens)
     scored = min(max(scoring_budget(settings), longest), split.tokens)
-    kept = split.item * config.embed + layer / config.layers
+    kept = split.item * config.embed / split.stream + layer / config.layers
     of_token = config.layers * (layer if settings.remat == "none" else kept) + layer
     return max(learned * of_token, scored * layer)
 
 
-def _saved(config: Config, tensor: int) -> float:
+def _saved(config: Config, split: _Split) -> float:
     stream, mlp, heads = SAVED_SIZES
-    return stream * config.embed + (mlp * config.mlp + heads * config.attention_width) / tensor
+    stream = ENTERING + (stream - ENTERING) / split.stream
+    return stream * config.embed + (mlp * config.mlp + heads * config.attention_width) / split.tensor
 
 
 def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
@@ -153,7 +159,9 @@ def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
         if shards > 1:
             gathers = scoring * scored + learning * updates * 2
             nbytes = gathers * weights * split.item + learning * updates * weights * 4
-            seconds += collective_seconds(hardware, "gather", gathers * model.config.layers, nbytes, shards, near)
+            filled = max(1.0, message_bytes(shards, 0) * model.config.layers / (weights * split.item))
+            count = gathers * math.ceil(model.config.layers / filled)
+            seconds += collective_seconds(hardware, "gather", count, nbytes, shards, near)
         if updates and split.rows > shards:
             count = updates * settings.minibatches
             far = split.tensor * split.rows > RANKS_PER_NODE

@@ -30,7 +30,7 @@ from funrl import trees
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.hardware import Hardware, op_seconds
-from funrl.cost.shape_memo import ShapeMemo
+from funrl.cost.shape_memo import ShapeMemo, scan
 from funrl.data.packing import UNIT, RowCost
 from funrl.models.ring_attention import seen_pairs
 from funrl.optim.base import Transformation
@@ -44,6 +44,49 @@ UPDATES = "update_"  # how the names of phases that learn begin
 def _results() -> dict:
     """Results of operators that all traces of this process remember: meshes and depths repeat most of them."""
     return {}
+
+
+@functools.cache
+def _works() -> dict:
+    """Work of operators by what they are given, likewise."""
+    return {}
+
+
+class _Operator(NamedTuple):
+    """Facts of an operator.
+
+    Attributes:
+      namespace, name: of it.
+      mutable: it writes to an argument.
+      by_shapes: results have shapes that no numbers of a tensor change.
+      idle: what it gives are views of what it is given.
+      flops: of its arguments and `out_val`; None: it has no matrix product.
+    """
+
+    namespace: str
+    name: str
+    mutable: bool
+    by_shapes: bool
+    idle: bool
+    flops: Callable | None
+
+
+class Work(NamedTuple):
+    """Work of one call of an operator; `dtype` is that of its first result."""
+
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    namespace, _, name = func._schema.name.partition("::")
+    own, packet = _FORMULAS.get(func.overloadpacket), func.overloadpacket
+    flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
+    idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
+    return _Operator(namespace, name, func._schema.is_mutable, by_shapes, idle, flops)
 
 
 def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
@@ -196,6 +239,8 @@ class Tracer(TorchDispatchMode):
     ):
         super().__init__()
         self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        if self.fake is not None:
+            self.fake.cache_enabled = False  # what repeats is remembered by shapes
         self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
         self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
@@ -206,18 +251,30 @@ class Tracer(TorchDispatchMode):
         self.now, self.highest, self.part = Costs(), {}, "other"
         self.learns, self.optimizes = False, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and the guard costs more than what it guards
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.namespace == "prim" or (func is aten.detach.default and isinstance(args[0], FakeTensor)):
-            return func(*args, **kwargs)
-        self.part = "optimizer" if self.optimizes or "_foreach_" in func._schema.name else "other"
-        out = self._run(func, args, kwargs)
+        kwargs, operator = kwargs or {}, _operator(func)
+        if operator.namespace == "prim":
+            fake = operator.name == "device" and isinstance(args[0], FakeTensor)
+            return args[0].device if fake else func(*args, **kwargs)
+        if func is aten.detach.default and isinstance(args[0], FakeTensor):
+            return func(*args, **kwargs) if self.memo is None else self._run(func, operator, args, kwargs)[0]
+        self.part = "optimizer" if self.optimizes or operator.name.startswith("_foreach_") else "other"
+        out, key = self._run(func, operator, args, kwargs)
         outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
-        self._count(func, args, kwargs, out, outs)
+        if operator.namespace == "_c10d_functional":
+            self._count_message(func, operator, args, outs)
+        else:
+            self._count(func, operator, key, args, kwargs, out, outs)
         if self._is_free(func, args, outs):
             return out
         for x in outs:
-            self.hold(x, self._kind(func, x))
+            storage = x.untyped_storage()
+            if storage._cdata not in self.live:
+                self._hold(storage, self._kind(func, x))
         return out
 
     def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
@@ -252,8 +309,8 @@ class Tracer(TorchDispatchMode):
         return optimizer._replace(update=update)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A fake tensor; a real one of zeros where the tracer is real."""
-        if self.fake is None:
+        """A fake tensor; a real one of zeros where the tracer is real, and of whole numbers."""
+        if self.fake is None or not dtype.is_floating_point:
             return torch.zeros(tuple(shape), dtype=dtype)
         with self.fake:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -268,15 +325,17 @@ class Tracer(TorchDispatchMode):
         """Count the storage of a tensor from now until it is gone."""
         storage = x.untyped_storage()
         key = storage._cdata
-        if key in self.live:
-            if overwrite:
-                nbytes, old, ref = self.live[key]
-                self.live[key] = nbytes, kind, ref
-                self.held[old] -= nbytes
-                self.held[kind] += nbytes
-            return
-        nbytes = storage.nbytes()
-        self.live[key] = nbytes, kind, weakref.ref(storage, lambda _, key=key: self._drop(key))
+        if key not in self.live:
+            self._hold(storage, kind)
+        elif overwrite:
+            nbytes, old, ref = self.live[key]
+            self.live[key] = nbytes, kind, ref
+            self.held[old] -= nbytes
+            self.held[kind] += nbytes
+
+    def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self.live[key] = nbytes, kind, weakref.ref(storage, lambda _: self._drop(key))
         self.held[kind] += nbytes
         self.sum += nbytes
         self._look()
@@ -297,6 +356,8 @@ class Tracer(TorchDispatchMode):
         if not x.is_floating_point():
             return "batch"
         if func.namespace == "_c10d_functional":
+            if x.dim() > 2:  # hidden states of a row, that tensor ranks gather or sum
+                return "activations"
             summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
             return "gradients" if summed else "staging"
         if func is aten.cat.default and x.dim() == 1:
@@ -314,50 +375,63 @@ class Tracer(TorchDispatchMode):
             return "staging"
         return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"
 
-    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        if self.fake is None:
-            return func(*args, **kwargs)
-        given = list(_tensors((args, tuple(kwargs.values()))))
-        faked = any(isinstance(x, FakeTensor) for x in given)
-        if not given and _floating(func, args, kwargs):
-            faked = True
-        if not faked:
-            found = None if self.fake is None or func not in _ALIKE else _ALIKE[func](*args)
-            return func(*args, **kwargs) if found is None else found
+    def _run(self, func: Any, operator: _Operator, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """The result, and what calls of as much work have alike; None: it is not known."""
+        if self.memo is None:
+            return func(*args, **kwargs), None
+        key, faked, real = scan(func, args, kwargs, operator.by_shapes)
+        if not faked and (real or not _floating(func, args, kwargs)):
+            found = None if func not in _ALIKE else _ALIKE[func](*args)
+            return (func(*args, **kwargs) if found is None else found), None
         if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
             like = torch.empty(args[0].shape, dtype=args[0].dtype)  # never written: it takes no memory
-            return func(like, *args[1:], **kwargs)
+            return func(like, *args[1:], **kwargs), None
         special = _SPECIAL.get(func)
         if special is not None:
-            return special(*args, **kwargs)
+            return special(*args, **kwargs), None
         if func in _INDEXING:
             args = (args[0], [p for i in args[1] for p in _positions(i)], *args[2:])
-        out = self.memo.run(func, args, kwargs) if self.memo else func(*args, **kwargs)
+            key = scan(func, args, kwargs, operator.by_shapes).key
+        out = self.memo.run(func, args, kwargs, key)
         # A real tensor that was written to stays the tensor that the program goes on with.
-        return args[0] if func._schema.is_mutable and args and not isinstance(args[0], (FakeTensor, list)) else out
+        if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):
+            return args[0], None
+        return out, None if real and operator.flops is not None else key  # whose numbers may decide how much there is
 
-    def _count(self, func: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> None:
-        if func.namespace == "_c10d_functional":
-            if func is not torch.ops._c10d_functional.wait_tensor.default:
-                key = func._schema.name.split("::")[1], next(a for a in reversed(args) if isinstance(a, str))
-                nbytes = max(_nbytes(args[:1]), _nbytes(outs))
-                old = self.now.traffic.get(key, Traffic(0, 0))
-                self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
-            return
-        packet = func.overloadpacket
-        flops = 0
-        if packet in _FORMULAS:
-            flops = _FORMULAS[packet](*args)
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        if not flops and (
-            func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        ):
-            return
-        dtype = outs[0].dtype if outs else torch.float32
-        self.now.flops += flops
-        nbytes = _BYTES[packet](*args) if packet in _BYTES else _nbytes((args, tuple(outs)))
-        self.now.seconds += op_seconds(self.hardware, flops, nbytes, dtype)
+    def _count_message(self, func: Any, operator: _Operator, args: tuple, outs: Sequence[Tensor]) -> None:
+        if func is not torch.ops._c10d_functional.wait_tensor.default:
+            key = operator.name, next(a for a in reversed(args) if isinstance(a, str))
+            nbytes = max(_nbytes(args[:1]), _nbytes(outs))
+            old = self.now.traffic.get(key, Traffic(0, 0))
+            self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
+
+    def _count(
+        self, func: Any, operator: _Operator, key: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
+    ) -> None:
+        """
+        Args:
+          key: what calls of as much work have alike; None: this one is counted by itself.
+        """
+        works = _works()
+        if key is None:
+            work = _work(func, operator, args, kwargs, out, outs)
+        elif key in works:
+            work = works[key]
+        else:
+            work = works[key] = _work(func, operator, args, kwargs, out, outs)
+        if work is not None:
+            self.now.flops += work.flops
+            self.now.seconds += op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
+
+
+def _work(func: Any, operator: _Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> Work | None:
+    """Work of one call; None: there is none."""
+    flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
+    if not flops and operator.idle:
+        return None
+    packet = func.overloadpacket
+    nbytes = _BYTES[packet](*args) if packet in _BYTES else _nbytes((args, tuple(outs)))
+    return Work(flops, nbytes, outs[0].dtype if outs else torch.float32)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -372,13 +446,16 @@ def _nbytes(values: Any) -> int:
     return sum(x.numel() * x.element_size() for x in _tensors(values))
 
 
+_WHOLE = ("arange", "randperm", "randint", "promote_types")  # how the names of those begin that create no such
+
+
 def _floating(func: Any, args: tuple, kwargs: dict) -> bool:
     """True for an operator that creates a tensor of floating point numbers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype.is_floating_point
     name = func._schema.name.split("::")[1]
-    return isinstance(args[1], float) if name == "full" else not name.startswith(("arange", "randperm", "randint"))
+    return isinstance(args[1], float) if name == "full" else not name.startswith(_WHOLE)
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
@@ -431,4 +508,8 @@ _CONSTANT = (  # whole numbers and masks that are known, whatever they are shape
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
 )  # fmt: skip
 _ROOM = (aten.empty.memory_format, aten.new_empty.default, aten.zeros.default)  # to pack and unpack what is sent
+_BY_SHAPES = frozenset((  # beside those that are elementwise; indices are positions then, and no masks
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten.index_copy.default,
+    aten.index_add_.default, aten.embedding.default, aten.gather.default, aten.scatter_add.default,
+))  # fmt: skip
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)

@@ -14,11 +14,14 @@ from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.estimate import Estimate, stage_of
 from funrl.cost.hardware import HARDWARE, Hardware
 from funrl.cost.mesh_search import Traced, search
+from funrl.cost.node_groups import with_groups
 from funrl.cost.rates import communication, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.search_report import search_json, search_text
 from funrl.mesh import mesh as meshes
+from funrl.mesh.environment import ranks_of_node
 from funrl.mesh.explain import size, table
+from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.text import wanted_devices
 from funrl.trainer.settings import Settings
 
@@ -40,7 +43,10 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm]) -> str:
 
     if wanted_devices(settings.mesh) is not None:
         return searched(settings, algorithm, costs)
-    return report(settings, costs)
+    node = ranks_of_node() or RANKS_PER_NODE  # of a run that is asked about from elsewhere
+    settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.hardware)], node)
+    text = report(settings, costs)
+    return text if note is None or settings.json else f"{note}\n\n{text}"
 
 
 def searched(settings: Settings, algorithm: Algorithm, costs: Callable[[Settings, Hardware], Estimate]) -> str:

@@ -16,6 +16,8 @@ import functools
 import math
 from pathlib import Path
 
+import torch
+
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, token_fields
@@ -58,6 +60,7 @@ from funrl.trainer.judging import JudgeJob
 from funrl.trainer.roles import READERS
 from funrl.trainer.scorers import model_path
 from funrl.trainer.settings import Settings, for_kind, scoring_budget
+from funrl.trainer.sharding import splits_residual
 from funrl.trainer.sources import Source
 from funrl.trainer.step_rows import Rows, moved
 
@@ -146,6 +149,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
       SettingsError: rows are longer than the model's positions.
     """
     width, judge, job = check_width(job, tokens), job.judge, job._replace(judge=None)  # none is opened
+    split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
+    job = job._replace(settings=dataclasses.replace(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -257,16 +262,19 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
     rows_on = functools.partial(full_rows, once, parts, tokens)
     scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
-    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware))
     local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks), {}
-    piece = rows_of_a_pass(settings.token_budget, width, mesh)
+    piece, scoring = (
+        rows_of_a_pass(budget, width, mesh) for budget in (settings.token_budget, scoring_budget(settings))
+    )
+    written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
+    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, written=written))
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         room = FREE_SHARE * (hardware.memory * USABLE - sum(some.resting.values()))
         found["generate"] = Costs({"other": {}})
         if not job.models["policy"].config.module:
             found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
-    scores = at_rows(scored, local, rows_of_a_pass(scoring_budget(settings), width, mesh))
+    scores = at_rows(scored, local, scoring)
     found |= with_moves(job, plan, scores, some.token_bytes)
     again = MOVES[1] in found  # the step keeps the rows as they were when they were scored
     kept = local - mini + again * local
@@ -280,8 +288,9 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
 
 
 def trace_step(
-    job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False, learns: bool = True
-) -> Trace:
+    job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False, learns: bool = True,
+    written: dict[str, tuple[torch.Size, torch.dtype]] | None = None,
+) -> Trace:  # fmt: skip
     """Score rows and learn from them with the trainer's own functions.
 
     Args:
@@ -289,6 +298,7 @@ def trace_step(
       rows: of all ranks, as `full_rows` makes them.
       real: compute what is counted, instead of pretending.
       learns: False: score, move the scored rows and no more.
+      written: of a trace that has scored; None: score here. With it no role scores, which changes no update.
     """
     tracer = tracer_of(job, parts, hardware, real)
     roles = {
@@ -315,7 +325,13 @@ def trace_step(
             read = rows_to_read(job, rows)
             with trainer.clock.phase(f"score_{name}"):
                 end_values(roles[name], frozen[name], read, scoring_budget(job.settings))
-        rows, state, _ = loop.score_batch(trainer, state, rows)
+        scorer = trainer
+        if written is not None:
+            silent = {name: role._replace(writes={}) for name, role in roles.items()}
+            scorer = trainer._replace(parts=trainer.parts._replace(roles=silent))
+            shape = rows.batch.tokens.shape
+            rows = rows.with_fields(**{name: tracer.empty((*shape, *more), x) for name, (more, x) in written.items()})
+        rows, state, _ = loop.score_batch(scorer, state, rows)
         tracer.hold_tree(rows.batch, "batch")
         if learns:
             loop.learn_batch(trainer, state, rows)
@@ -323,7 +339,9 @@ def trace_step(
             with phase_of_moves(MOVES[1]):
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
     row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))
-    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)))
+    fields = as_dict(rows.batch)
+    found = {name: (fields[name].shape[2:], fields[name].dtype) for role in roles.values() for name in role.writes}
+    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), found)
 
 
 def _token_bytes(rows: Rows) -> int:

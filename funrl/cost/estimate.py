@@ -16,14 +16,18 @@ from funrl.cost.hardware import Hardware
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.rules import COMPUTE, layouts
 from funrl.models import Model
+from funrl.models.fsdp import layers_of_group
+from funrl.models.lora import decoder_of
 from funrl.trainer.build import Parts
 from funrl.trainer.clock import Clock
 from funrl.trainer.job import Job
 from funrl.trainer.micro import sizes_of, token_ranks
+from funrl.trainer.sharding import stored_rules
 
-# Layers that are traced; deeper models are on the line through the two. With fewer than three no layer stands between
-# one whose weights are on their way and one whose gradients are.
+# Messages of layers that are traced; deeper models are on the line through the two. With fewer than three no layer
+# stands between one whose weights are on their way and one whose gradients are.
 DEPTHS = (3, 4)
 MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
@@ -67,12 +71,14 @@ class Trace(NamedTuple):
       resting: bytes of models and optimizers, by kind.
       row_bytes: of a row of the scored batch.
       token_bytes: that a move sends of a token, before the rows are scored and after it.
+      written: of each field that roles write, what it has of a token, and its dtype.
     """
 
     phases: dict[str, Costs]
     resting: dict[str, float]
     row_bytes: float
     token_bytes: tuple[int, int]
+    written: dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def stage_of(phase: str) -> str:
@@ -149,15 +155,31 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
       costs: of a job.
     """
     depths = {job.directories.get(name): model.config.layers for name, model in job.models.items()}
-    deep = {path: layers for path, layers in depths.items() if layers > DEPTHS[1]}
-    few, more = DEPTHS
-    low = costs(_with_layers(job, dict.fromkeys(deep, few)))
+    joined = {path: _together(job, path) for path in depths}
+    # As many layers are left of the last message as in the whole model.
+    few = {path: DEPTHS[0] * joined[path] + layers % joined[path] for path, layers in depths.items()}
+    deep = {path: layers for path, layers in depths.items() if layers > few[path] + joined[path]}
+    low = costs(_with_layers(job, {path: few[path] for path in deep}))
     # A model of its own, such as a teacher, has a depth of its own, and a line of its own.
     ways = [
-        (costs(_with_layers(job, dict.fromkeys(deep, few) | {path: more})), (layers - few) / (more - few))
+        (
+            costs(_with_layers(job, {other: few[other] + joined[other] * (other == path) for other in deep})),
+            (layers - few[path]) / joined[path],
+        )
         for path, layers in deep.items()
     ]
     return {name: along(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
+
+
+def _together(job: Job, path: str | None) -> int:
+    """Layers of the models of a directory that are gathered in one message; None: of those that begin as the job's."""
+    counts = [1]
+    for name, model in job.models.items():
+        if job.directories.get(name) == path and job.settings.fsdp:
+            tables = stored_rules(job.settings, name), COMPUTE
+            stored, compute = (decoder_of(layouts(model.shapes, model.axes, table, job.sizes)) for table in tables)
+            counts.append(layers_of_group(stored["layers"], compute["layers"], job.dtype.itemsize))
+    return max(counts)
 
 
 def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:

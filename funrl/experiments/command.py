@@ -22,6 +22,7 @@ from funrl.experiments.arguments import (
 )
 from funrl.experiments.line import Line, read_line
 from funrl.loading import locate
+from funrl.mesh.environment import ranks_of_node
 from funrl.mesh.text import wanted_devices
 from funrl.track.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.checks import check_files, check_settings
@@ -86,22 +87,27 @@ class Command(NamedTuple):
 
 
 def with_mesh(command: Command) -> Command:
-    """The command with a mesh where it says auto:N, and a note of it.
+    """The command with a mesh where it says auto:N, and with groups for --fsdp on several nodes; and a note of either.
 
     Raises:
       ValueError: this machine does not have N devices, or the run fits no mesh of them.
     """
     settings, wanted = command.settings, wanted_devices(command.settings.mesh)
-    if wanted is None:
+    node = ranks_of_node() if settings.fsdp and settings.fsdp_axes is None else None
+    if wanted is None and node is None:
         return command
     from funrl.cost.hardware import hardware_of
     from funrl.cost.mesh_search import chosen_mesh
+    from funrl.cost.node_groups import with_groups
     from funrl.mesh.launch import check_devices, device_type
 
     device = settings.device or device_type()
     check_devices(mesh_sizes(settings), device)
-    chosen, note = chosen_mesh(settings, command.compose, hardware_of(device))
-    return command._replace(settings=chosen, notes=(*command.notes, note))
+    if wanted is None:
+        chosen, note = with_groups(settings, command.compose, hardware_of(device), node)
+    else:
+        chosen, note = chosen_mesh(settings, command.compose, hardware_of(device))
+    return command._replace(settings=chosen, notes=command.notes if note is None else (*command.notes, note))
 
 
 def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:

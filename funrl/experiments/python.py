@@ -7,7 +7,9 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ import torch
 from funrl.algos.core import Algorithm
 from funrl.cost.hardware import hardware_of
 from funrl.cost.mesh_search import chosen_mesh
+from funrl.cost.node_groups import with_groups
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.experiments.arguments import arguments_of, find_recipe
+from funrl.mesh.environment import ranks_of_node
 from funrl.mesh.launch import device_type, launch
 from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.text import wanted_devices
@@ -224,6 +228,11 @@ def train(
         if isinstance(model, Model):
             raise SettingsError(f"mesh={mesh!r}: it is chosen for the embedded task's model or a directory; name one")
         chosen, _ = chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.device or device_type()))
+    elif chosen.fsdp and not isinstance(model, Model) and ranks_of_node() is not None:
+        hardware = hardware_of(chosen.device or device_type())
+        chosen, note = with_groups(chosen, lambda: algorithm, hardware, ranks_of_node())
+        if note is not None and os.environ.get("RANK") == "0":
+            print(note, file=sys.stderr)
     job = prepare(chosen, lambda: algorithm, given)
     if chosen.resume:
         check_resume(job, expanded(str(chosen.run_dir)))

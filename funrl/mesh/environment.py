@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from funrl.mesh.text import MeshError
 
@@ -31,6 +31,20 @@ def read_environment(environment: MutableMapping[str, str] = os.environ) -> int 
             )
     world = _number(environment, "WORLD_SIZE", 1, None)
     return _number(environment, "RANK", 0, world)
+
+
+def ranks_of_node(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Ranks of each node, where a launcher has started as many on each of several nodes; None: it has not.
+
+    Args:
+      environment: with the variables of torchrun, as `read_environment` leaves it.
+    """
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    found = {name: int(environment[name]) for name in names if environment.get(name, "").isdigit()}
+    world, local = found.get("WORLD_SIZE", 1), found.get("LOCAL_WORLD_SIZE", 0)
+    if not 0 < local < world or world % local or found.get("GROUP_WORLD_SIZE", world // local) != world // local:
+        return None
+    return local
 
 
 def _number(environment: MutableMapping[str, str], name: str, low: int, high: int | None) -> int:

@@ -30,6 +30,10 @@ class IfDivides(str):
     """A mesh axis to split over where the size divides, and to replicate over where it does not."""
 
 
+class Uneven(str):
+    """A mesh axis to split over whatever the size is: the last parts are shorter, or empty."""
+
+
 # Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts and router [E], rank of adapters
 # [R]; norms are ("norm",). What latent attention makes of hidden states is "latent", "embed" as an in dim.
 COMPUTE: Rules = {
@@ -48,11 +52,16 @@ COMPUTE: Rules = {
     "rank": None,
 }
 STORED: Rules = dict(COMPUTE)
+# Where the residual stream is split over `tensor`: axes of weights that work on a rank's part of the tokens there, and
+# what their gradients are to be summed over because of it. All others see every token.
+SPLIT_RESIDUAL: Rules = {"latent": "tensor", "norm": "tensor", "router": "tensor", "value": "tensor"}
 GENERATE: Rules = {**COMPUTE, "experts": None}  # ranks of `expert` generate other rows, each with all experts
 
 
 def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
     """The table with `embed` split over `over` too: all matrices are then split over it, norms and biases are not.
+
+    The size need not divide: parts are ceiling chunks, so the last ranks have less, or nothing.
 
     Every matrix has exactly one dim `embed`, or `expert_embed` if it has a dim `experts`; the latter is split over
     those of the axes that do not split `experts`. Of the two factors of an adapter one has it, and the other is small.
@@ -61,7 +70,7 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
       rules: how parameters are stored, such as `STORED`.
       over: some of `Mesh.token_axes`. Leaving out one of them shards inside a group and replicates across groups.
     """
-    axes, taken = _tuple(over), _tuple(rules["experts"])
+    axes, taken = tuple(map(Uneven, _tuple(over))), _tuple(rules["experts"])
     return {**rules, "embed": axes, "expert_embed": tuple(axis for axis in axes if axis not in taken)}
 
 
@@ -80,19 +89,24 @@ class Layout:
     sizes: tuple[int, ...]
 
     def box(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The half-open interval that `rank` holds in each dim. Parts are nested ceiling chunks, as in torch.chunk."""
+        """The half-open interval that `rank` holds in each dim.
+
+        Parts are the ceiling chunks of all axes of the dim together, as in torch.chunk: equal but for the last ones,
+        which are shorter or empty. Rank 0 has one of the longest.
+        """
         sizes = dict(zip(AXES, self.sizes, strict=True))
         at = meshes.coordinates(sizes, rank)
         box = []
         for length, axes in zip(self.shape, self.spec, strict=True):
-            low, high = 0, length
+            number, parts = 0, 1
             for axis in axes:
-                step = -(-(high - low) // sizes[axis])
-                low, high = min(low + step * at[axis], high), min(low + step * (at[axis] + 1), high)
-            box.append((low, high))
+                number, parts = number * sizes[axis] + at[axis], parts * sizes[axis]
+            step = -(-length // parts)
+            box.append((min(step * number, length), min(step * (number + 1), length)))
         return tuple(box)
 
     def local_shape(self, rank: int = 0) -> tuple[int, ...]:
+        """The shape of a rank's part; that of rank 0 is the largest."""
         return tuple(high - low for low, high in self.box(rank))
 
     @property
@@ -134,7 +148,7 @@ def layout(
         parts = math.prod(sizes[a] for a in over)
         if length % parts and isinstance(rule, IfDivides):
             over, parts = (), 1
-        if length % parts:
+        if length % parts and not (over and all(isinstance(a, Uneven) for a in over)):
             shorts = {v: k for k, v in meshes.SHORT.items()}
             over = tuple(a for a in over if sizes[a] > 1)
             mesh = ",".join(f"{shorts[a]}{sizes[a]}" for a in over)
@@ -171,31 +185,55 @@ def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, 
     """For each dim the mesh axes to gather over before a layer runs: those of `stored` that `compute` does not have.
 
     Raises:
-      MeshError: `compute` splits a dim otherwise than `stored` begins to; `name` is what the error calls the tensor.
+      MeshError: `compute` splits a dim otherwise than `stored` begins to, or both split one whose parts are not equal;
+        `name` is what the error calls the tensor.
     """
-    axes = []
+    axes, sizes = [], dict(zip(AXES, stored.sizes, strict=True))
     for dim, (have, want) in enumerate(zip(stored.spec, compute.spec, strict=True)):
         if have[: len(want)] != want:
             raise MeshError(
                 f"{name}: dim {dim} of {stored.shape} is stored over {have} and computed over {want}, which must be "
                 "the first of those axes: what follows them is gathered"
             )
+        if want and stored.shape[dim] % math.prod(sizes[axis] for axis in have):
+            raise MeshError(
+                f"{name}: dim {dim} of {stored.shape} does not divide over {have}, of which {want} split it while it "
+                "computes; choose sizes that divide it"
+            )
         axes.append(have[len(want) :])
     return tuple(axes)
 
 
-def rest_axes(stored: trees.Tree, compute: trees.Tree, mesh: Mesh) -> list[tuple[str, ...]]:
+def partial_axes(shapes: trees.Tree, axes: trees.Tree, rules: Rules) -> trees.Tree:
+    """For each leaf the mesh axes, besides those of tokens, whose ranks have parts of its gradient: a frozenset.
+
+    Args:
+      shapes, axes: as in `layouts`.
+      rules: such as `SPLIT_RESIDUAL`; a logical axis that is not in it has no such axes.
+    """
+    return trees.map(lambda _, logical: frozenset(a for one in logical for a in _tuple(rules.get(one))), shapes, axes)
+
+
+def rest_axes(
+    stored: trees.Tree, compute: trees.Tree, mesh: Mesh, partial: trees.Tree | None = None
+) -> list[tuple[str, ...]]:
     """For each leaf the axes to sum its gradient over once a step, in the order of `trees.leaves`.
 
     A gradient is summed over the axes that split the batch's tokens, but for those that split the leaf while it
     computes: these ranks have other parts of it. What is gathered before a layer is summed by the scatter after it.
+
+    Args:
+      partial: further axes, of `partial_axes`; None: no leaf has any.
     """
+    pairs = list(zip(trees.leaves(stored), trees.leaves(compute), strict=True))
+    more = [frozenset()] * len(pairs) if partial is None else trees.leaves(partial)
 
-    def rest(stored: Layout, compute: Layout) -> tuple[str, ...]:
+    def rest(stored: Layout, compute: Layout, partial: frozenset[str]) -> tuple[str, ...]:
         done = (*stored.axes, *compute.axes)
-        return tuple(axis for axis in mesh.token_axes if mesh.sizes[axis] > 1 and axis not in done)
+        over = partial.union(mesh.token_axes)
+        return tuple(axis for axis in AXES if axis in over and mesh.sizes[axis] > 1 and axis not in done)
 
-    return [rest(*pair) for pair in zip(trees.leaves(stored), trees.leaves(compute), strict=True)]
+    return [rest(*pair, axes) for pair, axes in zip(pairs, more, strict=True)]
 
 
 def _tuple(rule: Rule) -> tuple[str, ...]:

@@ -10,9 +10,10 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
+from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.rules import rest_axes
 
-SUM_BYTES = 128 << 20  # summed in one collective; a larger leaf goes alone
+SUM_BYTES = 128 << 20  # summed in one collective of few ranks; a larger leaf goes alone
 
 
 def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
@@ -21,8 +22,9 @@ def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
         return tree
     values = trees.leaves(tree)
     summed: list[Tensor] = list(values)
+    most = message_bytes(mesh.size(axes), SUM_BYTES)
     for dtype in sorted({v.dtype for v in values}, key=str):
-        for which in _buckets(values, dtype):
+        for which in _buckets(values, dtype, most):
             bucket = torch.cat([values[i].reshape(-1) for i in which])
             parts = collectives.psum(bucket, mesh, axes).split([values[i].numel() for i in which])
             for i, part in zip(which, parts, strict=True):
@@ -31,7 +33,12 @@ def psum_tree(tree: trees.Tree, mesh: Mesh, axes: Axes) -> trees.Tree:
 
 
 def sum_rest(
-    grads: trees.Tree, extra: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: Mesh
+    grads: trees.Tree,
+    extra: trees.Tree,
+    stored: trees.Tree,
+    compute: trees.Tree,
+    mesh: Mesh,
+    partial: trees.Tree | None = None,
 ) -> tuple[trees.Tree, trees.Tree]:
     """Sum gradients over the axes that the scatters of gathered layers have left: `rules.rest_axes`. Once a step.
 
@@ -39,10 +46,11 @@ def sum_rest(
       grads: of this rank's tokens; leaves that are gathered are summed over the axes of their gather already.
       extra: tensors to sum over the `row_axes`, such as metrics; in a collective of the gradients where that fits.
       stored, compute: layouts of the leaves between steps and while their layer runs.
+      partial: as in `rules.rest_axes`.
 
     Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
-    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh)
+    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh, partial)
     of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
     for axes in sorted({*rest, of_rows}):
         which = [i for i, over in enumerate(rest) if over == axes]
@@ -55,15 +63,15 @@ def sum_rest(
     return trees.fill(grads, leaves), extra
 
 
-def _buckets(values: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
-    """Numbers of the values of a dtype, in runs of at most `SUM_BYTES`."""
+def _buckets(values: Sequence[Tensor], dtype: torch.dtype, most: int) -> Iterator[list[int]]:
+    """Numbers of the values of a dtype, in runs of at most so many bytes."""
     bucket: list[int] = []
-    room = SUM_BYTES
+    room = most
     for i, value in enumerate(values):
         if value.dtype == dtype:
             if bucket and value.nbytes > max(room, 0):
                 yield bucket
-                bucket, room = [], SUM_BYTES
+                bucket, room = [], most
             bucket.append(i)
             room -= value.nbytes
     if bucket:

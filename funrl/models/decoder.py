@@ -3,7 +3,7 @@
 `decoder_model` puts them into a `Model`. Weights are [out, in] with heads as a dim of their own; `axes` names their
 dims. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It sees local shards: under tensor
 parallelism a rank holds its heads, its part of the mlp and its rows of the vocabulary, and each half of a layer begins
-with `pbroadcast` and ends with `psum`.
+and ends with the collectives of `split_residual`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.names import hf_names
 from funrl.models.routing import Load
 from funrl.models.sequence_parallel import AXIS, split_attention
+from funrl.models.split_residual import enter, leave, own_tokens
 
 _ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
 
@@ -63,6 +64,7 @@ class Context(NamedTuple):
       form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
       real_BT: false at padding, which goes to no expert; None: there is none, or there are no experts.
       routes_BTK: the experts that tokens go to; None: as the router says.
+      split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
       blockwise: compute attention by blocks of static shapes, as on XLA.
     """
 
@@ -76,6 +78,7 @@ class Context(NamedTuple):
     form: str = "auto"
     real_BT: Tensor | None = None
     routes_BTK: Tensor | None = None
+    split: bool = False
     blockwise: bool = False
 
 
@@ -236,9 +239,9 @@ def apply(
     """
     if (cache is None) != (inputs.paging is None):
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
-    if mesh.size(AXIS) > 1 and inputs.offsets is None:
+    if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
-    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh)
+    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh, inputs.split)
     contexts = _contexts(config, inputs, x_BTD.dtype)
     layer = layer or decoder_layer
     layers, loads = params["layers"], list[Load]()
@@ -268,7 +271,7 @@ def decoder_layer(
     Args:
       config, mesh: as in `apply`.
       params: the weights of this layer.
-      x_BTD: output of the layer before.
+      x_BTD: output of the layer before; where `context.split`, this tensor rank's tokens of it.
       context: positions, mask and cache.
 
     Returns: its output; where it has experts, their load too.
@@ -277,11 +280,12 @@ def decoder_layer(
     x_BTD = _add(config, x_BTD, _attend(config, mesh, params["attn"], h_BTD, context), params.get("attn_out_norm"))
     h_BTD, mlp = _norm(config, x_BTD, params.get("mlp_norm")), params["mlp"]
     if config.experts is not None and "router" in mlp:
-        out_BTD, load = mixture(config.experts, mesh, mlp, h_BTD, context.real_BT, context.routes_BTK)
+        out_BTD, load = mixture(config.experts, mesh, mlp, h_BTD, context.real_BT, context.routes_BTK, context.split)
         return _add(config, x_BTD, out_BTD, params.get("mlp_out_norm")), load
-    h_BTD = pbroadcast(h_BTD, mesh, "tensor")
+    h_BTD = enter(h_BTD, mesh, context.split)
     inner_BTF = _ACTIVATIONS[config.activation](multiply(h_BTD, mlp["gate"])) * multiply(h_BTD, mlp["up"])
-    return _add(config, x_BTD, psum(multiply(inner_BTF, mlp["down"]), mesh, "tensor"), params.get("mlp_out_norm"))
+    out_BTD = leave(multiply(inner_BTF, mlp["down"]), mesh, context.split)
+    return _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"))
 
 
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -297,7 +301,7 @@ def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | N
 
 def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerKind, Context]:
     """The context of each kind of layers, less their caches."""
-    tokens_BT, positions, segments, offsets, paging, _ = inputs
+    tokens_BT, positions, segments, offsets, paging, _, split = inputs
     T, device = tokens_BT.shape[1], tokens_BT.device
     if paging is not None:
         positions = paging.positions_N
@@ -306,7 +310,7 @@ def _contexts(config: Config, inputs: Inputs, dtype: torch.dtype) -> dict[LayerK
     for kind in {config.kind(i) for i in range(config.layers)}:
         rope, window = _rope(config, kind, positions, dtype), kind.window
         if offsets is not None or paging is not None:
-            contexts[kind] = Context(rope, None, True, paging=paging, offsets=offsets, window=window)
+            contexts[kind] = Context(rope, None, True, paging=paging, offsets=offsets, window=window, split=split)
         elif segments is None and (window is None or window >= T):
             contexts[kind] = Context(rope, None, T > 1)
         else:
@@ -332,8 +336,8 @@ def _attend(config: Config, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
     if config.latent is not None:
         out_BTHN = latent_attention(config, config.latent, mesh, params, h_BTD, context)
     else:
-        out_BTHN = _attend_heads(config, mesh, params, pbroadcast(h_BTD, mesh, "tensor"), context)
-    out_BTD = psum(multiply(out_BTHN.flatten(2), params["o"]), mesh, "tensor")
+        out_BTHN = _attend_heads(config, mesh, params, enter(h_BTD, mesh, context.split), context)
+    out_BTD = leave(multiply(out_BTHN.flatten(2), params["o"]), mesh, context.split)
     return out_BTD + params["o_bias"] if config.output_bias else out_BTD
 
 
@@ -394,20 +398,20 @@ def _project(h_BTD: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     return multiply(h_BTD, weight, bias).unflatten(-1, weight.shape[:2])
 
 
-def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    found_BTD = _embedding(config, w_VD, tokens_BT, mesh)
+def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
+    found_BTD = _embedding(config, w_VD, tokens_BT, mesh, split)
     # Rounded to the dtype before, as in transformers.
     return found_BTD if config.embed_scale == 1 else found_BTD * found_BTD.new_full((), config.embed_scale)
 
 
-def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    """The rows of the tokens; each rank has some of the table."""
+def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
+    """The rows of the tokens; each rank has some of the table. Where `split`, of this tensor rank's tokens."""
     if w_VD.shape[0] == config.vocab:
-        return F.embedding(tokens_BT, w_VD)
+        return own_tokens(F.embedding(tokens_BT, w_VD), mesh, split)
     row_BT = tokens_BT - mesh.index("tensor") * w_VD.shape[0]
     mine_BT = (row_BT >= 0) & (row_BT < w_VD.shape[0])
     found_BTD = F.embedding(torch.where(mine_BT, row_BT, 0), w_VD)
-    return psum(torch.where(mine_BT.unsqueeze(-1), found_BTD, 0), mesh, "tensor")
+    return leave(torch.where(mine_BT.unsqueeze(-1), found_BTD, 0), mesh, split)
 
 
 def _kv_count(heads: int, group: int) -> int:

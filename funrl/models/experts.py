@@ -20,11 +20,12 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.compiled_kernels.linear import linear
-from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum, psum_scatter, ragged_all_to_all
+from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum_scatter, ragged_all_to_all
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.models.low_rank import multiply
 from funrl.models.routing import Load, Routes, combine, expert_counts, load_of, permute, route, slots_of, take_rows
 from funrl.models.sizes import Experts
+from funrl.models.split_residual import all_tokens, enter, leave
 
 
 def mixture(
@@ -34,28 +35,31 @@ def mixture(
     h_BTD: Tensor,
     real_BT: Tensor | None = None,
     ids_BTK: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[Tensor, Load]:
     """Sum of each token's experts, [B, T, D], the same on every tensor rank; and their load.
 
     Args:
       params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; where there are such,
         "router_bias" [E] and the shared expert's "shared_gate", "shared_up" and "shared_down". This rank's parts.
-      h_BTD: this rank's tokens, the same on every tensor rank.
+      h_BTD: this rank's tokens, the same on every tensor rank; where `split`, its part of them, as is what is returned.
       real_BT: false at padding, which goes to no expert; None: there is none.
       ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
     """
-    h_TD = h_BTD.flatten(0, 1)
+    logits_BTE = all_tokens(_logits(experts, params["router"], h_BTD), mesh, split)
     real_T = None if real_BT is None else real_BT.flatten()
-    routes = _routes(experts, params, h_TD, real_T, None if ids_BTK is None else ids_BTK.flatten(0, 1))
+    ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
+    routes = _routes(experts, params, logits_BTE.flatten(0, 1), h_BTD.dtype, real_T, ids_TK)
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
-    h_TD, weights_TK = pbroadcast(h_TD, mesh, "tensor"), pbroadcast(routes.weights_TK, mesh, "tensor")
+    h_BTD, weights_TK = enter(h_BTD, mesh, split), pbroadcast(routes.weights_TK, mesh, "tensor")
     way = dispatch_gathered if mesh.size(over) <= experts.per_token else dispatch_ragged
+    h_TD = h_BTD.flatten(0, 1)
     out_TD = way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK)
     if experts.shared:
         inner_TF = F.silu(multiply(h_TD, params["shared_gate"])) * multiply(h_TD, params["shared_up"])
         out_TD = out_TD + multiply(inner_TF, params["shared_down"])
-    return psum(out_TD, mesh, "tensor").view(h_BTD.shape), load_of(routes, real_T)
+    return leave(out_TD.view(h_BTD.shape), mesh, split), load_of(routes, real_T)
 
 
 def dispatch_gathered(
@@ -87,17 +91,27 @@ def dispatch_ragged(
     return combine(ragged_all_to_all(y_MD, receive, send, mesh, over), weights_TK, slots)
 
 
-def _routes(experts: Experts, params: trees.Tree, h_TD: Tensor, real_T: Tensor | None, ids_TK: Tensor | None) -> Routes:
-    router_ED, bias_E = params["router"], params["router_bias"] if experts.biased else None
+def _logits(experts: Experts, router_ED: Tensor, h_BTD: Tensor) -> Tensor:
+    """[B, T, E] of a router."""
     if experts.scoring == "sigmoid":  # as DeepSeek computes it: experts with nearly equal scores are told apart
-        wide = torch.promote_types(h_TD.dtype, torch.float32)
-        logits_TE = linear(h_TD.to(wide), router_ED.to(wide))
-    else:
-        logits_TE = linear(h_TD, router_ED)
+        wide = torch.promote_types(h_BTD.dtype, torch.float32)
+        return linear(h_BTD.to(wide), router_ED.to(wide))
+    return linear(h_BTD, router_ED)
+
+
+def _routes(
+    experts: Experts,
+    params: trees.Tree,
+    logits_TE: Tensor,
+    dtype: torch.dtype,
+    real_T: Tensor | None,
+    ids_TK: Tensor | None,
+) -> Routes:
+    bias_E = params["router_bias"] if experts.biased else None
     if ids_TK is not None:
-        own_TK = route(experts, logits_TE.detach(), h_TD.dtype, bias_E).ids_TK
+        own_TK = route(experts, logits_TE.detach(), dtype, bias_E).ids_TK
         ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
-    routes = route(experts, logits_TE, h_TD.dtype, bias_E, ids_TK)
+    routes = route(experts, logits_TE, dtype, bias_E, ids_TK)
     if real_T is None:
         return routes
     return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))

@@ -10,6 +10,9 @@ and split over the same axes, in the dtype of the shards, while the layer before
 
     forward    gather 0 | compute 0, gather 1 | compute 1, gather 2 | ...
     backward   ... | back through 2, gather 1 | back through 1, gather 0, scatter 2 | back through 0, scatter 1 | ...
+
+At any time at most two groups are whole, the one that computes and the next, and the gradients of at most one are on
+their way. A group is a layer, or `embed`, or `unembed`; over many ranks it is as many layers as fill a message.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,56 +28,18 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import collectives
-from funrl.mesh.mesh import AXES, Mesh
-from funrl.mesh.rules import Layout, gather_axes
-
-ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
-
-
-class Bucket(NamedTuple):
-    """Leaves of a group that are gathered over the same axes, in one flat buffer.
-
-    Attributes:
-      axes: in the order of the mesh.
-      sizes: of these axes.
-      elements: of one rank's buffer.
-      trained: whether the leaves have gradients.
-    """
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    elements: int
-    trained: bool
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(self.sizes)
-
-
-class Place(NamedTuple):
-    """Position of a gathered leaf in the buffers of its group.
-
-    Attributes:
-      bucket: the number of its bucket.
-      begin: its first element in a rank's buffer; in the gathered buffer it is `ranks` times that.
-      shard, whole: its shapes before and after.
-      grid: the whole shape with every gathered dim unfolded into the axes that split it and the rest.
-      order: the dims of `grid` in the order in which the shards arrive: the axes, then the dims of a shard.
-    """
-
-    bucket: int
-    begin: int
-    shard: tuple[int, ...]
-    whole: tuple[int, ...]
-    grid: tuple[int, ...]
-    order: tuple[int, ...]
-
-
-class Buffers(NamedTuple):
-    """Buffers of a group; a leaf that is not gathered has no place."""
-
-    buckets: tuple[Bucket, ...]
-    places: tuple[Place | None, ...]
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.message_sizes import message_bytes
+from funrl.models.gather_buffers import (
+    Buffers,
+    Place,
+    buffers_of,
+    layers_together,
+    put_together,
+    slot,
+    take_apart,
+    whole_of,
+)
 
 
 class Group(NamedTuple):
@@ -97,7 +61,21 @@ class Saved(NamedTuple):
     offset: int
 
 
-def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: Mesh, dtype: torch.dtype) -> trees.Tree:
+class LayerGroups(NamedTuple):
+    """Groups of a tuple of layers: their numbers, and how many layers there are."""
+
+    numbers: range
+    layers: int
+
+
+def gathered(
+    params: trees.Tree,
+    stored: trees.Tree,
+    compute: trees.Tree,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    last: str | None = None,
+) -> trees.Tree:
     """Weights to compute with, in `dtype`: a model sees them in the layouts `compute`.
 
     A tree whose two layouts are the same is cast and nothing else. Otherwise the result gathers when it is looked at:
@@ -109,6 +87,8 @@ def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: 
       stored, compute: layouts of the same structure, of the shards and of the result.
       mesh: the mesh of both.
       dtype: floating point, of the results and of what is sent; gradients are reduced in the dtype of `params`.
+      last: name of the part that is looked at once more behind all others, such as an embedding that is the unembedding
+        too: it is gathered again while what stands before computes.
 
     Raises:
       MeshError: a leaf cannot be gathered from one layout to the other.
@@ -116,8 +96,9 @@ def gathered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, mesh: 
     if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
         return trees.cast(params, dtype)
     groups: list[Group] = []
-    tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype))
-    return _view(tree, GatherSchedule(groups))
+    tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype), dtype.itemsize)
+    again = None if last is None or not isinstance(tree, dict) else tree.get(last)
+    return _view(tree, GatherSchedule(groups, again if isinstance(again, int) else None))
 
 
 def regathering(layers: Any) -> contextlib.AbstractContextManager:
@@ -127,20 +108,38 @@ def regathering(layers: Any) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def _numbered(params: Any, stored: Any, compute: Any, number: Any) -> Any:
-    """The tree with the number of its group in place of each group: a leaf, a layer, or a dict of leaves."""
+def _numbered(params: Any, stored: Any, compute: Any, number: Any, itemsize: int) -> Any:
+    """The tree with the number of its group in place of each group: a leaf, some layers, or a dict of leaves."""
     if isinstance(params, dict) and not all(isinstance(x, Tensor) for x in params.values()):
-        return {name: _numbered(params[name], stored[name], compute[name], number) for name in sorted(params)}
+        return {name: _numbered(params[name], stored[name], compute[name], number, itemsize) for name in sorted(params)}
     if isinstance(params, tuple):
-        numbers = [number(*layer) for layer in zip(params, stored, compute, strict=True)]
-        return range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
+        count = layers_of_group(stored, compute, itemsize)
+        runs = [slice(low, low + count) for low in range(0, len(params), count)]
+        numbers = [number(*(tree[run] for tree in (params, stored, compute))) for run in runs]
+        first = numbers[0] if numbers else 0
+        return LayerGroups(range(first, first + len(numbers)), len(params))
     return number(params, stored, compute)
+
+
+def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
+    """Number of layers that are gathered together; every layer by itself where a message of it is large.
+
+    Args:
+      stored, compute: layouts of a tuple of layers.
+      itemsize: bytes of a number that is sent.
+    """
+    pairs = [(trees.leaves(have), trees.leaves(want)) for have, want in zip(stored, compute, strict=True)]
+    if not any(have and message_bytes(have[0].world, 0) for have, _ in pairs):
+        return 1
+    kinds = dict.fromkeys((tuple(have), tuple(want)) for have, want in pairs)
+    found = [buffers_of(("a weight of a layer",) * len(have), have, want, (True,) * len(have)) for have, want in kinds]
+    return min(layers_together(buffers, itemsize) for buffers in found)
 
 
 def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
-    buffers = _buffers(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained)
+    buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained)
     groups.append(Group(shards, buffers, mesh, dtype))
     return len(groups) - 1
 
@@ -148,7 +147,7 @@ def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, sto
 def _view(tree: Any, schedule: GatherSchedule) -> Any:
     if isinstance(tree, dict):
         return Weights(tree, schedule)
-    if isinstance(tree, range):
+    if isinstance(tree, LayerGroups):
         return Layers(schedule, tree)
     return schedule.weights(tree, schedule.after(tree))[0]
 
@@ -177,24 +176,25 @@ class Layers:
 
     Attributes:
       numbers: of its groups in the schedule.
-      at: the layer that forward or backward pass is at, and its gathered buffers.
+      at: the group that forward or backward pass is at, and its gathered buffers.
     """
 
-    def __init__(self, schedule: GatherSchedule, numbers: range) -> None:
-        self.schedule, self.numbers = schedule, numbers
+    def __init__(self, schedule: GatherSchedule, groups: LayerGroups) -> None:
+        self.schedule, self.numbers, self.count = schedule, groups.numbers, groups.layers
         self.at: tuple[int, list[Tensor]] | None = None
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return self.count
 
     def __iter__(self) -> Iterator[trees.Tree]:
         for i in self.numbers:
-            self.at = None  # the weights of the layer before go before this one's come
+            self.at = None  # the weights of the layers before go before these come
             weights, buffers = self.schedule.weights(i, i + 1 if i + 1 in self.numbers else self.schedule.after(i))
             self.at = i, buffers
-            del buffers
-            yield weights
-            del weights
+            layers = collections.deque(weights)
+            del buffers, weights
+            while layers:
+                yield layers.popleft()
 
     def note(self, x: Tensor) -> Any:
         """Saved form of a tensor for autograd: a note if it is a part of this layer's weights."""
@@ -224,12 +224,13 @@ class GatherSchedule:
       handles: of every group the trained shards to gather, as autograd sees them: their gradients have landed at the
         end.
       arriving: gathers that have begun, by group.
-      looks: how often each group's weights were made.
+      again: the group that is looked at once more behind the last one, if there is such.
+      looks, passed: how often each group's weights were made, and their gradients were.
       leaving: gradients on their way: the summed shards, and what is sent, which must stay until then.
     """
 
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups = groups
+    def __init__(self, groups: list[Group], again: int | None = None) -> None:
+        self.groups, self.again = groups, again
         split = [
             [
                 x
@@ -243,7 +244,7 @@ class GatherSchedule:
         handles = iter(_Landed.apply(self.leaving, *every) if every else ())
         self.handles = [[next(handles) for _ in group] for group in split]
         self.arriving: dict[int, list[Tensor]] = {}
-        self.looks = collections.Counter[int]()
+        self.looks, self.passed = collections.Counter[int](), collections.Counter[int]()
 
     def start(self, i: int) -> None:
         """Begin to gather a group, unless that is on its way or nothing of it is gathered."""
@@ -256,9 +257,11 @@ class GatherSchedule:
         return _spread(self.groups[i], self.arriving.pop(i))
 
     def after(self, i: int) -> int | None:
-        """The next group that is gathered, if nobody has looked at it before."""
+        """The next group that is gathered, if nobody has looked at it before; behind the last the one to come again."""
         j = next((j for j in range(i + 1, len(self.groups)) if self.groups[j].buffers.buckets), None)
-        return j if j is not None and self.looks[j] == 0 else None
+        if j is None:
+            return self.again if self.again is not None and self.again != i and self.looks[self.again] == 1 else None
+        return j if self.looks[j] == 0 else None
 
     def weights(self, i: int, following: int | None) -> tuple[trees.Tree, list[Tensor]]:
         """A group's weights as functions of its shards, and their buffers. The gather of `following` begins."""
@@ -277,7 +280,7 @@ class GatherSchedule:
             if place is None:
                 return x.to(group.dtype)
             bucket = group.buffers.buckets[place.bucket]
-            return next(trained) if bucket.trained else _whole(landed[place.bucket], place, bucket)
+            return next(trained) if bucket.trained else whole_of(landed[place.bucket], place, bucket)
 
         leaves = zip(trees.leaves(group.shards), group.buffers.places, strict=True)
         return trees.fill(group.shards, [value(*leaf) for leaf in leaves]), landed
@@ -290,7 +293,7 @@ def start(group: Group) -> list[Tensor]:
     with torch.no_grad():
         for x, place in zip(trees.leaves(group.shards), buffers.places, strict=True):
             if place is not None:
-                flats[place.bucket].narrow(0, place.begin, x.numel()).view(place.shard).copy_(x)
+                slot(flats[place.bucket], place, tuple(x.shape)).copy_(x)
     return [collectives.start_all_gather(flat, mesh, b.axes) for flat, b in zip(flats, buffers.buckets, strict=True)]
 
 
@@ -301,24 +304,8 @@ def _spread(group: Group, arriving: list[Tensor]) -> list[Tensor]:
     buffers = [x.new_empty(x.numel()) for x in rows]
     for place in filter(None, group.buffers.places):
         bucket = buckets[place.bucket]
-        _grid(_whole(buffers[place.bucket], place, bucket), place).copy_(_rows(rows[place.bucket], place, bucket))
+        put_together(rows[place.bucket], whole_of(buffers[place.bucket], place, bucket), place, bucket)
     return buffers
-
-
-def _whole(buffer: Tensor, place: Place, bucket: Bucket) -> Tensor:
-    """A weight in the gathered buffer."""
-    return buffer.narrow(0, place.begin * bucket.ranks, math.prod(place.whole)).view(place.whole)
-
-
-def _grid(whole: Tensor, place: Place) -> Tensor:
-    """A view of a whole weight as [axes..., shard...]."""
-    return whole.view(place.grid).permute(place.order)
-
-
-def _rows(rows: Tensor, place: Place, bucket: Bucket) -> Tensor:
-    """A view of a leaf's shards in the ranks' buffers [ranks, elements] as [axes..., shard...]."""
-    shards = rows[:, place.begin : place.begin + math.prod(place.shard)]
-    return shards.unflatten(1, place.shard).unflatten(0, bucket.sizes)
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
@@ -332,19 +319,19 @@ class _Gather(torch.autograd.Function):
     def forward(schedule, i, landed, *shards):
         buffers = schedule.groups[i].buffers
         landed.extend(schedule.land(i))
-        places = _trained_places(buffers)
-        return tuple(_whole(landed[place.bucket], place, buffers.buckets[place.bucket]) for place in places)
+        return tuple(whole_of(landed[place.bucket], place, buffers.buckets[place.bucket]) for place in buffers.trained)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.schedule, ctx.i, ctx.dtype = inputs[0], inputs[1], inputs[3].dtype
+        ctx.shapes = [tuple(x.shape) for x in inputs[3:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *grads):
         schedule, group = ctx.schedule, ctx.schedule.groups[ctx.i]
         buffers, mesh = group.buffers, group.mesh
-        places = _trained_places(buffers)
+        places: list[Place] = buffers.trained
         rows = {
             number: torch.zeros(bucket.ranks, bucket.elements, dtype=ctx.dtype, device=mesh.device)
             for number, bucket in enumerate(buffers.buckets)
@@ -352,17 +339,16 @@ class _Gather(torch.autograd.Function):
         }
         for grad, place in zip(grads, places, strict=True):
             if grad is not None:
-                bucket = buffers.buckets[place.bucket]
-                _rows(rows[place.bucket], place, bucket).copy_(_grid(grad.contiguous(), place))
+                take_apart(grad, rows[place.bucket], place, buffers.buckets[place.bucket])
         _land(schedule.leaving)
         for number, x in rows.items():
             axes = buffers.buckets[number].axes
             schedule.leaving.append((collectives.start_psum_scatter(x.view(-1), mesh, axes), x))
         summed = dict(zip(rows, (flat for flat, _ in schedule.leaving), strict=True))
-        if schedule.looks[ctx.i] > 1:  # autograd adds what comes from each look
+        schedule.passed[ctx.i] += 1
+        if schedule.passed[ctx.i] > 1:  # autograd adds it to what has come from another look
             _land(schedule.leaving)
-        shards = [summed[p.bucket].narrow(0, p.begin, math.prod(p.shard)).view(p.shard) for p in places]
-        return None, None, None, *shards
+        return None, None, None, *(slot(summed[p.bucket], p, n) for p, n in zip(places, ctx.shapes, strict=True))
 
 
 class _Landed(torch.autograd.Function):
@@ -380,40 +366,10 @@ class _Landed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         _land(ctx.leaving)
-        return None, *grads
-
-
-def _trained_places(buffers: Buffers) -> list[Place]:
-    return [place for place in buffers.places if place is not None and buffers.buckets[place.bucket].trained]
+        return None, *(grad if grad is None else grad.contiguous() for grad in grads)
 
 
 def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
     for summed, _ in leaving:
         collectives.wait(summed)
     leaving.clear()
-
-
-@functools.lru_cache(maxsize=256)
-def _buffers(
-    names: tuple[str, ...], stored: tuple[Layout, ...], compute: tuple[Layout, ...], trained: tuple[bool, ...]
-) -> Buffers:
-    """Buffers for leaves of these layouts: one for each distinct set of axes to gather over, trained and not."""
-    buckets: dict[tuple[tuple[str, ...], bool], Bucket] = {}
-    places: list[Place | None] = []
-    for name, have, want, learns in zip(names, stored, compute, trained, strict=True):
-        over = gather_axes(name, have, want)
-        sizes = dict(zip(AXES, have.sizes, strict=True))
-        axes = tuple(axis for axis in AXES if any(axis in dims for dims in over))
-        if not axes:
-            places.append(None)
-            continue
-        key = axes, learns
-        bucket = buckets.get(key) or Bucket(axes, tuple(sizes[axis] for axis in axes), 0, learns)
-        shard, whole = have.local_shape(), want.local_shape()
-        grid = [part for dim, dims in enumerate(over) for part in (*dims, dim)]
-        lengths = tuple(shard[part] if isinstance(part, int) else sizes[part] for part in grid)
-        order = tuple(grid.index(part) for part in (*axes, *range(len(shard))))
-        places.append(Place(list({**buckets, key: bucket}).index(key), bucket.elements, shard, whole, lengths, order))
-        elements = bucket.elements + -(-math.prod(shard) // ALIGNMENT) * ALIGNMENT
-        buckets[key] = bucket._replace(elements=elements)
-    return Buffers(tuple(buckets.values()), tuple(places))

@@ -6,7 +6,6 @@ Names are strict: a tensor that is missing, unexpected or of the wrong shape is 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -405,16 +404,21 @@ def _slice(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tuple
     index, part, rest, dim = [], [], [], 0
     begin, end = stored.rows
     for length in (end - begin, *stored.shape[1:]):
+        low, high = 0, 1  # of the dims that are one in the file, up to `dim`
         merged = 1
         first = dim
         while merged < length or dim == first:
-            merged, dim = merged * shape[dim], dim + 1
-        inner = math.prod(shape[first + 1 : dim])
-        low, high = box[first]
-        index.append(slice(begin + low * inner, begin + high * inner))
+            only, inner = (
+                high - low == 1,
+                shape[dim],
+            )  # of one index of the dims before, only a part of this one is read
+            inside = box[dim] if only else (0, inner)
+            low, high = low * inner + inside[0], (high - 1) * inner + inside[1]
+            part.append(inside[1] - inside[0])
+            rest.append(slice(None) if only else slice(*box[dim]))
+            merged, dim = merged * inner, dim + 1
+        index.append(slice(begin + low, begin + high))
         begin = 0  # of the dims behind the first
-        part += [high - low, *shape[first + 1 : dim]]
-        rest += [slice(None), *(slice(*b) for b in box[first + 1 : dim])]
     return tensor[tuple(index)].reshape(part)[tuple(rest)]
 
 

@@ -7,7 +7,8 @@ The cache holds (c_t, k_t), R + N' numbers a token for all heads, on every tenso
 of each head and attends as all models do; a cache is attended to by `latent_paged_attention`.
 
 Under tensor parallelism a rank has some of the heads. What all ranks compute alike, A h and what comes before it, is
-computed outside of `pbroadcast`: its gradient is whole on each, once those of all heads are summed.
+computed outside of `enter`: its gradient is whole on each, once those of all heads are summed. Where the residual
+stream is split it is computed of a rank's own tokens, and of these only the small vectors are gathered.
 
 References: DeepSeek-AI, 2024, https://arxiv.org/abs/2405.04434
 """
@@ -25,11 +26,11 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, rotate
-from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
 from funrl.models.config import Config, Latent
 from funrl.models.low_rank import LowRank, merged, multiply
 from funrl.models.sequence_parallel import split_attention
+from funrl.models.split_residual import enter
 
 NORM_EPS = 1e-6  # of the norms inside, whatever config.json says of the others
 
@@ -55,11 +56,12 @@ def latent_attention(
 
     Args:
       params: by the names of `latent_shapes`; this rank's heads.
-      h_BTD: normalised hidden states, the same on every tensor rank and not yet broadcast to them.
+      h_BTD: normalised hidden states, the same on every tensor rank and not yet broadcast to them; where
+        `context.split`, this rank's tokens of them.
       context: as in `decoder.Context`.
     """
-    q_BTHN = _queries(latent, mesh, params, h_BTD, context.rope)
-    latent_BTR = _latent(latent, mesh, params, h_BTD, context.rope)
+    q_BTHN = _queries(latent, mesh, params, h_BTD, context)
+    latent_BTR = _latent(latent, mesh, params, h_BTD, context)
     scale = config.attention_scale or config.head**-0.5
     if context.kv_cache is not None and context.paging is not None:
         up = params["kv_b"]
@@ -77,22 +79,22 @@ def latent_attention(
     return out_BTHN[..., : latent.value]
 
 
-def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, rope: Rotary) -> Tensor:
+def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Any) -> Tensor:
     """[B, T, H, nope + rope] of this rank's heads."""
     from_BTR, weight = h_BTD, params["q_b" if latent.q_rank is not None else "q"]
     if latent.q_rank is not None:
         from_BTR = rms_norm(multiply(h_BTD, params["q_a"]), params["q_a_norm"], NORM_EPS)
-    q_BTHN = multiply(pbroadcast(from_BTR, mesh, "tensor"), weight).unflatten(-1, weight.shape[:2])
+    q_BTHN = multiply(enter(from_BTR, mesh, context.split), weight).unflatten(-1, weight.shape[:2])
     plain, turning = q_BTHN.split((latent.nope, latent.rope), -1)
-    return torch.cat((plain, _turned(latent, turning, rope)), -1)
+    return torch.cat((plain, _turned(latent, turning, context.rope)), -1)
 
 
-def _latent(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, rope: Rotary) -> Tensor:
+def _latent(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Any) -> Tensor:
     """Origin of keys and values, [B, T, kv_rank + rope]; the part of the keys that turns is rotated already."""
     plain, turning = multiply(h_BTD, params["kv_a"]).split((latent.kv_rank, latent.rope), -1)
     both_BTR = torch.cat((rms_norm(plain, params["kv_a_norm"], NORM_EPS), turning), -1)
-    plain, turning = pbroadcast(both_BTR, mesh, "tensor").split((latent.kv_rank, latent.rope), -1)
-    return torch.cat((plain, _turned(latent, turning.unsqueeze(-2), rope).squeeze(-2)), -1)
+    plain, turning = enter(both_BTR, mesh, context.split).split((latent.kv_rank, latent.rope), -1)
+    return torch.cat((plain, _turned(latent, turning.unsqueeze(-2), context.rope).squeeze(-2)), -1)
 
 
 def _keys_values(latent: Latent, params: trees.Tree, latent_BTR: Tensor) -> tuple[Tensor, Tensor]:

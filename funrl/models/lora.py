@@ -196,18 +196,19 @@ def _with_low_rank(layer: Layer, scale: float) -> Layer:
 
     def adapted(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Any) -> Tensor:
         parts = {
-            name: _low_rank(part, mesh, scale) if isinstance(part, dict) else part for name, part in params.items()
+            name: _low_rank(part, mesh, scale, context.split) if isinstance(part, dict) else part
+            for name, part in params.items()
         }
         return layer(config, mesh, parts, x_BTD, context)
 
     return adapted
 
 
-def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float) -> dict[str, Any]:
+def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool) -> dict[str, Any]:
     """Weights of a part of a layer, the adapted ones with their factors.
 
-    The factor that the tensor ranks hold alike is used by each for its part of the other one: its gradient is their
-    sum.
+    The factor that the tensor ranks hold alike is used by each for its part of the other one, or where the residual
+    stream is `split` for its tokens: its gradient is their sum.
     """
     found: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
     for name, x in part.items():
@@ -215,7 +216,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float) -> dict[str,
             weight, a, b = name.removesuffix(FIRST), x, part[name.removesuffix(FIRST) + SECOND]
             if weight in SUMMED:
                 b = pbroadcast(b, mesh, "tensor")
-            elif weight not in WHOLE:
+            elif split or weight not in WHOLE:
                 a = pbroadcast(a, mesh, "tensor")
             found[weight] = LowRank(found[weight], a, b, scale)
     return found

@@ -40,6 +40,7 @@ class Inputs(NamedTuple):
       paging: with a cache, the places of the tokens of one packed row [1, T]; it has their positions. None: no cache.
       routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
         its router says. None: so everywhere.
+      split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
     """
 
     tokens: Tensor
@@ -48,13 +49,15 @@ class Inputs(NamedTuple):
     offsets: Tensor | None = None
     paging: Paging | None = None
     routes: Tensor | None = None
+    split: bool = False
 
 
 class Output(NamedTuple):
     """Result of a forward pass.
 
     Attributes:
-      hidden: [B, T, D] hidden states after the last norm, the same on every tensor rank.
+      hidden: [B, T, D] hidden states after the last norm, the same on every tensor rank; where `Inputs.split`, this
+        tensor rank's part of the tokens.
       cache: the key-value cache with the new tokens in it; None where none was given.
       aux: of a model with experts the fields of `routing.Load`, of all its layers that have some: counts_E [L, E],
         probs_E [L, E], z [L] and ids_TK [L, B T, k].

@@ -18,12 +18,13 @@ from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
 from funrl.mesh.collectives import gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
-from funrl.mesh.rules import COMPUTE, STORED, Rules, layouts
+from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
 from funrl.models.config import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.model import Inputs, Layer, Model, Output
 from funrl.models.routing import Load
 from funrl.models.sequence_parallel import AXIS as SEQUENCE
+from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
 
 
@@ -37,7 +38,8 @@ class Placed:
     first token of a sequence and at padding.
 
     Ranks that differ in `sequence` alone have the same rows. Each computes the hidden states, and what is made of them,
-    of its contiguous part of one packed row; results are those of the whole row again, the same on all of them.
+    of its contiguous part of one packed row; results are those of the whole row again, the same on all of them. Where
+    `splits`, tensor ranks share the residual stream of that part.
 
     Attributes:
       model: what is placed.
@@ -47,6 +49,7 @@ class Placed:
       dtype: the weights are cast to it to compute; gradients arrive in the dtype of the weights.
       layer: the function of one layer, such as a compiled one.
       replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
+      splits: whether the residual stream of packed rows is split over `tensor`; see `split_residual`.
     """
 
     model: Model
@@ -56,6 +59,17 @@ class Placed:
     dtype: torch.dtype
     layer: Layer
     replay: bool = False
+    splits: bool = False
+
+    @property
+    def partial(self) -> trees.Tree:
+        """For each weight the axes, besides those of tokens, over which to sum its gradient of packed rows."""
+        return partial_axes(self.model.shapes, self.model.axes, SPLIT_RESIDUAL if self.splits else {})
+
+    @property
+    def multiple(self) -> int:
+        """Number of tokens that the length of a packed row is a multiple of."""
+        return self.mesh.size((SEQUENCE, "tensor") if self.splits else SEQUENCE)
 
     def token_scores(
         self,
@@ -123,7 +137,8 @@ class Placed:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
         value_Bt = self.model.value(weights, self._apply(weights, batch).hidden)
-        return _shifted(gather_replicated(value_Bt, self.mesh, SEQUENCE, 1), batch)
+        over = (SEQUENCE, "tensor") if self._splits(batch) else SEQUENCE
+        return _shifted(gather_replicated(value_Bt, self.mesh, over, 1), batch)
 
     def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
         """Weights of this model that begin as those of another one. Collective; the copy shares no memory.
@@ -162,8 +177,10 @@ class Placed:
         rank's B t hidden states these are; and the load of experts, where there are some."""
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
-        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+        tied = "embed" if self.model.config.tied else None  # is the unembedding
+        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype, tied)
         hidden_BtD, _, aux = self._apply(weights, batch)
+        hidden_BtD = all_tokens(hidden_BtD, self.mesh, self._splits(batch))
         load, before_MD = Load(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
@@ -183,9 +200,14 @@ class Placed:
     def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
         """The forward pass over this rank's part of the tokens, with the recorded experts where they are replayed."""
         routes, inputs, experts = batch.get("routes"), inputs_of(batch), self.model.config.experts
+        inputs = inputs._replace(split=self._splits(batch))
         if routes is not None and experts is not None and self.replay:
             inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=experts.per_token))
         return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
+
+    def _splits(self, batch: Batch) -> bool:
+        """True if the residual stream of these rows is split: they are packed."""
+        return self.splits and batch.get("offsets") is not None
 
     def _own_next(self, x_BT: Tensor) -> Tensor:
         """[B t, ...] of this rank's tokens, a field of the token behind each; 0 behind the last of a row."""
@@ -223,6 +245,7 @@ def place(
     dtype: torch.dtype = torch.float32,
     layer: Layer | None = None,
     replay: bool = False,
+    splits: bool = False,
 ) -> Placed:
     """A model on a mesh.
 
@@ -234,12 +257,13 @@ def place(
       dtype: the dtype to compute in.
       layer: a replacement of `model.layer`, such as a compiled one; None: that one.
       replay: whether tokens go to the experts that a batch says.
+      splits: whether the residual stream of packed rows is split over `tensor`.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
     """
     stored, compute = (layouts(model.shapes, model.axes, rules, mesh.sizes) for rules in (stored_rules, compute_rules))
-    return Placed(model, mesh, stored, compute, dtype, layer or model.layer, replay)
+    return Placed(model, mesh, stored, compute, dtype, layer or model.layer, replay, splits)
 
 
 def inputs_of(batch: Batch) -> Inputs:
@@ -254,14 +278,14 @@ def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
     Raises:
       ModelError: the tokens do not divide over the ranks that share them.
     """
-    T, ranks = inputs.tokens.shape[1], mesh.size(SEQUENCE)
-    if ranks == 1:
-        return inputs
+    T, ranks = inputs.tokens.shape[1], mesh.size((SEQUENCE, "tensor") if inputs.split else SEQUENCE)
     if T % ranks:
         raise ModelError(f"a row of {T} tokens does not divide over the mesh {mesh}: pad it to a multiple of {ranks}")
+    if mesh.size(SEQUENCE) == 1:
+        return inputs
     if inputs.positions is None:
         inputs = inputs._replace(positions=torch.arange(T, device=inputs.tokens.device).expand_as(inputs.tokens))
-    split = {name: x for name, x in inputs._asdict().items() if x is not None and name != "offsets"}
+    split = {name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor) and name != "offsets"}
     return inputs._replace(**{name: own_shard(x, mesh, SEQUENCE, 1) for name, x in split.items()})
 
 

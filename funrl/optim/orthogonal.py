@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import optree
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
@@ -145,7 +146,8 @@ class _Kind(NamedTuple):
 def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _Kind, mesh: Mesh) -> Iterator[Tensor]:
     """This rank's part of `fn` of each tensor, which is computed on one rank for all.
 
-    A dim that counts a batch of matrices stays split.
+    A dim that counts a batch of matrices stays split. Where the ranks do not divide a dim, shards are exchanged padded
+    to the largest, and what pads them is cut off before `fn`.
 
     Args:
       shards: this rank's parts of tensors of one kind.
@@ -160,16 +162,31 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
     for low in range(0, len(shards), parts):
         x = torch.stack(list(shards[low : low + parts]))
         count = len(x)
+        own = tuple(x.shape[1:])
         if count < parts:
-            x = torch.cat([x, x.new_zeros(parts - count, *x.shape[1:])])
+            x = torch.cat([x, x.new_zeros(parts - count, *own)])
+        x = _padded(x, kind.layout.local_shape() if kind.layout else own)
         x = collectives.own_shard(x, mesh, tuple(copies))
         for axis, dim in split:  # the innermost axis of a dim first
             x = collectives.all_to_all(x, mesh, axis, 0, dim)
-        x = torch.stack([fn(whole) for whole in x.unbind(0)])
+        together = tuple(x.shape[1:])
+        matrix = (*together[: kind.view.batch], *(kind.layout.shape if kind.layout else own)[kind.view.batch :])
+        x = _padded(torch.stack([fn(_cut(whole, matrix)) for whole in x.unbind(0)]), together)
         for axis, dim in reversed(split):
             x = collectives.all_to_all(x, mesh, axis, dim, 0)
         x = collectives.all_gather(x, mesh, tuple(copies))
-        yield from x[:count].unbind(0)
+        yield from (_cut(one, own) for one in x[:count].unbind(0))
+
+
+def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """[N, ...] with zeros behind the last of each dim: [N, *shape]."""
+    lacks = [longer - n for n, longer in zip(x.shape[1:], shape, strict=True)]
+    return F.pad(x, [n for lack in reversed(lacks) for n in (0, lack)]) if any(lacks) else x
+
+
+def _cut(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first of each dim."""
+    return x if tuple(x.shape) == tuple(shape) else x[tuple(slice(n) for n in shape)]
 
 
 def axes_by_name(axes: trees.Tree) -> dict[str, tuple[str, ...]]:

@@ -183,7 +183,8 @@ class TorchBackend:
         """Whether attention stops at the end of each sequence by itself, however many pages it is given."""
         config = self.model.config
         device, cap = self.mesh.device.type, config.attention_cap
-        return takes_kernel(device, self._dtype, config.head, self.page_tokens, cap)
+        takes = takes_kernel(device, self._dtype, config.head, self.page_tokens, cap)
+        return takes and config.latent is None
 
     @property
     def rows_at_once(self) -> int:

@@ -190,7 +190,7 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
     mask_BT = torch.arange(tokens_BT.shape[1], device=mesh.device).expand(tokens_BT.shape) >= len(prompts[0])
     plain = dataclasses.replace(placed, layer=placed.model.layer)  # a compiled one would be compiled for this shape too
     with torch.no_grad():
-        scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, mesh.size("sequence"))).logp
+        scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).logp
     assert scores is not None
     scores = scores.flatten()[: tokens_BT.numel()].view(tokens_BT.shape)
     differs_BS = tokens_BS != first_BS
@@ -199,14 +199,14 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
     return pmax(gap_BS.nan_to_num(torch.inf).max(), mesh, AXES).item()
 
 
-def _packed(tokens_BT: Tensor, mask_BT: Tensor, ranks: int) -> Batch:
+def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
     """Rows end to end and padded, where ranks share the tokens of a row; as they are where each has all."""
-    if ranks == 1:
+    if multiple == 1:
         return Batch(tokens=tokens_BT, mask=mask_BT)
     (B, T), device = tokens_BT.shape, tokens_BT.device
     rows = tokens_BT, mask_BT, torch.arange(1, B + 1, device=device)[:, None].expand(B, T)
-    tokens, mask, segments = (F.pad(x.flatten(), (0, -B * T % ranks)).unsqueeze(0) for x in rows)
-    positions = F.pad(torch.arange(T, device=device).repeat(B), (0, -B * T % ranks)).unsqueeze(0)
+    tokens, mask, segments = (F.pad(x.flatten(), (0, -B * T % multiple)).unsqueeze(0) for x in rows)
+    positions = F.pad(torch.arange(T, device=device).repeat(B), (0, -B * T % multiple)).unsqueeze(0)
     offsets = torch.arange(0, B * T + 1, T, device=device, dtype=torch.int32)
     return Batch(tokens=tokens, mask=mask, segments=segments.int(), positions=positions, offsets=offsets)
 

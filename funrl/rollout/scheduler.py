@@ -391,6 +391,8 @@ def _draws(
       lacking: tokens of each sequence that are not computed by this pass.
       decoding: the first so many sequences draw behind each of their tokens.
     """
+    if len(seats) == decoding == counts.sum():  # nearly always: no prompts, no drafts
+        return np.arange(decoding), seats, np.zeros_like(seats)
     drawn = np.where(np.arange(len(seats)) < decoding, counts, lacking == 0)  # of each sequence
     ahead = np.arange(drawn.sum()) - np.repeat(np.cumsum(drawn) - drawn, drawn)
     return np.repeat(np.cumsum(counts) - drawn, drawn) + ahead, np.repeat(seats, drawn), ahead

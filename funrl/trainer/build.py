@@ -16,11 +16,12 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
-from funrl.models import Model, Placed, compile_layer, hf, place
+from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
 from funrl.models.sequence_parallel import with_form
+from funrl.models.shared_reading import load_shared
 from funrl.models.value_head import BIAS, HEAD
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
@@ -37,7 +38,7 @@ from funrl.trainer.optimizer import make_optimizer
 from funrl.trainer.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
 from funrl.trainer.router_losses import RouterLosses
 from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import stored_rules
+from funrl.trainer.sharding import splits_residual, stored_rules
 from funrl.trainer.state import State
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -88,7 +89,8 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     def placed(name: str, model: Model) -> Placed:
         layer = with_form(layer_of(model), settings.sequence_parallel)
         replay = settings.router_replay and name == "policy"
-        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay)
+        split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
 
     begin = placed(job.lead, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
@@ -192,7 +194,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     for name, role in parts.roles.items():
         placed, dtype = role.placed, job.dtype if role.loss is None else job.master
         if name in job.directories:
-            weights[name] = hf.load(job.directories[name], dtype, parts.mesh, placed.stored, placed.model)[1]
+            weights[name] = load_shared(job.directories[name], placed.model, dtype, parts.mesh, placed.stored)
         elif placed.model is parts.begin.model and name == job.lead:
             weights[name] = begin
         else:
@@ -209,7 +211,7 @@ def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, tre
     for name, role in parts.roles.items():
         placed, generator = role.placed, torch.Generator()
         if not role.on_base:
-            weights[name] = hf.load(job.directories[name], job.dtype, parts.mesh, placed.stored, placed.model)[1]
+            weights[name] = load_shared(job.directories[name], placed.model, job.dtype, parts.mesh, placed.stored)
         elif role.loss is not None:
             generator.manual_seed(derived_seed(job.settings.seed, list(WRITES).index(name)))
             weights[name] = first_trained(placed.model, role.stored, parts.mesh, generator, job.master, head)

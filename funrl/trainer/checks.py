@@ -18,7 +18,7 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
-from funrl.trainer.settings import PROFILE, Settings, check_values, mesh_sizes, settings_flags
+from funrl.trainer.settings import PROFILE, TOKEN_MULTIPLE, Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
@@ -64,6 +64,7 @@ def check_together(settings: Settings) -> None:
         _check_generate_mesh,
         _check_sharding,
         _check_sequence_parallel,
+        _check_split_residual,
         _check_lora,
         _check_reward_timeout,
         _check_trackers,
@@ -299,6 +300,17 @@ def _check_sequence_parallel(settings: Settings) -> None:
     if settings.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
         raise SettingsError(
             f"--sequence_parallel={settings.sequence_parallel} does nothing: --mesh={settings.mesh} has no sp"
+        )
+
+
+def _check_split_residual(settings: Settings) -> None:
+    tensor = mesh_sizes(settings)["tensor"]
+    if settings.split_residual == "on" and tensor == 1:
+        raise SettingsError(f"--split_residual=on does nothing: --mesh={settings.mesh} has no tp")
+    if settings.split_residual == "on" and TOKEN_MULTIPLE % tensor:
+        raise SettingsError(
+            f"--split_residual=on: tokens of a micro-batch come by {TOKEN_MULTIPLE}, which do not divide over "
+            f"tp{tensor}; leave it out, or choose a tp of 2, 4 or 8"
         )
 
 

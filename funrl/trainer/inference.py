@@ -19,6 +19,7 @@ from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduc
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model, hf
+from funrl.models.shared_reading import load_shared
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.trainer.build import Parts, build, sync
@@ -206,14 +207,15 @@ def stored_weights(
       layouts: a tree of them.
     """
     if stored.checkpoint is None:
-        return hf.load(stored.directory, dtype, mesh, layouts, model)[1]
+        return load_shared(stored.directory, model, dtype, mesh, layouts)
     found = dict(lead_weights(stored.checkpoint, model, dtype, dict(trees.named(layouts)), mesh))
     return trees.map_named(lambda name, _: found[name], model.shapes)
 
 
 def _frozen(job: Job, parts: Parts) -> dict[str, trees.Tree]:
     """StoredModel of the other models, such as a reward model's."""
+    placed = {name: parts.roles[name].placed for name in job.directories}
     return {
-        name: hf.load(folder, job.dtype, parts.mesh, parts.roles[name].placed.stored, parts.roles[name].placed.model)[1]
+        name: load_shared(folder, placed[name].model, job.dtype, parts.mesh, placed[name].stored)
         for name, folder in job.directories.items()
     }

@@ -16,6 +16,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.models import Model, hf
 from funrl.models.model import Layer
+from funrl.models.shared_reading import load_shared
 from funrl.rewards.call import RewardError
 from funrl.rollout.engine import Engine, awake, complete
 from funrl.rollout.hf_engine import hf_engine
@@ -186,7 +187,7 @@ def open_judge(
         engine = hf_engine(job.model, mesh, dtype)
     else:
         engine = native_engine(job.model, mesh, dtype, max_rows, layer=layer, note=note)
-    _, params = hf.load(job.directory, dtype, mesh, engine.weights.layouts, job.model)
+    params = load_shared(job.directory, job.model, dtype, mesh, engine.weights.layouts)
     engine.load(engine.weights.named(params))
     engine.pause()
     return Judge(job, engine, mesh)

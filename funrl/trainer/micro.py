@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,9 +18,9 @@ from funrl.data.packing import Packing, RowCost, pack, packed_sizes
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
 from funrl.seeds import derived_seed
+from funrl.trainer.settings import TOKEN_MULTIPLE as MULTIPLE
 from funrl.trainer.step_rows import Rows
 
-MULTIPLE = 8  # sizes of micro-batches are multiples of it
 BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
 SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
 PARTS_OF_A_ROW = 2  # sequences of a row, at most: a preference has two
@@ -173,8 +172,7 @@ def sizes_of(
       token_budget: tokens of one rank.
       split: ranks that share a micro-batch's tokens, equally.
     """
-    longest, multiple = int(lengths.max(initial=1)), math.lcm(MULTIPLE, split)
-    sizes = packed_sizes(token_budget * split, longest, multiple, parts)
+    sizes = packed_sizes(token_budget * split, int(lengths.max(initial=1)), MULTIPLE * split, parts)
     return sizes, sizes[-1] // MULTIPLE + MULTIPLE
 
 

@@ -108,6 +108,11 @@ class Role(NamedTuple):
         """Layouts of its own weights while their layer runs."""
         return trained_part(self.placed.model, self.placed.compute)
 
+    @property
+    def partial(self) -> trees.Tree:
+        """`Placed.partial` of its own weights."""
+        return trained_part(self.placed.model, self.placed.partial)
+
     def whole(self, own: trees.Tree, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
         """Weights as `placed` takes them.
 

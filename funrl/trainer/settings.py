@@ -40,6 +40,7 @@ GROUPS = {"job": "What to do", "devices": "Where", "rollout": "Generation", "upd
 ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
+TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
 NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
@@ -82,6 +83,11 @@ class Settings:
         "auto", "devices", "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends "
         "keys from rank to rank; auto: ulysses where the heads divide",
         one_of("auto", "ulysses", "ring"),
+    )  # fmt: skip
+    split_residual: str = flag(
+        "auto", "devices", "split tokens between the halves of a layer over tp, whose norms and residuals then take "
+        "1 / tp of the memory; auto: on GPUs",
+        one_of("auto", "on", "off"),
     )  # fmt: skip
     remat: str = flag(
         "none",
@@ -379,7 +385,8 @@ class Settings:
 
     lr: float | None = flag(
         None, "update", "peak learning rate of the policy, or of the model that learns", above(0),
-        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), 5e-7 to 1e-3; --lora_rank: 3e-3, 10 times",
+        chosen="1e-3 from scratch; with --model 0.2 / sqrt(its parameters), sft and reward models 1 / sqrt, 5e-7 to "
+        "1e-3; --lora_rank: 3e-3, 10 times",
     )  # fmt: skip
     critic_lr: float | None = flag(
         None, "update", "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL

@@ -57,7 +57,7 @@ class Array(NamedTuple):
 
     Attributes:
       dtype: its name in zarr, such as "bfloat16".
-      chunk: shape of its chunks; it divides `shape`. () where it is not known.
+      chunk: shape of its chunks, of which the last in a dim may be cut. () where it is not known.
       scalar: a number rather than a tensor.
     """
 
@@ -309,6 +309,8 @@ def read_parts(request: ReadShards) -> str | dict[str, chunk_files.Span] | None:
             found = opened[part.name].result()
             if tuple(found.shape) != array.shape or found.dtype.name != array.dtype:
                 return f"{part.name} has shape {list(found.shape)} and dtype {found.dtype.name}"
+            if any(low == high for low, high in part.box):
+                continue
             target = ts.array(_view(memory, array, part), context=context, copy=False)
             copies.append((part.name, target.write(found[_slices(part.box)])))
         except Exception as error:

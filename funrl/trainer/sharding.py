@@ -15,7 +15,7 @@ from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.config import architecture
 from funrl.trainer.declaration import SettingsError, parts
-from funrl.trainer.settings import ROLES, Settings
+from funrl.trainer.settings import ROLES, TOKEN_MULTIPLE, Settings
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:
@@ -105,6 +105,17 @@ def check_layouts(
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     if "policy" in models:
         layouts(models["policy"].shapes, models["policy"].axes, GENERATE, generate_sizes)
+
+
+def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: bool) -> bool:
+    """True if tensor ranks share the residual stream of packed rows.
+
+    By default on accelerators. There it takes no longer: what is sent is what the sums that it replaces send, and norms
+    are computed once. Gloo, on a CPU, takes as long for a scattered sum as for a whole one, and the gather is more.
+    """
+    form, tensor = settings.split_residual, sizes["tensor"]
+    wanted = form == "on" or (form == "auto" and accelerator)
+    return wanted and tensor > 1 and TOKEN_MULTIPLE % tensor == 0
 
 
 def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int]) -> None:

@@ -72,19 +72,20 @@ def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mes
     offset = turn = 0
     for name, x in tensors.items():
         whole = _layout(name, x, layouts, mesh)
-        array = arrays[name] = Array(whole.shape, NAMES[x.dtype], chunk_shape(tuple(x.shape), x.element_size()))
+        largest = whole.local_shape()  # the same on every rank, and so are the turns
+        array = arrays[name] = Array(whole.shape, NAMES[x.dtype], chunk_shape(largest, x.element_size()))
         spread = tuple(axis for axis in AXES if axis not in whole.axes)
         ranks, mine = mesh.size(spread), int(mesh.index(spread))
         origin = tuple(low for low, _ in whole.box(mesh.rank))
-        for box in chunks(tuple(x.shape), array.chunk):
-            if turn % ranks == mine:
+        for number, box in enumerate(chunks(tuple(x.shape), array.chunk)):
+            if (turn + number) % ranks == mine:
                 at = tuple((low + o, high + o) for (low, high), o in zip(box, origin, strict=True))
                 parts.append(ShardPart(name, at, offset))
                 offset += -(-_volume(box) * x.element_size() // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
                 if not any(low for low, _ in at):
                     created.add(name)
-            turn += 1
-        if not x.numel() and mesh.rank == 0:
+        turn += sum(1 for _ in chunks(largest, array.chunk))
+        if not math.prod(largest) and mesh.rank == 0:
             created.add(name)
     return OwnShards(arrays, tuple(parts), frozenset(created), offset)
 
@@ -106,11 +107,11 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Ends]:
-    """The boxes of the chunks of a tensor, row-major; none of an empty one."""
+    """The boxes of the chunks of a tensor, row-major, the last ones cut at its end; none of an empty one."""
     if 0 in shape:
         return
     yield from itertools.product(
-        *([(low, low + step) for low in range(0, n, step)] for n, step in zip(shape, chunk, strict=True))
+        *([(low, min(low + step, n)) for low in range(0, n, step)] for n, step in zip(shape, chunk, strict=True))
     )
 
 
@@ -236,7 +237,8 @@ def read_tensors(
     Raises:
       ShardError: on every rank, naming what one of them cannot read.
     """
-    windows = [_window(names, arrays, like, layouts, mesh) for names in _windows(like, arrays)]
+    largest = {name: _layout(name, x, layouts, mesh).local_shape() for name, x in like.items()}
+    windows = [_window(names, arrays, like, layouts, mesh) for names in _windows(like, largest, arrays)]
     memories = [Memory(max((one.nbytes for one in windows[i::2]), default=0)) for i in range(2)]
 
     def ask(number: int) -> None:
@@ -338,12 +340,18 @@ def _copied(
     return reshard(local, ways, mesh)
 
 
-def _windows(like: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> Iterator[list[str]]:
-    """The names in groups of some bytes; what is read at once."""
+def _windows(
+    like: Mapping[str, Tensor], largest: Mapping[str, tuple[int, ...]], arrays: Mapping[str, Array]
+) -> Iterator[list[str]]:
+    """The names in groups of some bytes, the same on every rank; what is read at once.
+
+    Args:
+      largest: shapes of the largest part of each that a rank has.
+    """
     window: list[str] = []
     nbytes = 0
     for name, x in like.items():
-        size = x.numel() * max(x.element_size(), TENSOR_DTYPES[arrays[name].dtype].itemsize)
+        size = math.prod(largest[name]) * max(x.element_size(), TENSOR_DTYPES[arrays[name].dtype].itemsize)
         if window and nbytes + size > WINDOW_BYTES:
             yield window
             window, nbytes = [], 0
@@ -356,9 +364,9 @@ def _windows(like: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> Iterato
 def _finer(layout: Layout, x: Tensor, mesh: Mesh) -> Layout:
     """A layout that splits a large tensor over the ranks that all need it too, in the outermost dim that divides."""
     spread = tuple(axis for axis in AXES if axis not in layout.axes and mesh.sizes[axis] > 1)
-    ranks = mesh.size(spread)
-    if ranks > 1 and x.numel() * x.element_size() >= SPLIT_BYTES:
-        for dim, length in enumerate(x.shape):
+    ranks, largest = mesh.size(spread), layout.local_shape()
+    if ranks > 1 and math.prod(largest) * x.element_size() >= SPLIT_BYTES:
+        for dim, length in enumerate(largest):
             if length % ranks == 0:
                 spec = tuple((*axes, *spread) if i == dim else axes for i, axes in enumerate(layout.spec))
                 return Layout(layout.shape, spec, layout.sizes)

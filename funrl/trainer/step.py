@@ -122,7 +122,7 @@ def gradient(
         beat()
         found = _joined(found, numerators, metrics)
     assert found is not None
-    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh)
+    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     if load is not None and ROUTER_COUNTS in sums[1]:
         load += sums[1][ROUTER_COUNTS]

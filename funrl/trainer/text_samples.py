@@ -56,7 +56,7 @@ def greedy_continuations(
     device, everyone = placed.mesh.device, tuple(placed.mesh.sizes)
     placed = dataclasses.replace(placed, layer=placed.model.layer)  # rows of this form are not worth a compilation
     length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    multiple = math.lcm(8, placed.mesh.size("sequence"))
+    multiple = math.lcm(8, placed.multiple)
     width = -(-(int(length_B.max()) + count) // multiple) * multiple
     tokens_BT = torch.full((len(prompts), width), pad, dtype=TOKEN_INT, device=device)
     for row, prompt in enumerate(prompts):

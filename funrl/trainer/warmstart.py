@@ -33,6 +33,7 @@ from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import shard
 from funrl.models import hf
 from funrl.models.placed import Placed
+from funrl.models.shared_reading import load_shared
 from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.job import Job
@@ -63,7 +64,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
     mesh, directory = placed.mesh, kept or job.settings.model
     if directory is not None:
         dtype = job.master if job.lora is None else job.dtype
-        return hf.load(directory, dtype, mesh, placed.stored, job.model)[1]
+        return load_shared(directory, job.model, dtype, mesh, placed.stored)
     generator = torch.Generator().manual_seed(job.settings.seed)
     weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:

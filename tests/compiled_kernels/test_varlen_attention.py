@@ -212,6 +212,31 @@ def test_a_gpu_takes_wide_dtypes_segment_by_segment():
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
 
 
+def test_the_host_reads_where_segments_begin_once(monkeypatch):
+    """Not in each layer and direction; and again where they have changed."""
+    (q, k, v, _), offsets, reads = draw(20), offsets_of([9, 11]), []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: (reads.append(x), cpu(x))[1])
+    for _ in range(3):
+        out = varlen_attention(q, k, v, offsets)
+        torch.autograd.grad(out.sum(), (q, k, v))
+    assert len(reads) == 1
+    offsets.copy_(offsets_of([4, 16]))
+    assert torch.equal(varlen_attention(q, k, v, offsets), varlen_attention(q, k, v, offsets_of([4, 16])))
+    assert not torch.equal(varlen_attention(q, k, v, offsets), out) and len(reads) == 3
+
+
+def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
+    """On "meta", of which the host can read nothing: bounds of lengths are known from packing."""
+    q, k, v, d_out = (x.detach()[0].to("meta", torch.bfloat16) for x in draw(20))
+    offsets, seed = offsets_of([9, 8]).to("meta"), torch.empty(2, device="meta")
+    forward, backward = (lambda q, *_: (q, q[..., 0].T, seed)), (lambda d, q, k, v, *_: (q, k, v))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda: kernels.Kernel("none", True, forward, backward))
+    out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, 16)
+    grads = kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, 16, generator)
+    assert out.shape == q.shape and [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
 def fake_flash_attn():
     """flash-attn's two functions with their published signatures, computed by our CPU operators."""
 

@@ -12,8 +12,10 @@ from dry_jobs import CPU, H100, plain, settings, small, write_config
 from funrl import trees
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cost import dry_run
+from funrl.cost import estimate as cost_estimate
 from funrl.cost.estimate import at_rows, pretended
 from funrl.data.packing import pack, packed_sizes
+from funrl.mesh import message_sizes
 from funrl.mesh.mesh import single
 from funrl.models.config import Experts, Latent, ModelError
 from funrl.trainer.build import build
@@ -228,16 +230,24 @@ def test_a_single_update_reads_its_own_forward_pass():
 
 
 def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
-    model = write_config(tmp_path)
-    one, two = (
-        dry_run.estimate(plain("ppo", model=model, mesh=mesh, generate_mesh=mesh, minibatches=2), 8, CPU)
-        for mesh in ("dp2", "dp2,tp2")
+    how = {"model": write_config(tmp_path), "minibatches": 2}
+    one, two, split = (
+        dry_run.estimate(plain("ppo", mesh=mesh, generate_mesh=mesh, **how, **more), 8, CPU)
+        for mesh, more in (("dp2", {}), ("dp2,tp2", {}), ("dp2,tp2", {"split_residual": "on"}))
     )
     assert two.phases["update_policy"].peak["weights"] < 0.6 * one.phases["update_policy"].peak["weights"]
     group = {text: name for name, (text, *_) in two.axes.items()}
     assert {group["dp2"], group["tp2"]} <= {name for _, name in two.phases["update_policy"].traffic}
     # of one micro-batch: the embedding, 2 a layer, and the maximum and the sums of the logits
     assert two.phases["score_policy"].traffic["all_reduce", group["tp2"]].count == 1 + 2 * 2 + 2
+    # with a split residual each of the former is scattered, and what each half and the unembedding begin with gathered
+    whole, parts = (
+        {kind: sent for (kind, name), sent in found.phases["score_policy"].traffic.items() if name == group["tp2"]}
+        for found in (two, split)
+    )
+    assert parts["all_reduce"].count == 2
+    summed = (1 + 2 * 2, whole["all_reduce"].nbytes - parts["all_reduce"].nbytes)
+    assert parts["all_gather_into_tensor"] == parts["reduce_scatter_tensor"] == summed
 
 
 def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(tmp_path):
@@ -327,6 +337,23 @@ def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks():
     assert dry_run.tokens_of(settings(), sft) > tokens(settings())  # an answer comes after a prompt
 
 
+def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
+    """Layers in twos, of which one is left over: the line through shallow models has the messages of all of them."""
+    job = small("grpo", mesh="dp16", fsdp=True, batch_prompts=128, sizes={"layers": 13})
+    layer = 4 * trees.count(job.model.shapes["layers"][0])
+    monkeypatch.setattr(message_sizes, "PIECE_BYTES", 3 * layer // (2 * 16))
+    found = []
+    for depths in ((3, 4), (20, 21)):  # by the line, and all of them
+        monkeypatch.setattr(cost_estimate, "DEPTHS", depths)
+        phases = dry_run.estimate(job, 8, CPU).phases
+        found.append({name: {key: one.count for key, one in costs.traffic.items()} for name, costs in phases.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, counts in found[0].items():
+        assert counts == pytest.approx(found[1][name]), name
+    gathers = next(n for (op, _), n in found[0]["score_reference"].items() if op.startswith("all_gather"))
+    assert gathers == 7 + 2  # the embedding and the unembedding go by themselves
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo", "dapo", "dpo", "otb"])
 def test_no_more_collectives_are_called_on_more_ranks(name):
     counts = []
@@ -338,7 +365,8 @@ def test_no_more_collectives_are_called_on_more_ranks(name):
         counts.append(
             {phase: sum(one.count for one in costs.traffic.values()) for phase, costs in found.phases.items()}
         )
-    assert counts[0] == counts[1] == counts[2] and sum(counts[0].values()) > 0
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 0
+    assert all(counts[2][phase] <= count for phase, count in counts[1].items())  # over nodes these layers join
 
 
 @pytest.mark.parametrize("form", ["ulysses", "ring"])

@@ -3,7 +3,7 @@
 import pytest
 
 from funrl.experiments.run import main
-from funrl.mesh.environment import first_host, read_environment
+from funrl.mesh.environment import first_host, ranks_of_node, read_environment
 from funrl.mesh.text import MeshError
 
 SLURM = {
@@ -23,6 +23,19 @@ def test_ranks_of_torchrun_of_slurm_and_of_nobody():
     }  # fmt: skip
     assert read_environment(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert read_environment(SLURM | {"RANK": "0", "WORLD_SIZE": "2"}) == 0  # torchrun in a Slurm step
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "nodes", "expected"),
+    [
+        ("16", "8", "2", 8), ("16", "8", None, 8), ("8", "8", "1", None), ("12", "8", "2", None),
+        ("12", "4", "2", None),
+        ("4", None, None, None), (None, "8", None, None),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_node_where_all_nodes_have_as_many(world, local, nodes, expected):
+    given = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
+    assert ranks_of_node({name: text for name, text in given.items() if text is not None}) == expected
 
 
 @pytest.mark.parametrize(

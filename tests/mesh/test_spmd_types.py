@@ -19,7 +19,7 @@ from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
 from funrl.mesh.rules import shard
-from funrl.models import Config, decoder, decoder_model, low_rank, place, with_value_head
+from funrl.models import Config, decoder, decoder_model, low_rank, place, split_residual, with_value_head
 from funrl.trainer.roles import Role
 from funrl.trainer.step import fields_of, gradient
 
@@ -129,7 +129,7 @@ def test_any_collective_left_out_or_done_twice_is_found(monkeypatch, name, times
             x = collective(x, mesh, axes)
         return x
 
-    for module in (decoder, low_rank):
+    for module in (decoder, low_rank, split_residual):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, counted)
     forward(*FULL)

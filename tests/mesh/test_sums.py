@@ -7,6 +7,7 @@ from funrl import trees
 from funrl.mesh import sums
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse, single
+from funrl.mesh.message_sizes import message_bytes
 
 COUNTS = (0, 1, 3, 4, 7, 9)
 
@@ -48,8 +49,14 @@ def test_psum_tree_sums_every_leaf_in_its_own_dtype(bucket_bytes, monkeypatch):
             torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
 
 
-def test_buckets_are_full_and_of_one_dtype(monkeypatch):
-    monkeypatch.setattr(sums, "SUM_BYTES", 16)
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(2, 128 << 20), (8, 128 << 20), (64, 128 << 20), (512, 512 << 20), (4096, 1 << 30)]
+)
+def test_a_message_has_a_megabyte_for_each_of_many_ranks(ranks, expected):
+    assert message_bytes(ranks, sums.SUM_BYTES) == expected
+
+
+def test_buckets_are_full_and_of_one_dtype():
     values = [
         torch.zeros(n, dtype=d)
         for n, d in (
@@ -61,8 +68,8 @@ def test_buckets_are_full_and_of_one_dtype(monkeypatch):
             (0, torch.float32),
         )
     ]
-    assert list(sums._buckets(values, torch.float32)) == [[0, 2], [3], [4, 5]]
-    assert list(sums._buckets(values, torch.int64)) == [[1]] and list(sums._buckets(values, torch.bool)) == []
+    assert list(sums._buckets(values, torch.float32, 16)) == [[0, 2], [3], [4, 5]]
+    assert list(sums._buckets(values, torch.int64, 16)) == [[1]] and list(sums._buckets(values, torch.bool, 16)) == []
 
 
 def test_psum_tree_on_one_device_copies_nothing():

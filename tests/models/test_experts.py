@@ -58,25 +58,31 @@ def expected(k, normalized):
     return out_TD.detach(), trees.fill(params, grads), d_x
 
 
-def worst(mesh_text, k, normalized=True):
-    """The largest difference of outputs and gradients from those of one process, over all ranks."""
+def worst(mesh_text, k, normalized=True, split=False):
+    """The largest difference of outputs and gradients from those of one process, over all ranks.
+
+    Args:
+      split: each tensor rank has a part of the tokens of its group.
+    """
     out, grads, d_x = expected(k, normalized)
     params, x_TD, g_TD = weights()
     sizes = parse(mesh_text)
-    tokens = sizes["data"] * sizes["expert"]
+    tokens, shares = sizes["data"] * sizes["expert"], sizes["tensor"] if split else 1
     layouts = rules.layouts(params, AXES, rules.COMPUTE, sizes)
+    partial = rules.partial_axes(params, AXES, rules.SPLIT_RESIDUAL if split else {})
 
     def own(x, rank):
         at = coordinates(sizes, rank)
-        return x.chunk(tokens)[at["data"] * sizes["expert"] + at["expert"]].clone()
+        group = x.chunk(tokens)[at["data"] * sizes["expert"] + at["expert"]]
+        return group.chunk(shares)[at["tensor"] % shares].clone()
 
     with simulate(mesh_text) as mesh:
         mine = trees.map(lambda x: x.requires_grad_(), scatter(params, layouts))
         x_BTD = per_rank(mesh.world, lambda rank: own(x_TD, rank).unsqueeze(0)).requires_grad_()
         g = per_rank(mesh.world, lambda rank: own(g_TD, rank))
-        got, load = mixture(Experts(E, k, M, normalized), mesh, mine, x_BTD)
+        got, load = mixture(Experts(E, k, M, normalized), mesh, mine, x_BTD, split=split)
         *raw, d = torch.autograd.grad(loss(got[0], load.probs_E, g), [*trees.leaves(mine), x_BTD])
-        rest = rules.rest_axes(layouts, layouts, mesh)
+        rest = rules.rest_axes(layouts, layouts, mesh, partial)
         summed = trees.fill(mine, [psum(x, mesh, axes) for x, axes in zip(raw, rest, strict=True)])
         gaps = []
         for rank in range(mesh.world):
@@ -88,10 +94,11 @@ def worst(mesh_text, k, normalized=True):
     return max(gaps)
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "ep2", "dp2,ep2", "ep2,tp2", "ep4"])
+@pytest.mark.parametrize("mesh", ["dp1", "ep2", "dp2,ep2", "ep2,tp2", "ep4", "tp2 split", "ep2,tp2 split"])
 @pytest.mark.parametrize("k,normalized", [(1, False), (2, True), (4, True)])
 def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalized):
-    assert worst(mesh, k, normalized) < 1e-12
+    text, _, split = mesh.partition(" ")
+    assert worst(text, k, normalized, bool(split)) < 1e-12
 
 
 class Scaled(torch.autograd.Function):
@@ -112,7 +119,8 @@ class Scaled(torch.autograd.Function):
 
 # k of ep2,tp2 (2: gathered, 1: ragged), the collective, and how many calls of it there are with floating point numbers
 CALLS = [
-    (2, "all_gather", 2), (2, "psum_scatter", 1), (2, "pbroadcast", 2), (2, "psum", 1), (1, "ragged_all_to_all", 2),
+    (2, "all_gather", 2), (2, "psum_scatter", 1), (2, "pbroadcast", 1), (2, "enter", 1), (2, "leave", 1),
+    (2, "all_tokens", 1), (1, "ragged_all_to_all", 2),
 ]  # fmt: skip
 
 
@@ -133,16 +141,36 @@ def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
         return Scaled.apply(out, *((2, 1) if fault == "doubled" else (1, 2)))
 
     monkeypatch.setattr(module, name, wrong)
-    assert worst("ep2,tp2", k) > 1e-3
+    assert worst("ep2,tp2", k, split=name == "all_tokens") > 1e-3
     assert len(seen) == next(calls for ways, one, calls in CALLS if (ways, one) == (k, name))
+
+
+@pytest.mark.parametrize("fault", ["doubled", "left out"])
+@pytest.mark.parametrize("k,name", [(2, "all_gather"), (1, "all_to_all")])
+def test_an_exchange_of_experts_ids_or_counts_at_fault_is_found(monkeypatch, fault, k, name):
+    right, seen = getattr(module, name), []
+
+    def wrong(x, mesh, over, *dims):
+        out = right(x, mesh, over, *dims)
+        if x.is_floating_point():
+            return out
+        seen.append(over)
+        return out * 2 if fault == "doubled" else torch.cat([x] * (len(out) // len(x)))  # as if all had sent this
+
+    monkeypatch.setattr(module, name, wrong)
+    try:
+        gap = worst("ep2,tp2", k)
+    except (RuntimeError, IndexError):  # sizes that do not match end a run
+        gap = float("inf")
+    assert gap > 1e-3 and seen == [("expert",)]
 
 
 @pytest.mark.parametrize("fault", [("router", ()), ("expert_up", ("expert",))])
 def test_a_gradient_summed_over_other_axes_is_found(monkeypatch, fault):
     right = rules.rest_axes
 
-    def wrong(stored, compute, mesh):
-        axes = dict(zip([name for name, _ in trees.named(stored)], right(stored, compute, mesh), strict=True))
+    def wrong(stored, *rest):
+        axes = dict(zip([name for name, _ in trees.named(stored)], right(stored, *rest), strict=True))
         return list((axes | dict([fault])).values())
 
     monkeypatch.setattr(rules, "rest_axes", wrong)

@@ -13,14 +13,14 @@ import torch._dynamo  # checkpointing imports it: here once, and not in every ra
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.mesh import collectives
+from funrl.mesh import collectives, message_sizes
 from funrl.mesh.collectives import all_gather, psum, psum_scatter
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, MeshError, parse, single
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes, layouts, rest_axes, shard
 from funrl.mesh.sums import sum_rest
-from funrl.models import Config, decoder_model, fsdp, place, rematerialized, with_value_head
+from funrl.models import Config, decoder_model, fsdp, gather_buffers, place, rematerialized, with_value_head
 from funrl.models.decoder import decoder_layer
 from funrl.models.model import Inputs
 
@@ -35,7 +35,9 @@ GEMMA = dataclasses.replace(
     TIED, norms="sandwich", norm_offset=1.0, activation="gelu", attention_cap=0.8, logit_cap=1.5, embed_scale=4.0,
     attention_scale=0.4, windows=(3, None, 3, None), local_rope_theta=100.0,
 )  # fmt: skip
+NARROW = dataclasses.replace(TIED, embed=6)  # 4 ranks have 2, 2, 2 and 0 of it
 OLMO = dataclasses.replace(CONFIG, norms="post", qk_norm_over="projection", rotates=(True, True, True, False))
+ALONE = single(), None, "none", torch.float64
 COMPILED = torch.compile(decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -91,6 +93,8 @@ CASES = {
     "dp2,ep2 in groups of 2, twice": ("dp2,ep2", "expert", "none", CONFIG),
     "dp2,ep2 over both": ("dp2,ep2", ("data", "expert"), "none", CONFIG),
     "dp2 gemma": ("dp2", "data", "none", GEMMA),
+    "dp3, which does not divide": ("dp3", "data", "full", CONFIG),
+    "dp2,ep2 over both, one of which has nothing": ("dp2,ep2", ("data", "expert"), "none", NARROW),
     "dp2,tp2 norms over heads": ("dp2,tp2", "data", "full", OLMO),
     "tp2 whole, computed again": ("tp2", None, "selective", CONFIG),
 }
@@ -218,20 +222,59 @@ def test_gathers_and_scatters_are_one_group_ahead_of_what_computes(config):
     forward, backward = events[: events.index("backward")], events[events.index("backward") + 1 :]
     groups = ["embed", *(f"layers/{i}" for i in range(4)), "embed" if config.tied else "unembed"]
     expected = [("gather", "embed")]
-    for name, following in itertools.pairwise(groups):
-        ahead = [] if (name, following) == ("layers/3", "embed") else [("gather", following)]
-        expected += [*ahead, ("land", name)]
-    expected += [("gather", "embed"), ("land", "embed")] if config.tied else [("land", "unembed")]
-    assert forward == expected
+    for name, following in itertools.pairwise(groups):  # tied, the embedding comes again while the last layer computes
+        expected += [("gather", following), ("land", name)]
+    assert forward == [*expected, ("land", groups[-1])]
     # The last layer is still there. A scatter (1: unembed, 2: the last layer ...) is waited for when the next begins,
-    # after the layer before has been gathered and has computed; those of tied weights, which are added, at once.
+    # after the layer before has been gathered and has computed.
     turns = [[("wait", n), ("scatter", n + 1)] for n in range(1, 6)]
-    if config.tied:
-        turns[0], turns[-1] = [("scatter", 2)], [*turns[-1], ("wait", 6)]
-    expected = [("scatter", 1), *([("wait", 1)] if config.tied else []), ("gather", "layers/2"), *turns[0]]
+    expected = [("scatter", 1), ("gather", "layers/2"), *turns[0]]
     for i, turn in zip((2, 1, 0), turns[1:4], strict=True):
         expected += [("land", f"layers/{i}"), *([("gather", f"layers/{i - 1}")] if i else []), *turn]
-    assert backward == [*expected, *turns[4], *([] if config.tied else [("wait", 6)])]
+    assert backward == [*expected, *turns[4], ("wait", 6)]
+    assert _most(events, "gather", "land") == 2 and _most(events, "scatter", "wait") == 1
+
+
+def _most(events, begins, ends):
+    """The most of what has begun and not ended that there is at any time."""
+    signs = [(event[0] == begins) - (event[0] == ends) for event in events if event != "backward"]
+    return max(itertools.accumulate(signs))
+
+
+def _scores(placed, params):
+    return placed.token_scores(params, Batch(tokens=TOKENS)).logp.sum(), None
+
+
+def _together(params, mesh):
+    """Bytes of a layer's shards, and names and bytes of the messages of a step that joins layers as far as one and a
+    half would fill a message; the whole gradient."""
+    placed = _placed(CONFIG, mesh, "data", "full", torch.float64)["policy"]
+    stored, compute = (trees.leaves(tree["layers"][0]) for tree in (placed.stored, placed.compute))
+    buffers = gather_buffers.buffers_of(("",) * len(stored), tuple(stored), tuple(compute), (True,) * len(stored))
+    piece = 8 * buffers.buckets[0].elements
+    message_sizes.RANKS_PER_NODE, message_sizes.PIECE_BYTES = 1, 3 * piece // 2
+    sent, starts = [], {name: getattr(collectives, f"start_{name}") for name in ("all_gather", "psum_scatter")}
+
+    def watched(name, x, mesh, axes):
+        sent.append((name, x.nbytes))
+        return starts[name](x, mesh, axes)
+
+    for name in starts:
+        setattr(collectives, f"start_{name}", functools.partial(watched, name))
+    _, grads = trees.value_and_grad(functools.partial(_scores, placed))(shard(params, placed.stored, mesh))
+    return piece, sent, unshard(grads, placed.stored, mesh)
+
+
+def test_layers_join_where_a_message_of_one_is_small():
+    params, alone = (made(CONFIG, *rest)["policy"] for made, rest in ((_params, (torch.float64,)), (_placed, ALONE)))
+    piece, sent, grads = launch(functools.partial(_together, params), parse("dp2"), "cpu")
+    assert sent.count(("all_gather", 2 * piece)) == 3  # four layers: two messages there, and one back
+    assert sent.count(("psum_scatter", 4 * piece)) == 2
+    assert len(sent) == 3 + 2 + 2 * 2  # and those of the embedding and of the unembedding
+    _, whole = trees.value_and_grad(functools.partial(_scores, alone))(params)
+    stored = _placed(CONFIG, Mesh(parse("dp2")), "data", "none", torch.float64)["policy"].stored
+    for (name, x), y, layout in zip(trees.named(grads), trees.leaves(whole), trees.leaves(stored), strict=True):
+        assert (x - (2 if layout.axes else 1) * y).abs().max() < 1e-11, name  # both ranks see all tokens
 
 
 def _passes_loss(placed, again, params):

@@ -1,6 +1,9 @@
-"""A packed row that is split over ranks gives the numbers of one device, in float64; a wrong collective is found."""
+"""A packed row that is split over ranks, and its residual stream over tensor ranks, give the numbers of one device, in
+float64; a wrong collective is found."""
 
 import functools
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -8,14 +11,29 @@ import torch
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
-from funrl.mesh import collectives
+from funrl.cost.estimate import pretended
+from funrl.mesh import collectives, rules
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
+from funrl.mesh.rules import shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.mesh.sums import sum_rest
-from funrl.models import Config, ModelError, decoder_model, place, placed, ring_attention, with_value_head
+from funrl.models import (
+    Config,
+    ModelError,
+    decoder_model,
+    place,
+    placed,
+    rematerialized,
+    ring_attention,
+    with_value_head,
+)
 from funrl.models import sequence_parallel as sequence
+from funrl.models import split_residual as residual
+from funrl.models.lora import targets_of, with_lora
+from funrl.models.model import Lora
+from funrl.models.sizes import Latent
 
 OFFSETS = torch.tensor([0, 5, 5, 24, 25, 34, 34], dtype=torch.int32)  # borders of all ranks but one are within segments
 T = 36  # of which two are padding
@@ -81,8 +99,9 @@ def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
 
 
 def config(heads, kv_heads, **more):
-    sizes = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16, "family": "qwen3", "qk_norm": True}
-    return Config(heads=heads, kv_heads=kv_heads, **sizes, **more)
+    sizes: dict[str, Any] = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16, "family": "qwen3"}
+    sizes |= {"qk_norm": True, "attention_bias": True, "output_bias": True}
+    return Config(heads=heads, kv_heads=kv_heads, **sizes | more)
 
 
 def packed():
@@ -107,34 +126,34 @@ def outputs(places, params, batch):
 WEIGHTS = draw(3, 1, T, seed=3)
 
 
-def places_on(mesh, sizes):
+def places_on(mesh, sizes, adapted=False, splits=False):
     model = decoder_model(sizes)
-    return {
-        name: place(one, mesh, dtype=torch.float64)
-        for name, one in {"policy": model, "critic": with_value_head(model)}.items()
-    }
+    adapters = Lora(2, 3.0, targets_of("all-linear", model)) if adapted else None
+    models = {"policy": model if adapters is None else with_lora(model, adapters)}
+    models["critic"] = with_value_head(model, 2, bias=True)
+    return {name: place(one, mesh, dtype=torch.float64, splits=splits) for name, one in models.items()}
 
 
 @functools.cache
-def alone(heads, kv_heads):
+def alone(sizes, adapted):
     """Weights of both models, and what one device gives."""
-    places = places_on(SINGLE, config(heads, kv_heads))
+    places = places_on(SINGLE, sizes, adapted)
     params = {name: one.model.init(torch.Generator().manual_seed(0), torch.float64) for name, one in places.items()}
     params = trees.map(lambda x: x + 0.3 * draw(*x.shape, seed=x.numel()), params)
     found = trees.value_and_grad(lambda p: outputs(places, p, packed()))(params)
     return params, found
 
 
-def gaps(text, heads, kv_heads):
+def gaps(text, sizes, splits=False, adapted=False):
     """How far outputs and gradients of any rank are from those of one device."""
-    params, ((_, whole), grads) = alone(heads, kv_heads)
+    params, ((_, whole), grads) = alone(sizes, adapted)
     batch = packed()  # not inside: every simulated rank would draw tokens of its own
     with simulate(text) as mesh:
-        places = places_on(mesh, config(heads, kv_heads))
-        stored = {name: one.stored for name, one in places.items()}
+        places = places_on(mesh, sizes, adapted, splits)
+        stored, partial = ({name: getattr(x, tree) for name, x in places.items()} for tree in ("stored", "partial"))
         local = scatter(params, stored)
         (_, found), made = trees.value_and_grad(lambda p: outputs(places, p, batch))(local)
-        summed, _ = sum_rest(made, (), stored, stored, mesh)
+        summed, _ = sum_rest(made, (), stored, stored, mesh, partial)
         ranks = [gather((found, summed), rank) for rank in range(mesh.world)]
 
     def own(x, layout, rank):
@@ -153,12 +172,34 @@ def gaps(text, heads, kv_heads):
     ]
 
 
-SPLITS = [("sp4", 4, 2), ("sp6", 12, 4), ("sp2,tp2", 4, 1)]
+GEMMA = {
+    "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 0.8, "logit_cap": 1.5,
+    "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
+}  # fmt: skip
+SPLITS = {
+    "sp4": ("sp4", config(4, 2), False),
+    "sp6": ("sp6", config(12, 4), False),
+    "sp2,tp2": ("sp2,tp2", config(4, 1), False),
+    "tp2, its residual": ("tp2", config(4, 2), True),
+    "sp2,tp2, its residual": ("sp2,tp2", config(4, 1), True),
+    "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 2, **GEMMA), True),
+    "tp4, its residual, norms over shared heads": (
+        "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text, heads, kv_heads", SPLITS)
-def test_scores_values_and_gradients_are_those_of_one_device(text, heads, kv_heads):
-    assert max(gaps(text, heads, kv_heads)) < 1e-9
+@pytest.mark.parametrize("case", SPLITS)
+def test_scores_values_and_gradients_are_those_of_one_device(case):
+    assert max(gaps(*SPLITS[case])) < 1e-9
+
+
+LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "output_bias": False, "head": 6}
+
+
+@pytest.mark.parametrize("sizes", [config(4, 2), config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5))])
+def test_so_are_those_of_adapters(sizes):
+    assert max(gaps("tp2", sizes, splits=True, adapted=True)) < 1e-9
 
 
 def unchanged(x, mesh, axes, split, concat):
@@ -166,24 +207,41 @@ def unchanged(x, mesh, axes, split, concat):
     return torch.cat([collectives.own_shard(x, mesh, axes, split)] * mesh.size(axes), concat)
 
 
+def doubled(name):
+    return lambda *x: 2 * getattr(collectives, name)(*x)
+
+
+def own_only(x, mesh, axes, dim):
+    """A gather in which every rank has its own part alone."""
+    return torch.cat([x] * mesh.size(axes), dim)
+
+
 FAULTS = {
     "nothing is exchanged": (sequence, "all_to_all", unchanged),
     "gathered as if ranks differed": (placed, "gather_replicated", all_gather),
-    "an exchange is counted twice": (sequence, "all_to_all", lambda *x: 2 * collectives.all_to_all(*x)),
+    "an exchange is counted twice": (sequence, "all_to_all", doubled("all_to_all")),
     "all ranks take the first part": (placed, "own_shard", lambda x, mesh, axis, dim: x.chunk(mesh.size(axis), dim)[0]),
+    "gradients are not summed": (collectives, "psum", lambda x, mesh, axes: x),
 }  # fmt: skip
+OF_THE_RESIDUAL = {
+    "a half has its rank's tokens": (residual, "all_gather", own_only),
+    "a half has twice its tokens' numbers": (residual, "all_gather", doubled("all_gather")),
+    "a half has no sum of gradients": (residual, "all_gather", collectives.gather_replicated),
+    "a half has no sum": (residual, "psum_scatter", collectives.own_shard),
+    "a half's sum is counted twice": (residual, "psum_scatter", doubled("psum_scatter")),
+    "the last norm's tokens are not gathered": (residual, "gather_replicated", own_only),
+    "the last norm's gradients are summed": (residual, "gather_replicated", all_gather),
+    "norms' gradients are not summed": (placed, "SPLIT_RESIDUAL", {"value": "tensor"}),
+    "the value head's gradients are not summed": (placed, "SPLIT_RESIDUAL", {"norm": "tensor"}),
+    "those of norms of heads are summed twice": (placed, "SPLIT_RESIDUAL", {**rules.SPLIT_RESIDUAL, "head": "tensor"}),
+}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS | OF_THE_RESIDUAL)
 def test_a_wrong_collective_is_found(fault, monkeypatch):
-    where, name, wrong = FAULTS[fault]
+    where, name, wrong = (FAULTS | OF_THE_RESIDUAL)[fault]
     monkeypatch.setattr(where, name, wrong)
-    assert min(gaps("sp2", 4, 2)) > 1e-2
-
-
-def test_gradients_that_are_not_summed_are_found(monkeypatch):
-    monkeypatch.setattr(collectives, "psum", lambda x, mesh, axes: x)
-    assert min(gaps("sp2", 4, 2)) > 1e-2
+    assert min(gaps("tp2", config(4, 2), True) if fault in OF_THE_RESIDUAL else gaps("sp2", config(4, 2))) > 1e-2
 
 
 def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
@@ -195,3 +253,39 @@ def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
             model.token_scores(params, Batch(tokens=torch.zeros(1, 8, dtype=torch.int64)))
         with pytest.raises(ModelError, match="7 tokens does not divide over the mesh sp2: pad it to a multiple of 2"):
             model.token_scores(params, Batch(tokens=torch.zeros(1, 7, dtype=torch.int64)))
+    with simulate("tp8") as mesh:
+        model = places_on(mesh, config(8, 4), splits=True)["policy"]
+        params = scatter(model.model.init(torch.Generator().manual_seed(0), torch.float64), model.stored)
+        with pytest.raises(ModelError, match="36 tokens does not divide over the mesh tp8: pad it to a multiple of 8"):
+            model.token_scores(params, packed())
+
+
+# ---- what is kept
+
+
+def kept_streams(splits, mode):
+    """For each number of tokens, how many hidden states of as many autograd keeps, on one rank of tp4."""
+    sizes, kept = config(8, 4, tied=True), {}
+
+    def note(x):
+        if x.shape[-1] == sizes.embed:
+            kept[x.untyped_storage().data_ptr()] = x.numel() // sizes.embed
+        return x
+
+    with pretended(parse("tp4")) as mesh:
+        model = decoder_model(sizes)
+        one = place(model, mesh, dtype=torch.float64, layer=rematerialized(model.layer, mode), splits=splits)
+        params = shard(model.init(torch.Generator().manual_seed(0), torch.float64), one.stored, mesh)
+        params = trees.map(lambda x: x.requires_grad_(), params)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            found = one.token_scores(params, packed())  # held until autograd's notes are counted
+    assert found.logp is not None and found.logp.requires_grad
+    counts = Counter(kept.values())
+    return counts[T], counts[T // 4]
+
+
+@pytest.mark.parametrize("mode, entering", [("none", 2 * 2), ("full", 0)])
+def test_norms_and_residuals_keep_a_share_of_the_tokens(mode, entering):
+    """What enters each half of two layers, where it is kept, and the unembedding is whole; all else is a quarter."""
+    (whole, none), (entered, split) = (kept_streams(splits, mode) for splits in (False, True))
+    assert none == 0 and entered == entering + 1 and split == whole - entered >= 4

@@ -8,7 +8,9 @@ from torch.optim import _muon
 
 from funrl import optim, trees
 from funrl.mesh import mesh as meshes
-from funrl.mesh.rules import layouts
+from funrl.mesh.launch import launch
+from funrl.mesh.reshard import unshard
+from funrl.mesh.rules import STORED, fully_sharded, layouts, shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.optim import orthogonal
 
@@ -137,6 +139,23 @@ def test_matrices_inside_the_model_are_muons():
     state = optim.muon(0.1, axes=axes).init(params)
     assert [n for n, _ in trees.named(state["muon"])] == ["momentum/trace/router", "momentum/trace/up"]
     assert [n for n, _ in trees.named(state["adamw"]["adam"].mu)] == ["embed", "norm", "q_bias", "value"]
+
+
+def _uneven(mesh):
+    whole = {"up": randn(8, 4), "q": randn(4, 3, 2, seed=1)}
+    axes = {"up": ("mlp", "embed"), "q": ("heads", "head", "embed")}
+    lay = layouts(whole, axes, fully_sharded(STORED), mesh.sizes)
+    local = shard(whole, lay, mesh)
+    made, _ = optim.orthogonalize(axes=axes, layouts=lay, mesh=mesh).update(local, (), local)
+    assert trees.map(lambda x: x.shape, made) == trees.map(lambda x: x.shape, local)
+    return optim.orthogonalize(axes=axes).update(whole, (), whole)[0], unshard(made, lay, mesh)
+
+
+@pytest.mark.gloo
+def test_shards_need_not_be_equal():
+    expected, made = launch(_uneven, meshes.parse("dp3"), "cpu")  # of 4: 2, 2 and 0; of 2: 1, 1 and 0
+    for name, x in expected.items():
+        torch.testing.assert_close(made[name], x, rtol=0, atol=1e-13)
 
 
 AXES = {

@@ -22,9 +22,9 @@ from funrl.rollout.native import NativeEngine, native_engine
 pytestmark = pytest.mark.gloo
 
 
-def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, master=torch.float32):
+def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, master=torch.float32, splits=False):
     """The model, this rank's weights, and an engine on a view of the mesh that has been given them by a reshard."""
-    placed = place(decoder_model(config), mesh, stored, dtype=dtype)
+    placed = place(decoder_model(config), mesh, stored, dtype=dtype, splits=splits)
     params = rules.shard(weights(config, master), placed.stored, mesh)
     engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype, packed=False)
     to_engine = plan(placed.stored, engine.weights.layouts, dtype)
@@ -35,7 +35,7 @@ def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, ma
 BF16 = {"dtype": torch.bfloat16}
 FINE = {  # training mesh: engines that are right
     "dp2,tp2": [
-        ("tp2,dp2", {}), ("dp4", {}), ("tp4", {}), ("dp4", BF16), ("dp2,tp2", BF16),
+        ("tp2,dp2", {"splits": True}), ("dp4", {}), ("tp4", {}), ("dp4", BF16), ("dp2,tp2", BF16),
         ("tp4", {"config": Config(**SMALL, tied=True)}), ("tp4", {"config": Config(**SMALL | {"kv_heads": 1})}),
         ("dp2,tp2", {"config": Config(**SMALL | {"kv_heads": 1}), "stored": fully_sharded(STORED)}),
         ("dp4", {"config": Config(**SMALL, family="qwen2", attention_bias=True, tied=True), **BF16}),

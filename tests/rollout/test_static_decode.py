@@ -1,5 +1,7 @@
 """Decoding by passes of static shape: what a CUDA graph needs, shown without a GPU, and what it must not change."""
 
+import sys
+
 import pytest
 import torch
 from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, weights
@@ -16,6 +18,7 @@ from funrl.rollout.captured import CapturedFunctions
 from funrl.rollout.decode_state import STOP, DecodeForm, decode_pass, empty_state
 from funrl.rollout.host_copy import HostCopy
 from funrl.rollout.native import native_engine
+from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.static_decode import bucket
 
@@ -182,6 +185,26 @@ def test_where_there_are_none_the_reason_is_told(caplog):
     told = [x for x in caplog.messages if "static shape" in x]
     assert "experts" in told[0] and "drafts" in told[1] and len(told) == 2
     assert native_engine(decoder_model(CONFIGS["llama"]), packed=False)._static is None
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_the_hosts_work_in_a_pass_does_not_grow_with_the_rows(static):
+    """Python calls of passes in which nobody comes, goes or needs a page."""
+    counts, config = [], Config(**SMALL | {"layers": 1, "vocab": 8, "max_positions": 512})
+    for rows in (16, 64):
+        engine = engine_of(config, packed=False, static=static)
+        engine.submit(requests_of([[1, 2]] * rows, Sampling(max_new_tokens=400), 0))
+        for _ in range(20):
+            engine.step()
+        calls = []
+        sys.setprofile(lambda frame, event, arg, calls=calls: calls.append(event))
+        try:
+            for _ in range(8):
+                engine.step()
+        finally:
+            sys.setprofile(None)
+        counts.append(calls.count("call") + calls.count("c_call"))
+    assert counts[0] > 100 and abs(counts[1] - counts[0]) < 0.02 * counts[0], counts
 
 
 def test_buckets():

@@ -78,8 +78,12 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, com
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"mesh": "dp2"}, {"mesh": "dp1"}), ({"mesh": "dp2,tp2"}, {"mesh": "dp2", "fsdp": True}), ({}, {"mesh": "tp2"})],
-    ids=["dp2 to dp1", "dp2,tp2 to fully sharded dp2", "dp1 to tp2"],
+    [
+        ({"mesh": "dp3", "fsdp": True}, {"mesh": "dp2"}),
+        ({"mesh": "dp2,tp2"}, {"mesh": "dp3", "fsdp": True}),
+        ({}, {"mesh": "tp2"}),
+    ],
+    ids=["fully sharded dp3 to dp2", "dp2,tp2 to fully sharded dp3", "dp1 to tp2"],
 )
 def test_a_run_goes_on_on_another_mesh(tmp_path, before, after):
     _, steps, _, _ = run(tmp_path / "whole")

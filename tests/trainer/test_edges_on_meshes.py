@@ -94,6 +94,7 @@ def jobs(mesh, reward_model):
         settings = dict(edge.settings)
         if settings.get("reward_model"):
             settings |= {"reward_model": reward_model, "fsdp": "dp" in mesh[:2] and mesh != "dp1"}
+        settings |= {"split_residual": "on"} if mesh == "dp4,tp2" else {}
         found[name] = edge.change(small_job(edge.make, mesh=mesh, eval_prompts=1, **settings))
     return found
 

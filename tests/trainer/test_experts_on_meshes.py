@@ -21,19 +21,20 @@ DEEPSEEK = SIZES | {
 }  # fmt: skip
 BIASES = {"router_bias_rate": 0.01}
 LOSSES = {"router_aux_coef": 0.1, "router_z_coef": 0.01}
+SPLIT = {"split_residual": "on"}
 MESHES = {
     "ep2": ("ep2", EXPERTS, LOSSES),  # gathered: a token has as many experts as there are ranks
     "ep4": ("ep4", EXPERTS, LOSSES | {"generate_mesh": "dp2,tp2"}),  # ragged
     "ep2 ragged": ("ep2", FEW, {"remat": "full"}),
     "dp2,ep2": ("dp2,ep2", EXPERTS, LOSSES | {"fsdp": True, "generate_mesh": "ep2,tp2"}),
-    "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective"}),
-    "ep2,tp2 ragged": ("ep2,tp2", FEW, {}),
+    "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective", **SPLIT}),
+    "ep2,tp2 ragged": ("ep2,tp2", FEW, SPLIT),
     "dp2,ep2 whole": ("dp2,ep2", FEW, {}),
     "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True}),
     "tp2 deepseek": ("tp2", DEEPSEEK, BIASES),
     "dp2 deepseek": ("dp2", DEEPSEEK, BIASES | {"fsdp": True}),
     "ep2 deepseek": ("ep2", DEEPSEEK, BIASES | {"remat": "full"}),
-    "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective"}),
+    "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective", **SPLIT}),
     "sp2 deepseek": ("sp2", DEEPSEEK, BIASES | {"fsdp": True, "sequence_parallel": "ring"}),
     "dp2,sp2 deepseek": ("dp2,sp2", DEEPSEEK, BIASES | {"fsdp": True}),
     "ep2,sp2,tp2": ("ep2,sp2,tp2", EXPERTS, LOSSES | {"remat": "full", "generate_mesh": "ep2,dp2,tp2"}),

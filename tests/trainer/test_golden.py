@@ -74,11 +74,16 @@ def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "mesh,fsdp", [("dp1", False), pytest.param("dp2,tp2", False, marks=pytest.mark.slow), ("dp2", True)]
+    "mesh,more",
+    [
+        ("dp1", {}),
+        pytest.param("dp2,tp2", {"split_residual": "on"}, marks=pytest.mark.slow),
+        ("dp2", {"fsdp": True}),
+    ],
 )
-def test_three_steps_of_ppo_with_adapters(mesh, fsdp, tmp_path, monkeypatch):
+def test_three_steps_of_ppo_with_adapters(mesh, more, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert_golden(golden_run(mesh, "lora", fsdp=fsdp), FOLDER / "lora.json", 3, 1e-9)
+    assert_golden(golden_run(mesh, "lora", **more), FOLDER / "lora.json", 3, 1e-9)
 
 
 def assert_golden(run, file, steps, tolerance):

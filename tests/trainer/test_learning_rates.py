@@ -2,10 +2,19 @@
 
 import pytest
 
+from funrl import trees
+from funrl.algos.recipes import recipe
 from funrl.algos.recipes.ppo import ppo
 from funrl.experiments.flags import help_text
 from funrl.models import Config, decoder_model
-from funrl.trainer.learning_rates import HIGHEST, LOWEST, RATE_OF_ONE, learning_rates, rate_of_size
+from funrl.trainer.learning_rates import (
+    HIGHEST,
+    LOWEST,
+    RATE_OF_ONE,
+    SUPERVISED_RATE_OF_ONE,
+    learning_rates,
+    rate_of_size,
+)
 from funrl.trainer.settings import Settings, settings_flags
 
 
@@ -19,6 +28,32 @@ from funrl.trainer.settings import Settings, settings_flags
 def test_the_rate_of_a_size(parameters, expected):
     assert rate_of_size(parameters) == expected
     assert rate_of_size(parameters, adapters=True) == pytest.approx(10 * expected, rel=0.06)  # rounded on its own
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [  # 1 / sqrt(N): 1 / sqrt(8e9) = 1 / 89,443 = 1.1e-5
+        (260_000, 1e-3), (494_000_000, 4.5e-5), (8_000_000_000, 1.1e-5), (70_000_000_000, 3.8e-6),
+        (405_000_000_000, 1.6e-6),
+    ],
+)  # fmt: skip
+def test_the_rate_of_texts_to_imitate_and_of_reward_models(parameters, expected):
+    assert rate_of_size(parameters, supervised=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("sft", 5), ("reward_model", 5), ("process_reward_model", 5), ("dpo", 1), ("kto", 1), ("simpo", 1), ("grpo", 1)],
+)
+def test_what_learns_by_which_law(name, ratio):
+    model = model_of(512)
+    (rate,) = set(learning_rates(Settings(model="DIR"), recipe(name)(), model).values())
+    assert rate == pytest.approx(ratio * rate_of_size(trees.count(model.shapes)), rel=0.06)
+
+
+def test_texts_make_distillation_supervised():
+    found = [learning_rates(Settings(model="DIR", data=data), recipe("gkd")(), model_of(512)) for data in (None, "x")]
+    assert found[1]["policy"] == pytest.approx(5 * found[0]["policy"], rel=0.06)
 
 
 def model_of(embed):
@@ -47,5 +82,6 @@ def test_rates_of_a_run(settings, expected):
 
 def test_the_help_says_the_law():
     text = " ".join(help_text("ppo", "", [settings_flags()["lr"]], None).split())
-    law = f"with --model {RATE_OF_ONE} / sqrt(its parameters), {LOWEST:.0e} to {HIGHEST:.0e}".replace("e-0", "e-")
+    laws = f"{RATE_OF_ONE} / sqrt(its parameters), sft and reward models {SUPERVISED_RATE_OF_ONE:g} / sqrt"
+    law = f"with --model {laws}, {LOWEST:.0e} to {HIGHEST:.0e}".replace("e-0", "e-")
     assert law in text and "1e-3 from scratch" in text

@@ -13,7 +13,7 @@ import torch
 
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import Mesh, parse
-from funrl.mesh.rules import layout
+from funrl.mesh.rules import Uneven, layout
 from funrl.mesh.sums import own_range
 from funrl.trainer import chunk_files, row_shards, shards
 from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
@@ -30,7 +30,9 @@ from funrl.trainer.shards import (
     read_tensors,
 )
 
-RULES = {"rows": ("data", "tensor"), "columns": "tensor", "whole": None, "both": "data"}
+RULES = {
+    "rows": ("data", "tensor"), "columns": "tensor", "whole": None, "both": "data", "uneven": Uneven("data"),
+}  # fmt: skip
 AXES = {
     "roles/a": ((8, 12), ("both", "columns"), torch.float32),
     "roles/b": ((16, 4), ("rows", "whole"), torch.bfloat16),
@@ -38,6 +40,7 @@ AXES = {
     "count": ((), (), torch.int64),
     "flags": ((3, 4), ("whole", "columns"), torch.bool),
     "empty": ((0, 4), ("whole", "whole"), torch.float32),
+    "odd": ((3, 5), ("whole", "uneven"), torch.float32),  # four ranks of data have 2, 2, 1 and 0
 }
 LARGE = {"roles/large": ((512, 2048), ("both", "columns"), torch.float32)}  # 1 MiB on each of four ranks
 MESHES = ["dp1", "dp2,tp2", "dp4", "tp4"]
@@ -132,9 +135,9 @@ def test_what_one_mesh_writes_another_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 32)
     monkeypatch.setattr(shards, "WINDOW_BYTES", 200)  # several windows
     server = ShardServer()
-    for mesh in ("dp2,tp2", "dp1"):
+    for mesh in ("dp2,tp2", "dp1", "dp4"):
         arrays = write_checkpoint(tmp_path, mesh, server)
-        for reader in ("dp1", "tp4"):
+        for reader in ("dp1", "tp4", "dp4") if mesh != "dp1" else ("dp1", "tp4"):
             for got, expected in read_on(reader, tmp_path, arrays, server, monkeypatch):
                 assert torch.equal(got, expected) and got.dtype == expected.dtype, (mesh, reader)
     server.close()

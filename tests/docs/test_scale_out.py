@@ -1,0 +1,152 @@
+"""The commands of docs/scale_out.md, on this machine: two nodes with a rank each, and a Slurm that has one host.
+
+The lines are those of the page. What is written for eight nodes of eight devices is made two of one; `funrl` is a
+script that adds flags which make a run short; `srun` is one that starts tasks with the variables that Slurm sets.
+"""
+
+import json
+import os
+import re
+import shlex
+import socket
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from funrl.data.tokenizer import character_tokenizer
+from funrl.mesh.environment import FIRST_PORT, PORTS
+from funrl.models import Config, decoder_model, hf
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/scale_out.md").read_text()
+TASKS = 2
+SHORT = (
+    f"--mesh=dp{TASKS} --generate_mesh=dp1,tp2 --device=cpu --dtype=float32 --batch_prompts=2 --steps=${{STEPS:-2}} "
+    "--samples_per_prompt=2 --max_new_tokens=4 --eval_prompts=2 --save_every=1"
+)
+SRUN = """#!{python}
+import os, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("-"):  # of srun itself
+    words.pop(0)
+variables = {{"SLURM_STEP_NUM_TASKS": "{tasks}", "SLURM_STEP_TASKS_PER_NODE": "1(x{tasks})"}}
+variables |= {{"SLURM_STEP_NODELIST": "localhost,other", "SLURM_LOCALID": "0"}}
+tasks = [subprocess.Popen(words, env=os.environ | variables | {{"SLURM_PROCID": str(i)}}) for i in range({tasks})]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def free_port(low=0, high=1):
+    """A port that nothing listens at."""
+    for port in range(low, high):
+        with socket.socket() as one:
+            try:
+                one.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return one.getsockname()[1]
+    raise AssertionError(f"no free port from {low} to {high}")
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """What all nodes see, with the scripts on their path in bin/."""
+    config = Config(
+        vocab=104, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=16, max_positions=128, eos=(1,), pad=0
+    )
+    tokenizer, model = character_tokenizer(string.printable), decoder_model(config)
+    hf.save(tmp_path / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(
+        pytest.importorskip("pyarrow").table({"prompt": ["Tell me of a cat. "] * 20}), tmp_path / "train.parquet"
+    )
+    (tmp_path / "REWARD.py").write_text("def score(prompt, completion, **_):\n    return float('a' in completion)\n")
+    python, bin_dir = shlex.quote(sys.executable), tmp_path / "bin"
+    bin_dir.mkdir()
+    given = f"--model={tmp_path}/model --prompts={tmp_path}/train.parquet --reward={tmp_path}/REWARD.py:score"
+    scripts = {
+        "funrl": f'#!/bin/sh\nexec {python} -m funrl.experiments.cli "$@" {SHORT} {given}\n',
+        "torchrun": f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
+        "srun": SRUN.format(python=sys.executable, tasks=TASKS),
+    }
+    for name, text in scripts.items():
+        (bin_dir / name).write_text(text)
+        (bin_dir / name).chmod(0o755)
+    return tmp_path
+
+
+def environment(shared, **more):
+    keep = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
+    path = os.pathsep.join([str(shared / "bin"), os.environ["PATH"]])
+    return keep | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHARED": str(shared)} | more
+
+
+def start(line, shared, **more):
+    return subprocess.Popen(
+        ["bash", "-c", line], cwd=ROOT, env=environment(shared, **more), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finished(*processes):
+    """The texts of processes that have to end well."""
+    try:
+        texts = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(texts)
+    return texts
+
+
+def steps_of(run_dir):
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def torchrun_lines():
+    """The indented commands of the page that torchrun starts, without their line ends."""
+    text = PAGE.replace(" \\\n", " ")
+    return [line.strip() for line in re.findall(r"^    torchrun .*$", text, re.MULTILINE)]
+
+
+def sbatch_script():
+    (text,) = re.findall(r"^```sbatch\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return text
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_torchrun_on_one_machine(shared):
+    (line,) = [line for line in torchrun_lines() if "--standalone" in line]
+    line = line.replace("--nproc-per-node=8", f"--nproc-per-node={TASKS}")
+    finished(start(f"{line} --run_dir={shared}/run", shared))
+    assert steps_of(shared / "run") == [1, 2]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_torchrun_on_two_nodes(shared):
+    (line,) = [line for line in torchrun_lines() if "--nnodes" in line]
+    assert "HOST:29500" in line and line.count("SHARED") == 3
+    line = line.replace("--nnodes=8", f"--nnodes={TASKS}").replace("--nproc-per-node=8", "--nproc-per-node=1")
+    line = line.replace("HOST:29500", f"127.0.0.1:{free_port()}").replace("SHARED", str(shared))
+    finished(*(start(line, shared) for _ in range(TASKS)))
+    assert steps_of(shared / "runs/first") == [1, 2] and (shared / "runs/first/model/config.json").exists()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_the_batch_script_and_its_requeue(shared):
+    script = shared / "job.sh"
+    script.write_text(sbatch_script())
+    assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
+    job = str(PORTS + free_port(FIRST_PORT, FIRST_PORT + PORTS) - FIRST_PORT)
+    run_dir = shared / "runs" / job
+    finished(start(f"bash {script}", shared, SLURM_JOB_ID=job, STEPS="1"))
+    assert steps_of(run_dir) == [1]
+    (text,) = finished(start(f"bash {script}", shared, SLURM_JOB_ID=job))  # requeued: the same number
+    assert "resumed after step 1" in text and steps_of(run_dir) == [1, 2]
