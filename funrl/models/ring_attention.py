@@ -62,7 +62,7 @@ class _Block(NamedTuple):
     """Queries of this rank's part, and keys of a part that they see.
 
     Attributes:
-      seen: bool [queries, keys]; None: all of them.
+      seen: [queries, keys], bool, or 0 and -inf for torch's kernel for the CPU; None: all of them.
       causal: query i sees the keys up to i, of which there are as many.
     """
 
@@ -139,7 +139,7 @@ def _part(
 ) -> tuple[Tensor, Tensor]:
     how, wide = _How(window, scale, cap), _wide(q)
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q.device, _on_cpu(q, how)):
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, how)):
         rows, cols = block.queries, block.keys
         out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block, how)
     return out, lse
@@ -163,7 +163,7 @@ def _part_backward(
     """Gradients of this rank's queries, and of the keys and values of a part: [2, t, K, N]."""
     how = _How(window, scale, cap)
     d_q, d_kv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q.device, _on_cpu(q, how)):
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, how)):
         rows, cols = block.queries, block.keys
         d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block, how)
         d_kv[0, cols] += d_k
@@ -200,14 +200,14 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _blocks(
-    ends: np.ndarray, first: int, source: int, count: int, window: int, device: torch.device, large: bool
+    ends: np.ndarray, first: int, source: int, count: int, window: int, q: Tensor, on_cpu: bool
 ) -> Iterator[_Block]:
     """Blocks of the tokens from `first` on as queries, and of those from `source` on as keys; `count` of either.
 
     Args:
-      large: without a window all of a sequence is one block, as no matrix of weights is made.
+      on_cpu: as `_on_cpu`: without a window all of a sequence is one block, and masks are 0 and -inf.
     """
-    sizes, band, whole = None, None, large and not window
+    sizes, band, whole = None, None, on_cpu and not window
     here = (ends[1:] > first) & (ends[:-1] < first + count) & (ends[1:] > ends[:-1])
     for begin, end in zip(ends[:-1][here].tolist(), ends[1:][here].tolist(), strict=True):
         step = count if whole else _BLOCK
@@ -226,7 +226,8 @@ def _blocks(
             if k_high > low + 1 or (window and high - k_low > window):
                 if sizes != (high - low, k_high - k_low, low - k_low):  # most blocks are alike
                     sizes = high - low, k_high - k_low, low - k_low
-                    band = _band(*sizes, window, device)
+                    band = _band(*sizes, window, q.device)
+                    band = torch.zeros_like(band, dtype=q.dtype).masked_fill(~band, -torch.inf) if on_cpu else band
                 seen = band
             yield _Block(queries, keys, seen)
 
@@ -241,7 +242,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, block: _Block, how: _How) -> tuple
     """Result [t, H, N] and log-sum-exp [t, H] of queries, each of which sees some of the keys."""
     if _on_cpu(q, how):
         found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(q, k, v), 0.0, block.causal, attn_mask=_mask(block.seen, q), scale=how.scale
+            *_heads_first(q, k, v), 0.0, block.causal, attn_mask=block.seen, scale=how.scale
         )
         return found[0].transpose(0, 1), sums[0].T
     logits = _logits(q, k, block.seen, how)
@@ -258,7 +259,7 @@ def _backward(
     if _on_cpu(q, how):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_heads_first(d_out, q, k, v, out), lse.T[None].contiguous(), 0.0, block.causal,
-            attn_mask=_mask(block.seen, q), scale=how.scale,
+            attn_mask=block.seen, scale=how.scale,
         )  # fmt: skip
         return tuple(x[0].transpose(0, 1) for x in grads)
     logits = _logits(q, k, block.seen, how)
@@ -282,11 +283,6 @@ def _on_cpu(q: Tensor, how: _How) -> bool:
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
-
-
-def _mask(seen: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask of 0 and -inf."""
-    return None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
 
 
 def _logits(q: Tensor, k: Tensor, seen: Tensor | None, how: _How) -> Tensor:
