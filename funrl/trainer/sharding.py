@@ -111,7 +111,7 @@ def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: b
     """True if tensor ranks share the residual stream of packed rows.
 
     By default on accelerators. There it takes no longer: what is sent is what the sums that it replaces send, and norms
-    are computed once. Gloo, on a CPU, scatters a sum by making it whole on every rank, and then each gather is more.
+    are computed once. Gloo, on a CPU, takes as long for a scattered sum as for a whole one, and the gather is more.
     """
     form, tensor = settings.split_residual, sizes["tensor"]
     wanted = form == "on" or (form == "auto" and accelerator)
