@@ -26,6 +26,8 @@ ONE = dataclasses.replace(TWO, experts=Experts(4, 1, 8, True))
 CASES = {
     "tensor": ("tp2", WHOLE, "none", None, "inductor"),
     "tensor, selective": ("tp2", WHOLE, "selective", None, "aot_eager"),
+    "tensor, its residual split": ("tp2", WHOLE, "full", None, "aot_eager"),
+    "experts, residual split": ("ep2,tp2", TWO, "selective", None, "aot_eager"),
     "fully sharded, selective": ("dp2", WHOLE, "selective", "data", "aot_eager"),
     "fully sharded, full": ("dp2", WHOLE, "full", "data", "aot_eager"),
     "experts, gathered": ("ep2", TWO, "selective", None, "aot_eager"),
@@ -49,10 +51,8 @@ def _program(case, mesh):
     _, config, remat, over, backend = CASES[case]
     model, stored = decoder_model(config), STORED if over is None else fully_sharded(STORED, over)
     dtype = torch.float32 if backend == "inductor" else torch.float64
-    both = [
-        place(model, mesh, stored, COMPUTE, dtype, compile_layer(model, mode, remat=remat, backend=backend))
-        for mode in ("on", "off")
-    ]
+    layers = [compile_layer(model, mode, remat=remat, backend=backend) for mode in ("on", "off")]
+    both = [place(model, mesh, stored, COMPUTE, dtype, layer, splits="residual" in case) for layer in layers]
     params = rules.shard(model.init(torch.Generator().manual_seed(0), dtype), both[0].stored, mesh)
     gaps = []
     for row in rows_of(case):
@@ -75,7 +75,7 @@ def test_a_compiled_layer_on_ranks(case):
     assert ran.returncode == 0, ran.stderr
     gap, graphs = ran.stdout.split()[-2:]
     assert float(gap) < (1e-5 if CASES[case][-1] == "inductor" else 1e-9)
-    assert int(graphs) == 1
+    assert int(graphs) == (2 if "residual" in case else 1)  # of the first size, and of all others
 
 
 if __name__ == "__main__":
