@@ -268,9 +268,10 @@ def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: fl
 def _cached(x_CV: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Rows of logits, and the number of the first: as many as a CPU's cache holds, as several passes go over them. A
     tracer, and a GPU, has all of them at once."""
-    C, V = x_CV.shape
-    step = max(1, _CACHED // max(1, V)) if is_plain(x_CV) else max(1, C)
-    return zip(range(0, max(1, C), step), x_CV.split(step), strict=True)
+    if not is_plain(x_CV):
+        return iter([(0, x_CV)])
+    step = max(1, _CACHED // max(1, x_CV.shape[1]))
+    return ((low, x_CV[low : low + step]) for low in range(0, max(1, len(x_CV)), step))
 
 
 def _sums(

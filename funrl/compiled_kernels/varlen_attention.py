@@ -319,14 +319,21 @@ def _blocks(offsets: Tensor, window: int, q: Tensor, small: bool = False) -> Ite
                 whole = slice(start + first * length, start + (first + some) * length)
                 yield _Block(whole, whole, some, None)
             continue
-        reach = window or length
+        reach, sizes, band = window or length, None, None
         for segment in range(start, start + count * length, length):
             for begin in range(segment, segment + length, _BLOCK):
                 end = min(begin + _BLOCK, segment + length)
                 first = max(segment, begin - reach + 1)
-                behind = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-                band = torch.zeros_like(behind, dtype=q.dtype).masked_fill((behind < 0) | (behind >= reach), -torch.inf)
+                if sizes != (end - begin, end - first):  # but for the first and the last blocks all are alike
+                    sizes, band = (end - begin, end - first), _band(end - begin, end - first, reach, q)
                 yield _Block(slice(begin, end), slice(first, end), 1, band)
+
+
+def _band(queries: int, keys: int, reach: int, q: Tensor) -> Tensor:
+    """0 where the last of these tokens, as queries, see the keys, which are all of them; -inf elsewhere."""
+    at = torch.arange(keys, device=q.device)
+    behind = at[keys - queries :, None] - at
+    return torch.zeros_like(behind, dtype=q.dtype).masked_fill_((behind < 0) | (behind >= reach), -torch.inf)
 
 
 def _segments_of(x_THN: Tensor, part: slice, count: int) -> Tensor:

@@ -71,7 +71,7 @@ class _Operator(NamedTuple):
     flops: Callable | None
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """Work of one call of an operator; `dtype` is that of its first result."""
 
     flops: float
@@ -424,14 +424,16 @@ class Tracer(TorchDispatchMode):
             self.now.seconds += op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
 
 
-def _work(func: Any, operator: _Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]) -> Work | None:
+def _work(
+    func: Any, operator: _Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
+) -> OperatorWork | None:
     """Work of one call; None: there is none."""
     flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
     if not flops and operator.idle:
         return None
     packet = func.overloadpacket
     nbytes = _BYTES[packet](*args) if packet in _BYTES else _nbytes((args, tuple(outs)))
-    return Work(flops, nbytes, outs[0].dtype if outs else torch.float32)
+    return OperatorWork(flops, nbytes, outs[0].dtype if outs else torch.float32)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

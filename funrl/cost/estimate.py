@@ -17,7 +17,7 @@ from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.rules import COMPUTE, layouts
-from funrl.models import Model
+from funrl.models import Config, Model
 from funrl.models.fsdp import layers_of_group
 from funrl.models.lora import decoder_of
 from funrl.trainer.build import Parts
@@ -148,17 +148,27 @@ class TracedClock(Clock):
         self.phase = tracer.phase  # type: ignore[method-assign]
 
 
+def depths_of(config: Config, joined: int = 1) -> tuple[int, int]:
+    """The layers that are traced of a model: `DEPTHS` with experts, where it has such, behind those without.
+
+    Args:
+      joined: layers of a message: as many are left of the last one as in the whole model.
+    """
+    before = config.expert_layers[0] if config.expert_layers else 0
+    few = (DEPTHS[0] + -(-before // joined)) * joined + config.layers % joined
+    return few, few + joined
+
+
 def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
     """Costs by phase of a job, from those of shallower ones.
 
     Args:
       costs: of a job.
     """
-    depths = {job.directories.get(name): model.config.layers for name, model in job.models.items()}
-    joined = {path: _together(job, path) for path in depths}
-    # As many layers are left of the last message as in the whole model.
-    few = {path: DEPTHS[0] * joined[path] + layers % joined[path] for path, layers in depths.items()}
-    deep = {path: layers for path, layers in depths.items() if layers > few[path] + joined[path]}
+    configs = {job.directories.get(name): model.config for name, model in job.models.items()}
+    joined = {path: _together(job, path) for path in configs}
+    few = {path: depths_of(config, joined[path])[0] for path, config in configs.items()}
+    deep = {path: c.layers for path, c in configs.items() if c.layers > few[path] + joined[path]}
     low = costs(_with_layers(job, {path: few[path] for path in deep}))
     # A model of its own, such as a teacher, has a depth of its own, and a line of its own.
     ways = [

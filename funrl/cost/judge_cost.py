@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.algos.core import reads
 from funrl.cost.costs import Costs, along
 from funrl.cost.decoding import completions
-from funrl.cost.estimate import DEPTHS, axes_of
+from funrl.cost.estimate import axes_of, depths_of
 from funrl.cost.hardware import USABLE, Hardware
 from funrl.mesh.launch import view
 from funrl.models import Model
@@ -100,7 +100,7 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
         one = of_depth(count)
         return completions(one, generator_of(one), whole, judge.sampling, read, room, hardware)
 
-    few, more = DEPTHS
+    few, more = depths_of(judge.model.config)
     costs = at(layers) if layers <= more else along(at(few), (at(more), layers - few))
     return JudgeCost(costs, weights, axes_of(mesh))
 

@@ -11,6 +11,7 @@ from funrl import trees
 from funrl.cost.costs import Costs, Tracer, Traffic, plus
 from funrl.cost.estimate import MOVES, RESHARD, make_weights, stage_of
 from funrl.cost.hardware import Hardware, op_seconds
+from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
@@ -56,7 +57,8 @@ def resharding(job: Job, parts: Parts, generator: Generator, kept: dict[str, flo
     made = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
     most = max(received_bytes(generator.to_engine), default=0)
     weights = kept["weights"] + max(engine, float(made))
-    peak = kept | {"weights": weights, "staging": float(min(2 * BUCKET_BYTES, 2 * most))}
+    bucket = max((staged_bytes(route, BUCKET_BYTES) for route in generator.to_engine.routes), default=0)
+    peak = kept | {"weights": weights, "staging": float(min(2 * bucket, 2 * most))}
     traffic = {(RESHARD, "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 

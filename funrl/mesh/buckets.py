@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.plan import Box, Plan, Route, held, volume
 
 DIRECT_BYTES = 256 << 10
@@ -63,7 +64,7 @@ def program(
     """One rank's steps. Every rank has the same number of steps, of the same dtypes.
 
     A rank stages (sends and receives together) at most `bucket_bytes` in a step, unless that is less than one element
-    from each of its peers.
+    from each of its peers; where many ranks gather together, at most `staged_bytes`.
 
     Args:
       native: gathers are all-gathers of the backend, not messages.
@@ -191,19 +192,24 @@ def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
     costs: dict[tuple[int, int], tuple[int, int]] = {}
     buckets: list[list[Item]] = []
     for (dtype, *_), leaves in kinds.items():
-        room = 0
+        room, most = 0, staged_bytes(plan.route(leaves[0]), bucket_bytes)
         for leaf in leaves:
             key = plan.takes[leaf], dtype.itemsize
             if key not in costs:
-                costs[key] = _parts(plan.route(leaf), plan.world, dtype.itemsize, bucket_bytes)
+                costs[key] = _parts(plan.route(leaf), plan.world, dtype.itemsize, most)
             count, cost = costs[key]
             for at in range(count):
                 if room < cost:
                     buckets.append([])
-                    room = bucket_bytes
+                    room = most
                 buckets[-1].append(Item(leaf, at, count))
                 room -= cost
     return buckets
+
+
+def staged_bytes(route: Route, bucket_bytes: int) -> int:
+    """The most that a rank stages in a step: more than `bucket_bytes` where its own piece of a gather was small."""
+    return message_bytes(route.gathers, bucket_bytes) if route.way == "gather" else bucket_bytes
 
 
 def _parts(route: Route, world: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:

@@ -114,16 +114,14 @@ def reshard(
     return finish_reshard(work, mesh)
 
 
-def copied(
-    tree: trees.Tree, src: trees.Tree, dst: trees.Tree, mesh: Mesh, dtype: torch.dtype | None = None
-) -> trees.Tree:
+def copied(tree: trees.Tree, src: trees.Tree, dst: trees.Tree, mesh: Mesh, dtypes: trees.Tree = None) -> trees.Tree:
     """A copy of a tree in other layouts, which shares no memory with it. Collective, like `reshard`.
 
     Args:
       src, dst: layouts of the tree and of the copy.
-      dtype: of the copy; None: as it is.
+      dtypes: of the copy, one or a tree of them; None: as it is.
     """
-    dtypes = trees.map(lambda x: x.dtype, tree) if dtype is None else dtype
+    dtypes = trees.map(lambda x: x.dtype, tree) if dtypes is None else dtypes
     made = reshard(tree, _within(mesh, src, dst, dtypes), mesh)
     return trees.map(lambda new, old: new.clone() if new is old else new, made, tree)
 

@@ -200,7 +200,14 @@ class Config:
         if self.experts is None:
             return parameters
         unused = self.experts.count - self.experts.per_token
-        return parameters - 3 * unused * self.experts.mlp * self.embed * len(self.expert_layers)
+        return parameters - self.expert_parameters // self.experts.count * unused
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of all layers."""
+        if self.experts is None:
+            return 0
+        return 3 * self.experts.count * self.experts.mlp * self.embed * len(self.expert_layers)
 
     def attention_cost(self, parameters: int) -> float:
         """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.

@@ -33,7 +33,7 @@ LARGEST_SIZES = {
     "qk_rope_head_dim": 2**16,
     "v_head_dim": 2**16,
 }
-MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank")
+MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
 POSITIVE = (
     "rms_norm_eps", "rope_theta", "rope_local_base_freq", "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "routed_scaling_factor", "attn_logit_softcapping",

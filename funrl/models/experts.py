@@ -68,7 +68,8 @@ def dispatch_gathered(
     """Sum of the experts of this rank over tokens of all ranks of `over`, brought home. One rank: no detour."""
     h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
     own = params["expert_gate"].shape[0]
-    static = torch.compiler.is_compiling()  # a graph of as many rows as there are slots
+    # One rank has all slots but those of padding: to ask how many these are, the host would wait.
+    static = torch.compiler.is_compiling() or not over
     slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static)
     y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
@@ -93,7 +94,7 @@ def dispatch_ragged(
 
 def _logits(experts: Experts, router_ED: Tensor, h_BTD: Tensor) -> Tensor:
     """[B, T, E] of a router."""
-    if experts.scoring == "sigmoid":  # as DeepSeek computes it: experts with nearly equal scores are told apart
+    if experts.wide:
         wide = torch.promote_types(h_BTD.dtype, torch.float32)
         return linear(h_BTD.to(wide), router_ED.to(wide))
     return linear(h_BTD, router_ED)

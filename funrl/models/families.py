@@ -14,6 +14,7 @@
 | qwen3_moe | qwen3 with experts in all layers or in some |
 | mixtral | mistral with experts in all layers, the weights of a token's divided by their sum |
 | olmoe | norms before attention and mlp, q and k normalised over all their heads, experts in all layers |
+| deepseek_v2 | latent attention; experts by softmax, of a few groups where the config has them, beside a shared one |
 | deepseek_v3 | latent attention; experts chosen by sigmoid + bias within a few groups, beside a shared one |
 | gemma3_text | gemma2 with q and k normalised per head, and a rotary base of their own in layers with a window |
 
@@ -353,9 +354,13 @@ FAMILIES: Mapping[str, HFFamily] = {
             "num_experts_per_tok": 8, "norm_topk_prob": False,
         }, supported=_NO_WINDOW | {"clip_qkv": (None,)}, read=_read_olmoe, write=_write_olmoe,
     )._replace(classifier=None, token_classifier=None),
+    "deepseek_v2": _family(
+        "DeepseekV2", deepseek.V2_DEFAULTS, supported=deepseek.V2_SUPPORTED, read=deepseek.read_deepseek_v2,
+        write=deepseek.write_deepseek, rope_types=("default", "yarn"), names=deepseek.WEIGHT_NAMES,
+    )._replace(token_classifier=None),
     "deepseek_v3": _family(
-        "DeepseekV3", deepseek.FIELD_DEFAULTS, supported=deepseek.FIELDS_SUPPORTED, read=deepseek.read_deepseek_v3,
-        write=deepseek.write_deepseek_v3, rope_types=("default", "yarn"), names=deepseek.WEIGHT_NAMES,
+        "DeepseekV3", deepseek.V3_DEFAULTS, supported=deepseek.V3_SUPPORTED, read=deepseek.read_deepseek_v3,
+        write=deepseek.write_deepseek, rope_types=("default", "yarn"), names=deepseek.WEIGHT_NAMES,
     ),
     "gemma2": _family(
         "Gemma2", _GEMMA | {

@@ -40,6 +40,7 @@ from funrl.models.gather_buffers import (
     take_apart,
     whole_of,
 )
+from funrl.models.weight_dtypes import cast_weights, weight_dtype
 
 
 class Group(NamedTuple):
@@ -86,7 +87,8 @@ def gathered(
         that require none are gathered and nothing else: nothing is computed, kept or sent for a gradient of theirs.
       stored, compute: layouts of the same structure, of the shards and of the result.
       mesh: the mesh of both.
-      dtype: floating point, of the results and of what is sent; gradients are reduced in the dtype of `params`.
+      dtype: floating point, of the results and of what is sent, but for `weight_dtypes.WIDE`; gradients are reduced in
+        the dtype of `params`.
       last: name of the part that is looked at once more behind all others, such as an embedding that is the unembedding
         too: it is gathered again while what stands before computes.
 
@@ -94,7 +96,7 @@ def gathered(
       MeshError: a leaf cannot be gathered from one layout to the other.
     """
     if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
-        return trees.cast(params, dtype)
+        return cast_weights(params, dtype)
     groups: list[Group] = []
     tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype), dtype.itemsize)
     again = None if last is None or not isinstance(tree, dict) else tree.get(last)
@@ -276,14 +278,14 @@ class GatherSchedule:
         else:
             landed, trained = self.land(i) if group.buffers.buckets else [], iter(())
 
-        def value(x: Tensor, place: Place | None) -> Tensor:
+        def value(name: str, x: Tensor, place: Place | None) -> Tensor:
             if place is None:
-                return x.to(group.dtype)
+                return x.to(weight_dtype(name, group.dtype))
             bucket = group.buffers.buckets[place.bucket]
             return next(trained) if bucket.trained else whole_of(landed[place.bucket], place, bucket)
 
-        leaves = zip(trees.leaves(group.shards), group.buffers.places, strict=True)
-        return trees.fill(group.shards, [value(*leaf) for leaf in leaves]), landed
+        leaves = zip(trees.named(group.shards), group.buffers.places, strict=True)
+        return trees.fill(group.shards, [value(name, x, place) for (name, x), place in leaves]), landed
 
 
 def start(group: Group) -> list[Tensor]:

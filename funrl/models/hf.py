@@ -29,6 +29,7 @@ from funrl.models.model import Model
 from funrl.models.names import UNEMBED, Stored, by_expert, fused, stored_in
 from funrl.models.resize import extended, is_of_vocabulary
 from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.models.weight_files import INDEX, WHOLE, read_json, weight_tables
 
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -210,15 +211,15 @@ def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callabl
         return opened[file].get_slice(name)
 
     def read(name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
-        one = stored[name]
+        one, kind = stored[name], weight_dtype(name, dtype)
         box = tuple((0, n) for n in shapes[name]) if box is None else box
         if one.experts:
             inner = tuple(slice(*b) for b in box[1:])
-            return torch.stack([tensor(there)[inner].to(dtype) for there in one.experts[slice(*box[0])]])
+            return torch.stack([tensor(there)[inner].to(kind) for there in one.experts[slice(*box[0])]])
         held = tensor(one.name)
         if is_of_vocabulary(name) and held.get_shape()[0] < shapes[name][0]:
-            return extended(held, box, dtype)
-        return _slice(held, one, shapes[name], box).to(dtype)
+            return extended(held, box, kind)
+        return _slice(held, one, shapes[name], box).to(kind)
 
     return read
 
@@ -276,7 +277,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     dtype, partials, shards, total = config.dtype, [], [], 0
     for shard in _split(by_expert(fused(config.family, model.names, named_weights)), max_shard_bytes):
-        dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
+        dtype = str(max(shard.values(), key=Tensor.numel).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
         partials[-1].write_bytes(b"")
         mode = partials[-1].stat().st_mode  # the umask's; safetensors makes files that only their owner reads

@@ -26,6 +26,7 @@ from funrl.models.routing import Load
 from funrl.models.sequence_parallel import AXIS as SEQUENCE
 from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
+from funrl.models.weight_dtypes import weight_dtypes
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +166,8 @@ class Placed:
                 raise ModelError(f"the model to begin as has a {name} of shape {found}, this one of {wanted}")
         shared = [name for name in dst if name in src]
         weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
-        made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtype)
+        dtypes = None if dtype is None else weight_dtypes(src, dtype)
+        made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtypes)
         for name in HEADS.keys() & (dst.keys() - made.keys()):
             made[name] = next(iter(made.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])

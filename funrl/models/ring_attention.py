@@ -62,12 +62,14 @@ class _Block(NamedTuple):
     """Queries of this rank's part, and keys of a part that they see.
 
     Attributes:
-      seen: bool [queries, keys]; None: all of them.
+      seen: [queries, keys], bool, or 0 and -inf for torch's kernel for the CPU; None: all of them.
+      causal: query i sees the keys up to i, of which there are as many.
     """
 
     queries: slice
     keys: slice
     seen: Tensor | None
+    causal: bool = False
 
 
 class _Ring(torch.autograd.Function):
@@ -137,9 +139,9 @@ def _part(
 ) -> tuple[Tensor, Tensor]:
     how, wide = _How(window, scale, cap), _wide(q)
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q.device):
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, how)):
         rows, cols = block.queries, block.keys
-        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block.seen, how)
+        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block, how)
     return out, lse
 
 
@@ -161,9 +163,9 @@ def _part_backward(
     """Gradients of this rank's queries, and of the keys and values of a part: [2, t, K, N]."""
     how = _How(window, scale, cap)
     d_q, d_kv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q.device):
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, how)):
         rows, cols = block.queries, block.keys
-        d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block.seen, how)
+        d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block, how)
         d_kv[0, cols] += d_k
         d_kv[1, cols] += d_v
     return d_q, d_kv
@@ -198,33 +200,52 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _blocks(
-    ends: np.ndarray, first: int, source: int, count: int, window: int, device: torch.device
+    ends: np.ndarray, first: int, source: int, count: int, window: int, q: Tensor, on_cpu: bool
 ) -> Iterator[_Block]:
-    """Blocks of the tokens from `first` on as queries, and of those from `source` on as keys; `count` of either."""
+    """Blocks of the tokens from `first` on as queries, and of those from `source` on as keys; `count` of either.
+
+    Args:
+      on_cpu: as `_on_cpu`: without a window all of a sequence is one block, and masks are 0 and -inf.
+    """
+    sizes, band, whole = None, None, on_cpu and not window
     here = (ends[1:] > first) & (ends[:-1] < first + count) & (ends[1:] > ends[:-1])
     for begin, end in zip(ends[:-1][here].tolist(), ends[1:][here].tolist(), strict=True):
-        for low in range(max(begin, first), min(end, first + count), _BLOCK):
-            high = min(low + _BLOCK, end, first + count)
+        step = count if whole else _BLOCK
+        for low in range(max(begin, first), min(end, first + count), step):
+            high = min(low + step, end, first + count)
             k_low = max(begin, source, low - window + 1 if window else 0)
             k_high = min(high, source + count)
             if k_low >= k_high:
                 continue
             high = min(high, k_high + window - 1) if window else high  # each of these queries sees some of the keys
+            queries, keys = slice(low - first, high - first), slice(k_low - source, k_high - source)
+            if whole:  # these keys are all before, or they are the queries' own
+                yield _Block(queries, keys, None, k_high > low)
+                continue
             seen = None
             if k_high > low + 1 or (window and high - k_low > window):
-                behind = torch.arange(low, high, device=device)[:, None] - torch.arange(k_low, k_high, device=device)
-                seen = (behind >= 0) & (behind < window) if window else behind >= 0
-            yield _Block(slice(low - first, high - first), slice(k_low - source, k_high - source), seen)
+                if sizes != (high - low, k_high - k_low, low - k_low):  # most blocks are alike
+                    sizes = high - low, k_high - k_low, low - k_low
+                    band = _band(*sizes, window, q.device)
+                    band = torch.zeros_like(band, dtype=q.dtype).masked_fill(~band, -torch.inf) if on_cpu else band
+                seen = band
+            yield _Block(queries, keys, seen)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: _How) -> tuple[Tensor, Tensor]:
+def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
+    """Which of the keys are seen by queries, the first of which stands `ahead` of the first key."""
+    behind = torch.arange(ahead, ahead + queries, device=device)[:, None] - torch.arange(keys, device=device)
+    return (behind >= 0) & (behind < window) if window else behind >= 0
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, block: _Block, how: _How) -> tuple[Tensor, Tensor]:
     """Result [t, H, N] and log-sum-exp [t, H] of queries, each of which sees some of the keys."""
     if _on_cpu(q, how):
         found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(q, k, v), 0.0, False, attn_mask=_band(seen, q), scale=how.scale
+            *_heads_first(q, k, v), 0.0, block.causal, attn_mask=block.seen, scale=how.scale
         )
         return found[0].transpose(0, 1), sums[0].T
-    logits = _logits(q, k, seen, how)
+    logits = _logits(q, k, block.seen, how)
     sums = logits.logsumexp(-1)
     weights = (logits - sums.unsqueeze(-1)).exp()
     found = torch.einsum("kgts,skn->tkgn", weights, v.to(weights.dtype)).flatten(1, 2)
@@ -232,16 +253,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, how: _How) ->
 
 
 def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Tensor | None, how: _How
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: _Block, how: _How
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values of a block, exact with the result and log-sum-exp over all that is seen."""
     if _on_cpu(q, how):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first(d_out, q, k, v, out), lse.T[None].contiguous(), 0.0, False,
-            attn_mask=_band(seen, q), scale=how.scale,
+            *_heads_first(d_out, q, k, v, out), lse.T[None].contiguous(), 0.0, block.causal,
+            attn_mask=block.seen, scale=how.scale,
         )  # fmt: skip
         return tuple(x[0].transpose(0, 1) for x in grads)
-    logits = _logits(q, k, seen, how)
+    logits = _logits(q, k, block.seen, how)
     d_out, q, k, v, out = (x.to(logits.dtype) for x in (d_out, q, k, v, out))
     grouped = (k.shape[1], -1)
     weights = (logits - lse.T.unflatten(0, grouped).unsqueeze(-1)).exp()
@@ -262,11 +283,6 @@ def _on_cpu(q: Tensor, how: _How) -> bool:
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
-
-
-def _band(seen: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask of 0 and -inf."""
-    return None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
 
 
 def _logits(q: Tensor, k: Tensor, seen: Tensor | None, how: _How) -> Tensor:

@@ -92,15 +92,15 @@ def route(
 def _chosen(experts: Experts, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
     """Numbers of the experts of each token, [T, k]."""
     wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E.detach().to(scores_TE.dtype)
-    return _choose(_of_best_groups(wanted_TE, experts.groups, experts.chosen_groups), experts.per_token)
+    return _choose(_of_best_groups(wanted_TE, experts), experts.per_token)
 
 
-def _of_best_groups(wanted_TE: Tensor, groups: int, chosen: int) -> Tensor:
-    """Numbers that experts are chosen by, -inf but in the groups whose two best are best together."""
-    if groups == chosen:
+def _of_best_groups(wanted_TE: Tensor, experts: Experts) -> Tensor:
+    """Numbers that experts are chosen by, -inf but in the groups whose best are best together."""
+    if experts.groups == experts.chosen_groups:
         return wanted_TE
-    wanted_TGE = wanted_TE.unflatten(-1, (groups, -1))
-    best_TC = wanted_TGE.topk(2, -1).values.sum(-1).topk(chosen, -1).indices
+    wanted_TGE = wanted_TE.unflatten(-1, (experts.groups, -1))
+    best_TC = wanted_TGE.topk(experts.best_of_group, -1).values.sum(-1).topk(experts.chosen_groups, -1).indices
     out_TG = torch.ones(wanted_TGE.shape[:2], dtype=torch.bool, device=wanted_TE.device).scatter(1, best_TC, False)
     return wanted_TGE.masked_fill(out_TG.unsqueeze(-1), -torch.inf).flatten(1)
 

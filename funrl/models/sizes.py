@@ -20,10 +20,11 @@ class Experts:
       dense: numbers of the layers that have one mlp instead.
       scoring: of the router's logits: "softmax" over the experts, or "sigmoid" of each by itself.
       biased: experts are chosen by score + bias, and weighed by the score; the bias is a weight without a gradient.
-      groups, chosen_groups: experts stand in groups, and a token goes to those of a few groups only: where the two best
-        together are best.
+      groups, chosen_groups: experts stand in groups, and a token goes to those of a few groups only.
+      best_of_group: a group is as good as so many of its best experts together.
       scale: factor of the weights of a token's experts.
       shared: inner size of an mlp that every token goes to, beside its experts; 0: there is none.
+      wide: the router computes in float32 where weights are narrower: experts with nearly equal scores are told apart.
     """
 
     count: int
@@ -37,6 +38,8 @@ class Experts:
     chosen_groups: int = 1
     scale: float = 1.0
     shared: int = 0
+    best_of_group: int = 2
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "mlp", "groups", "chosen_groups"):
@@ -47,8 +50,9 @@ class Experts:
         if self.chosen_groups > self.groups:
             raise ModelError(f"experts.chosen_groups is {self.chosen_groups}, there are {self.groups} groups")
         size = self.count // self.groups
-        if self.groups > 1 and (self.count % self.groups or size < 2):
-            raise ModelError(f"{self.count} experts do not make {self.groups} groups of at least two, equally large")
+        if self.groups > 1 and (self.count % self.groups or size < self.best_of_group):
+            least = f"at least {self.best_of_group}"
+            raise ModelError(f"{self.count} experts do not make {self.groups} groups of {least}, equally large")
         if self.per_token > self.chosen_groups * size:
             raise ModelError(
                 f"experts.per_token is {self.per_token}, but {self.chosen_groups} of {self.groups} groups have "

@@ -180,7 +180,7 @@ class TorchBackend:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether attention stops at the end of each sequence by itself, however many pages it is given."""
+        """True if attention stops at the end of each sequence by itself, however many pages it is given."""
         config = self.model.config
         device, cap = self.mesh.device.type, config.attention_cap
         takes = takes_kernel(device, self._dtype, config.head, self.page_tokens, cap)

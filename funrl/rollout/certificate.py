@@ -41,6 +41,7 @@ from funrl.mesh.plan import Box
 from funrl.mesh.rules import Layout
 from funrl.models.deployed import Deployed, deployed
 from funrl.models.placed import Placed
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -243,14 +244,14 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
             faults.append(f"{there} is unknown or given twice")
         if name is None or held is None:
             continue
-        shape = placed[name].local_shape(spec.mesh.rank)
-        if held.numel() != math.prod(shape) or held.dtype != spec.dtype:
-            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {spec.dtype} {list(shape)}")
+        shape, dtype = placed[name].local_shape(spec.mesh.rank), weight_dtype(name, spec.dtype)
+        if held.numel() != math.prod(shape) or held.dtype != dtype:
+            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
             continue
         held, own = held.reshape(shape), source.weight(name)
-        ours = digest(own, trained[name], mesh.rank, spec.dtype).to(mesh.device)
+        ours = digest(own, trained[name], mesh.rank, dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
-        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, spec.dtype).to(mesh.device)
+        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype).to(mesh.device)
         first, engine_first = first_copy(trained[name], mesh), first_copy(placed[name], spec.mesh)
         found[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
     return found, faults + [f"{name} is missing" for name in awaited.values()]

@@ -35,7 +35,7 @@ class DecodeState(NamedTuple):
 
 
 class DecodeForm(NamedTuple):
-    """What is constant in a pass: passes of one form are one CUDA graph.
+    """Constants of a pass: passes of one form are one CUDA graph.
 
     Attributes:
       rows: sequences; more than there are, the rest being the slot of nobody.

@@ -24,7 +24,7 @@ class WeightSpec:
       names: for each weight of the model, its name and shape there; some neighbouring dims may be merged.
       layouts: of the model's weights, on the devices of `mesh`.
       mesh: the devices.
-      dtype: of the weights; an engine converts others.
+      dtype: of the weights, but for `weight_dtypes.WIDE`; an engine converts others.
       streamed: whether `Engine.load` takes whole weights one by one and keeps none of them, so that they are best made
         a bucket at a time.
     """

@@ -22,7 +22,7 @@ from funrl.rollout.sampling_parameters import Sampling
 
 NOISE_STEPS = 64  # numbers of each stream that are made at a time
 STOPS = 4  # columns for stop tokens at first
-NOBODY = -1  # serial of a seat that nobody has
+NO_HOLDER = -1  # serial of a seat that nobody has
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -92,7 +92,7 @@ class Flights:
       decoded: tokens that were drawn and kept, since it was made.
       drafted, accepted: tokens that drafts had, and those of them that were drawn.
       lengths: [seats] tokens of each sequence, those that were not looked at included.
-      serials: [seats] of who has each seat, ever another number; `NOBODY`: nobody.
+      serials: [seats] of who has each seat, ever another number; `NO_HOLDER`: nobody.
       must_look: whether the next draw needs all tokens on the host, for a penalty.
       some_full: whether a sequence has ended by its limit and was not looked at.
     """
@@ -184,15 +184,15 @@ class Flights:
         seat, length = flight.seat, self.lengths[flight.seat]
         flight.text = self._tokens[seat, :length].copy()
         flight.logps = self._logps[:, seat, : length - len(flight.request.prompt)].copy()
-        self._seated[seat], self.serials[seat], flight.seat = None, NOBODY, -1
+        self._seated[seat], self.serials[seat], flight.seat = None, NO_HOLDER, -1
         self._free.append(seat)
 
     def holder(self, seat: int) -> LiveRequest | None:
-        """Who has a seat; None: nobody."""
+        """The request that has a seat; None: nobody has it."""
         return self._seated[seat]
 
     def full(self, seats: np.ndarray) -> np.ndarray:
-        """Which seats have as many tokens as they may, whatever these are."""
+        """True for seats that have as many tokens as they may, whatever these are."""
         return self.lengths[seats] >= self._limits[seats]
 
     def kinds_of(self, seats: np.ndarray) -> tuple[tuple[int, Sampling], ...]:
@@ -201,7 +201,7 @@ class Flights:
         return tuple((kind, kinds[kind]) for kind in np.unique(self._kind[seats]).tolist())
 
     def numbers_of(self, seats: np.ndarray) -> np.ndarray:
-        """What a pass on the device has to know of some seats: columns as in `decode_state`."""
+        """Numbers of some seats that a pass on the device has to know: columns as in `decode_state`."""
         rows = (self.lengths, self._prompts, self._limits, self._seeds, self._kind, np.zeros_like(self.lengths))
         return np.concatenate([np.stack([x[seats] for x in rows]), self._stops[seats].T])
 
@@ -446,7 +446,7 @@ class Flights:
         for name in ("lengths", "serials", "_prompts", "_limits", "_seeds", "_kind", "_noise_block", "_has_strings"):
             x = getattr(self, name)
             setattr(self, name, np.concatenate([x, np.zeros(more, dtype=x.dtype)]))
-        self.serials[old:] = NOBODY
+        self.serials[old:] = NO_HOLDER
         self._stops = np.pad(self._stops, ((0, more), (0, 0)), constant_values=-1)
         self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
         self._logps = np.pad(self._logps, ((0, 0), (0, more), (0, 0)))

@@ -30,7 +30,7 @@ class HostCopy:
         return [x.numpy() for x in self._tensors]
 
 
-def to_device(x: np.ndarray, device: torch.device) -> Tensor:
+def device_copy(x: np.ndarray, device: torch.device) -> Tensor:
     """An array on a device, in the order of the device's work."""
     if device.type != "cuda":
         return torch.from_numpy(x).to(device)

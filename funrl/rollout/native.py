@@ -23,6 +23,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.config import ModelError, architecture
 from funrl.models.model import Layer, Model
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.backends import Backend, PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.flights import Flights
@@ -112,7 +113,9 @@ class NativeEngine:
             if tuple(x.shape) != layout.local_shape(mesh.rank):
                 expected = list(layout.local_shape(mesh.rank))
                 raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
-        self._backend.load(trees.map(lambda x: x.detach().to(mesh.device, dtype), params))
+        self._backend.load(
+            trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, dtype)), params)
+        )
         self.version = version
         self._flights.of_version(version)
 

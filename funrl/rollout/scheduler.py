@@ -242,7 +242,7 @@ class Scheduler:
         return seats[(self._owned[seats] * self._page <= self._known[seats]) & ~self._flights.full(seats)]
 
     def _may_admit(self, seats: np.ndarray) -> bool:
-        """Whether one that waits may begin with the next pass, as far as is known without a look at its text."""
+        """True if one that waits may begin with the next pass, as far as is known without a look at its text."""
         if not self._waiting or len(seats) >= self.max_rows:
             return False
         return not self._lacking or self.pool.available >= self._lacking + self._growing()

@@ -15,12 +15,12 @@ from funrl.models.model import Model
 from funrl.rollout.backends import Backend, TorchBackend
 from funrl.rollout.captured import CapturedFunctions
 from funrl.rollout.decode_state import STOP, DecodeForm, DecodeState, decode_pass, empty_state
-from funrl.rollout.flights import NOBODY, Flights
-from funrl.rollout.host_copy import HostCopy, to_device
+from funrl.rollout.flights import NO_HOLDER, Flights
+from funrl.rollout.host_copy import HostCopy, device_copy
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.scheduler import Scheduler
 
-KINDS = 4  # ways to draw in one pass; every sequence is drawn in all of them
+MOST_KINDS = 4  # ways to draw in one pass; every sequence is drawn in all of them
 
 
 class StaticDecode:
@@ -37,17 +37,17 @@ class StaticDecode:
         self._graphs, self._state = CapturedFunctions(self._device, problem), None
         self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # of each size: slots on the device and here
         # What the device knows of each slot: whose it is, its tokens, its pages.
-        self._serials, self._lengths, self._owned = (np.full(slots, NOBODY) for _ in range(3))
+        self._serials, self._lengths, self._owned = (np.full(slots, NO_HOLDER) for _ in range(3))
 
     def drop(self) -> None:
         """Forget what depends on the weights' and the cache's memory."""
         self._graphs.drop()
-        self._serials[:] = NOBODY
+        self._serials[:] = NO_HOLDER
 
     def kinds(self, seats: np.ndarray) -> tuple[tuple[int, Sampling], ...] | None:
         """The ways in which some seats are drawn; None: not by one pass of static shape."""
         kinds = self._flights.kinds_of(seats)
-        return None if len(kinds) > KINDS or any(how.repetition_penalty != 1 for _, how in kinds) else kinds
+        return None if len(kinds) > MOST_KINDS or any(how.repetition_penalty != 1 for _, how in kinds) else kinds
 
     def run(self, seats: np.ndarray, kinds: tuple[tuple[int, Sampling], ...], pages: int) -> HostCopy:
         """Draw the next token of some seats, each of which has a page for its last one.
@@ -75,14 +75,14 @@ class StaticDecode:
         other = self._serials[seats] != flights.serials[seats]
         new = seats[other | (self._lengths[seats] != flights.lengths[seats])]
         if len(new):
-            at = to_device(new, self._device)
-            state.numbers_CS.index_copy_(1, at, to_device(flights.numbers_of(new), self._device))
+            at = device_copy(new, self._device)
+            state.numbers_CS.index_copy_(1, at, device_copy(flights.numbers_of(new), self._device))
             self._lengths[new] = flights.lengths[new]
         owned = scheduler.pages_of(seats)
         moved = seats[other | (self._owned[seats] != owned)]
         if len(moved):
-            at, table = to_device(moved, self._device), scheduler.table_of(moved, state.table_SP.shape[1])
-            state.table_SP.index_copy_(0, at, to_device(table, self._device))
+            at, table = device_copy(moved, self._device), scheduler.table_of(moved, state.table_SP.shape[1])
+            state.table_SP.index_copy_(0, at, device_copy(table, self._device))
         self._serials[seats], self._owned[seats] = flights.serials[seats], owned
         return state
 
@@ -95,11 +95,11 @@ class StaticDecode:
     def _rows_of(self, seats: np.ndarray, rows: int) -> Tensor:
         """Slots on the device, in memory that stays."""
         if rows not in self._rows:
-            self._rows[rows] = torch.zeros(rows, dtype=torch.int64, device=self._device), np.full(rows, NOBODY)
+            self._rows[rows] = torch.zeros(rows, dtype=torch.int64, device=self._device), np.full(rows, NO_HOLDER)
         there_B, here = self._rows[rows]
         if not np.array_equal(here[: len(seats)], seats) or (here[len(seats) :] != len(self._lengths) - 1).any():
             here[: len(seats)], here[len(seats) :] = seats, len(self._lengths) - 1
-            there_B.copy_(to_device(here, self._device))
+            there_B.copy_(device_copy(here, self._device))
         return there_B
 
 
@@ -115,8 +115,6 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
         return "the compiled step computes on the CPU"
     if speculate:
         return "drafts are made on the host"
-    if model.config.experts is not None:
-        return "the rows of experts are laid out by the host"
     return None
 
 

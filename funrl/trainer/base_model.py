@@ -20,6 +20,7 @@ from funrl.models import hf
 from funrl.models.deployed import deployed
 from funrl.models.lora import decoder_of
 from funrl.models.model import Lora
+from funrl.models.weight_dtypes import cast_weights
 from funrl.trainer.build import Parts
 from funrl.trainer.checkpoint import Recorded
 from funrl.trainer.job import Job
@@ -53,7 +54,7 @@ def keep_base(directory: Path, job: Job, parts: Parts, begin: trees.Tree) -> Non
     Raises:
       CheckpointError: on the first rank, where it cannot be written.
     """
-    named = deployed(parts.begin, trees.cast(begin, job.dtype)).exported(job.model.names)
+    named = deployed(parts.begin, cast_weights(begin, job.dtype)).exported(job.model.names)
     if parts.mesh.rank > 0:
         collections.deque(named, maxlen=0)
         return

@@ -23,6 +23,7 @@ from funrl.models.model import Layer
 from funrl.models.sequence_parallel import with_form
 from funrl.models.shared_reading import load_shared
 from funrl.models.value_head import BIAS, HEAD
+from funrl.models.weight_dtypes import cast_weights, weight_dtypes
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
@@ -164,7 +165,8 @@ def _generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], Non
             *how, layer=layer, decode=decode, speculate=settings.speculate, note=note,
             record_routes=settings.router_replay,
         )  # fmt: skip
-    return Generator(engine, mesh, plan(placed.stored, engine.weights.layouts, job.dtype, ranks_per_node()))
+    wanted = engine.weights.layouts
+    return Generator(engine, mesh, plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node()))
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -204,7 +206,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
 
 def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
     """`first_weights` of a run with adapters."""
-    base = trees.cast(decoder_of(begin), job.dtype)
+    base = cast_weights(decoder_of(begin), job.dtype)
     if not needs_unembedding(parts):
         base = {name: x for name, x in base.items() if name != "unembed"}
     weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, BIAS) if name in begin}

@@ -19,6 +19,7 @@ from funrl.models.lora import FIRST, SECOND, plain_name, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
 from funrl.models.peft_files import write_peft
 from funrl.models.resize import with_vocabulary
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.trainer.base_model import base_directory, check_base, lora_in
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.job import TORCH_DTYPES
@@ -113,7 +114,7 @@ def lead_weights(
         yield from stored_weights_of(found, model.shapes, dtype, layouts, mesh)
     else:
         for name, x in _merged_weights(found, model, layouts, mesh):
-            yield name, x if dtype is None else x.to(dtype)
+            yield name, x if dtype is None else x.to(weight_dtype(name, dtype))
 
 
 def _merged_weights(
@@ -163,7 +164,7 @@ def stored_weights_of(
     missing = [name for name, x in like.items() if name not in found.arrays or found.arrays[name].shape != x.shape]
     if missing:
         raise CheckpointError(f"{found.path}: {missing[0]} is not there, or not as {OUTLINE}/config.json says")
-    dtypes = {name: dtype or TENSOR_DTYPES[found.arrays[name].dtype] for name in like}
+    dtypes = {name: weight_dtype(name, dtype) if dtype else TENSOR_DTYPES[found.arrays[name].dtype] for name in like}
     local = {begin + name: layout for name, layout in layouts.items()}
     shapes = {name: local[name].local_shape(mesh.rank) if name in local else x.shape for name, x in like.items()}
     like = {name: torch.empty(shapes[name], dtype=dtypes[name], device="meta") for name in like}

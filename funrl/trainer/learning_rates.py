@@ -44,7 +44,7 @@ def rate_of_size(parameters: int, adapters: bool = False, supervised: bool = Fal
     Args:
       parameters: of the whole model, 1 or more.
       adapters: whether adapters learn instead of it.
-      supervised: whether it learns as `is_supervised` says.
+      supervised: whether it learns as `learns_from_texts` says.
 
     >>> rate_of_size(7_000_000_000), rate_of_size(7_000_000_000, supervised=True)
     (2.4e-06, 1.2e-05)
@@ -54,7 +54,7 @@ def rate_of_size(parameters: int, adapters: bool = False, supervised: bool = Fal
     return float(f"{rate * (ADAPTERS if adapters else 1.0):.1e}")
 
 
-def is_supervised(settings: Settings, algorithm: Algorithm) -> bool:
+def learns_from_texts(settings: Settings, algorithm: Algorithm) -> bool:
     """True if a model imitates texts or learns to score them; with preferences a policy learns as in RL."""
     return run_kind(algorithm, settings.data) == "supervised" and (
         algorithm.example == "row" or "policy" not in algorithm.losses
@@ -73,7 +73,7 @@ def learning_rates(settings: Settings, algorithm: Algorithm, model: Model) -> di
     elif settings.model is None:
         lr = ADAPTERS_FROM_NOTHING if adapters else FROM_NOTHING
     else:
-        lr = rate_of_size(trees.count(model.shapes), adapters, is_supervised(settings, algorithm))
+        lr = rate_of_size(trees.count(model.shapes), adapters, learns_from_texts(settings, algorithm))
     critic = 2 * lr if settings.critic_lr is None else settings.critic_lr
     implicit = lr if settings.implicit_reward_lr is None else settings.implicit_reward_lr
     own = {"critic": critic, "implicit_reward": implicit}

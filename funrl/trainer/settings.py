@@ -73,7 +73,7 @@ class Settings:
         "devices",
         "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
         some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
-        chosen="all",
+        chosen="all; over several nodes inside of each, if that fits",
         requires="fsdp",
     )
     fsdp_models: str | None = flag(

@@ -85,7 +85,7 @@ def train_step(
     with torch.no_grad():
         updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
         params = apply_updates_(state.params, updates)
-    if role.router.bias_rate:
+    if load and role.router.bias_rate:
         move_biases_(params, load[0], role.router.bias_rate)
     return RoleState(params, opt_state), metrics
 

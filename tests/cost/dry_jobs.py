@@ -17,6 +17,13 @@ LLAMA_70B = {
     "intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 40960,
 }  # fmt: skip
 
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
+}  # fmt: skip
+
 
 def settings(**given):
     chosen = {"batch_prompts": 8, "samples_per_prompt": 2, "max_new_tokens": 24, "token_budget": 256, "minibatches": 1}

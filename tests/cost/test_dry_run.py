@@ -13,7 +13,7 @@ from funrl import trees
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cost import dry_run
 from funrl.cost import estimate as cost_estimate
-from funrl.cost.estimate import at_rows, pretended
+from funrl.cost.estimate import at_rows, depths_of, pretended
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh import message_sizes
 from funrl.mesh.mesh import single
@@ -96,6 +96,17 @@ def test_so_it_does_whatever_the_family(family, tmp_path):
     model = write_config(tmp_path, model_type=family, **changes)
     found = dry_run.estimate(plain("grpo", model=model, mesh="dp2,tp2", generate_mesh="dp2,tp2"), 8, CPU)
     assert {"generate", "score_reference", "update_policy", "reshard"} <= set(found.phases)
+
+
+@pytest.mark.slow
+def test_layers_without_experts_before_those_with_some_do_not_stand_for_them(monkeypatch):
+    """A model with three of them and four others is on the line through shallower ones."""
+    experts = dataclasses.replace(SWITCHES["deepseek_v3"]["experts"], dense=(0, 1, 2))
+    job = small("grpo", sizes=SWITCHES["deepseek_v3"] | {"layers": 8, "experts": experts})
+    assert depths_of(job.model.config) == (6, 7)
+    found = dry_run.estimate(job, 8, CPU).phases
+    monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
+    assert_alike(found, dry_run.estimate(job, 8, CPU).phases)
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from dry_jobs import CPU, H100, LLAMA_70B, plain, settings, write_config
+from dry_jobs import CPU, H100, LLAMA_70B, QWEN3_30B, plain, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run, mesh_search
@@ -53,6 +53,28 @@ def test_the_formula_is_near_the_trace_of_a_70b(mesh, fsdp, tmp_path):
     rough = closed_form(job, found.tokens, H100)
     assert 0.5 < rough.nbytes / mesh_search.peak_of(found).nbytes < 2
     assert 0.5 < rough.seconds / mesh_search.rates_of(found, H100).seconds < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp8,ep8", "ep8,tp8"])
+def test_the_formula_is_near_the_trace_of_a_model_with_experts(mesh, tmp_path):
+    flags = {"mesh": mesh, "fsdp": True, "dtype": "bfloat16", "batch_prompts": 64, "samples_per_prompt": 8}
+    job = plain("grpo", H100.memory, model=write_config(tmp_path, **QWEN3_30B), token_budget=4096, **flags)
+    found = dry_run.estimate(job, 512, H100)
+    rough = closed_form(job, found.tokens, H100)
+    assert 0.5 < rough.nbytes / mesh_search.peak_of(found).nbytes < 2
+    assert 1 / 3 < rough.seconds / mesh_search.rates_of(found, H100).seconds < 3
+
+
+def test_a_model_with_experts_is_split_over_them_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
+    model = write_config(tmp_path, **QWEN3_30B | sizes | {"num_attention_heads": 4, "moe_intermediate_size": 512})
+    found = search(settings(mesh="auto:2", model=model), recipe("grpo")(), CPU)
+    tried = [*(one.flags for one in found.best), *(one.flags for one in found.others)]
+    assert [one for one in tried if one["mesh"] == "ep2" and "fsdp" not in one] and not found.unused
+    whole, split = (closed_form(plain("grpo", model=model, mesh=mesh), 64, CPU) for mesh in ("dp2", "ep2"))
+    assert split.nbytes < 0.95 * whole.nbytes  # where every rank has all experts
 
 
 def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):

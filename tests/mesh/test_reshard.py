@@ -345,3 +345,12 @@ def test_errors_name_the_tensor_and_the_sizes():
         reshard.reshard(tree, made, Mesh(parse("dp2")))
     with pytest.raises(MeshError, match="lacks"):
         reshard.reshard({"embed": tree["embed"]}, made, Mesh(parse("dp8")))
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(512, [1]), (8, range(9, 20))])
+def test_a_gather_of_many_ranks_has_larger_buckets(ranks, expected):
+    """500 MB: 512 ranks have one megabyte each to give, which goes at once; 8 give theirs in buckets of 64 MB."""
+    stored = {"w": Layout((1 << 19, 500), (("data",), ()), (ranks, 1, 1, 1))}
+    made = plan(stored, {"w": Layout((1 << 19, 500), ((), ()), (ranks, 1, 1, 1))}, torch.bfloat16)
+    assert made.routes[0].way == "gather"
+    assert len(program(made, 0, 64 << 20, native=True)) in expected

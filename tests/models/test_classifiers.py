@@ -17,6 +17,7 @@ RAW = {name: {"model_type": name} for name in FAMILIES} | {
     "gemma3_text": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 7},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **FEW_EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "deepseek_v2": DEEPSEEK | {"model_type": "deepseek_v2"},
     "deepseek_v3": DEEPSEEK,
 }
 MODULES = {

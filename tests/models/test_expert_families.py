@@ -23,6 +23,11 @@ DEEPSEEK = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1}
 CONFIGS = {
+    "deepseek_v2": DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+    "deepseek_v2 lite": DEEPSEEK | {
+        "model_type": "deepseek_v2", "q_lora_rank": None, "n_group": None, "topk_group": None, "n_shared_experts": 2,
+        "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 1.5,
+    },
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3 plain queries": DEEPSEEK | {  # whose prompts make keys and values
         "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
@@ -76,7 +81,9 @@ def test_config_round_trip_through_transformers(name):
             "num_key_value_heads is 2, latent attention has one for each of the",
         ),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', supported is 'sigmoid'"),
-        ("deepseek_v3", {"n_group": 3}, "8 experts do not make 3 groups of at least two, equally large"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True, supported is False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc', supported is 'greedy'"),
+        ("deepseek_v3", {"n_group": 3}, "8 experts do not make 3 groups of at least 2, equally large"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, "experts.per_token is 5, but 2 of 4 groups have 4"),
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is None, it must be a whole number of at least 1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported is None"),

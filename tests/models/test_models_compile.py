@@ -129,3 +129,14 @@ def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(confi
     assert backward["aten.mm"] == 2 * forward["aten.mm"] + (6 if remat == "full" else 0)
     assert backward["funrl.varlen_attention"] == (1 if remat == "full" else 0)
     assert backward["aten.rsqrt"] == (4 if remat == "full" else backward["aten.rsqrt"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [QWEN, MIXTURE])
+def test_inductor_computes_the_same_with_selective_recomputation(config):
+    torch._dynamo.reset()
+    model = decoder_model(config)
+    params, row = model.init(torch.Generator().manual_seed(0), torch.float64), packed_row((5, 9, 2), 4)
+    layer = compile_layer(model, "on", remat="selective")
+    for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
+        assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())

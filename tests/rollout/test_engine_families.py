@@ -28,10 +28,13 @@ CONFIGS = {
 }
 
 
-DEEPSEEK = Config(
-    **SMALL | {"kv_heads": SMALL["heads"], "head": 12}, family="deepseek_v3", latent=Latent(24, 20, 8, 4, 6),
-    experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
-)  # fmt: skip
+EXPERTS = {
+    "qwen3_moe": Config(**SMALL, family="qwen3_moe", qk_norm=True, experts=Experts(count=4, per_token=2, mlp=16)),
+    "deepseek_v3": Config(
+        **SMALL | {"kv_heads": SMALL["heads"], "head": 12}, family="deepseek_v3", latent=Latent(24, 20, 8, 4, 6),
+        experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -43,11 +46,13 @@ def test_greedy_completions_are_those_of_transformers(name):
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "deepseek_v3"])
 def test_log_probabilities_are_the_trainers(name):
-    config, how = (CONFIGS | {"deepseek_v3": DEEPSEEK})[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
+    config, how = (CONFIGS | EXPERTS)[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)
-    for number, one in enumerate(completed(engine_of(config, torch.float64), PROMPTS, how)):
+    done = completed(engine_of(config, torch.float64), PROMPTS, how)
+    assert_same(completed(engine_of(config, torch.float64, static=True), PROMPTS, how), done, 1e-12)
+    for number, one in enumerate(done):
         prompt = PROMPTS[number // 2]
         batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
         for temperature, got in ((0.7, one.sampling_logp), (1.0, one.raw_logp)):

@@ -310,13 +310,13 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_tensor_parallel_ranks_draw_what_one_device_draws(name):
+@pytest.mark.parametrize(("name", "static"), [("llama", False), ("qwen3", True)])
+def test_tensor_parallel_ranks_draw_what_one_device_draws(name, static):
     config = CONFIGS[name] if name == "llama" else Config(**SMALL | {"kv_heads": 1}, family="qwen3", qk_norm=True)
     requests = requests_of(PROMPTS, Sampling(max_new_tokens=12, stop=(3, 17), samples=2), 0)
 
     def program(mesh):
-        engine = native_engine(decoder_model(config), mesh, torch.float64, max_rows=5, decode=decode)
+        engine = native_engine(decoder_model(config), mesh, torch.float64, max_rows=5, decode=decode, static=static)
         return complete(load(engine, weights(config, torch.float64)), requests)
 
     assert_same(launch(program, parse("tp2"), "cpu"), complete(engine_of(config, torch.float64), requests), 1e-10)

@@ -5,13 +5,14 @@ import sys
 import pytest
 import torch
 from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, weights
+from test_engine_families import CONFIGS as OTHERS
+from test_engine_families import EXPERTS
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import Config, decoder_model
-from funrl.models.config import Experts
 from funrl.rollout import static_decode
 from funrl.rollout.backends import TorchBackend
 from funrl.rollout.captured import CapturedFunctions
@@ -25,13 +26,7 @@ from funrl.rollout.static_decode import bucket
 ROWS = (1, 2, 4, 8, 16)
 SLOTS, PAGES = 17, 4
 KINDS = ((0, Sampling(temperature=0.7)), (1, Sampling(top_k=5, top_p=0.9, min_p=0.01)), (2, Sampling(greedy=True)))
-FAMILIES = {
-    "qwen3 window": CONFIGS["qwen3 window"],
-    "gemma2": Config(
-        **SMALL, family="gemma2", norms="sandwich", norm_offset=1.0, embed_scale=5.6, attention_cap=50.0,
-        logit_cap=30.0, activation="gelu", tied=True,
-    ),
-}  # fmt: skip
+FAMILIES = {"qwen3 window": CONFIGS["qwen3 window"], "gemma2": OTHERS["gemma2"]} | EXPERTS
 
 
 class NoWaiting(TorchDispatchMode):
@@ -175,15 +170,10 @@ def test_what_a_pass_of_static_shape_cannot_draw_goes_the_other_way(monkeypatch)
 
 
 def test_where_there_are_none_the_reason_is_told(caplog):
-    experts = Config(**SMALL, family="qwen3_moe", qk_norm=True, experts=Experts(count=4, per_token=2, mlp=16))
     with caplog.at_level("INFO", "funrl.rollout.native"):
-        made = [
-            native_engine(decoder_model(experts), packed=False, static=True),
-            native_engine(decoder_model(CONFIGS["llama"]), packed=False, static=True, speculate=2),
-        ]
-    assert all(engine._static is None for engine in made)
-    told = [x for x in caplog.messages if "static shape" in x]
-    assert "experts" in told[0] and "drafts" in told[1] and len(told) == 2
+        engine = native_engine(decoder_model(CONFIGS["llama"]), packed=False, static=True, speculate=2)
+    assert engine._static is None
+    assert [x for x in caplog.messages if "static shape: drafts are made on the host" in x] == caplog.messages[-1:]
     assert native_engine(decoder_model(CONFIGS["llama"]), packed=False)._static is None
 
 

@@ -10,6 +10,8 @@ from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.models.config import Experts, Latent
+from funrl.models.lora import targets_of, with_lora
+from funrl.models.model import Lora
 from funrl.trainer.router_bias import biases_of
 
 pytestmark = pytest.mark.gloo
@@ -17,7 +19,7 @@ EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
 FEW = SIZES | {"experts": Experts(count=4, per_token=1, mlp=8, normalized=False)}
 DEEPSEEK = SIZES | {
     "family": "deepseek_v3", "kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4),
-    "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8),
+    "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8, wide=True),
 }  # fmt: skip
 BIASES = {"router_bias_rate": 0.01}
 LOSSES = {"router_aux_coef": 0.1, "router_z_coef": 0.01}
@@ -79,5 +81,19 @@ def test_steps_are_those_of_one_process(case):
     assert len(experts) == 4 * (2 if sizes is FEW else 1) and all(x.abs().max() > 1e-6 for x in experts)
 
 
-def _grads(run):
-    return trees.named(run["grads"][0]["policy"].tree)
+def test_adapters_of_latent_attention_learn_alike_where_tensor_ranks_share_tokens():
+    def steps(mesh, **more):
+        job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", mesh=mesh, lora_rank=2, **more)
+        lora = Lora(2, 4.0, targets_of("all-linear", job.model))
+        models = {name: with_lora(x.adapters.plain, lora) if x.adapters else x for name, x in job.models.items()}
+        return launch(steps_program(job._replace(models=models, lora=lora), 2), job.sizes, "cpu")
+
+    one = steps("dp1")
+    learned = {name.rsplit("/", 1)[-1] for name, x in _grads(one, 1) if x.any()}
+    assert {"q_a_lora_b", "kv_a_lora_a", "kv_b_lora_b", "o_lora_a", "shared_up_lora_b", "down_lora_b"} <= learned
+    assert not any("expert" in name or "router" in name for name in learned)
+    assert_same(steps("tp2", **SPLIT), one, 1e-9)
+
+
+def _grads(run, step=0):
+    return trees.named(run["grads"][step]["policy"].tree)

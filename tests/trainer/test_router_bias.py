@@ -9,7 +9,9 @@ from test_experts_on_meshes import DEEPSEEK
 
 from funrl import trees
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model
+from funrl.models import decoder_model, hf
+from funrl.models.weight_dtypes import cast_weights
+from funrl.rollout.certificate import certify
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.router_bias import biases_of, move_biases_
@@ -17,8 +19,8 @@ from funrl.trainer.settings import Settings
 from funrl.trainer.sharding import check_experts
 
 
-def run_with(rate):
-    job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", minibatches=1, lr=1e-9, token_budget=48)
+def run_with(rate, **more):
+    job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", minibatches=1, lr=1e-9, token_budget=48, **more)
     return begin(job._replace(settings=dataclasses.replace(job.settings, router_bias_rate=rate)), single())
 
 
@@ -49,6 +51,25 @@ def test_an_uneven_router_becomes_even(rate):
     assert torch.equal(held["layers/1/mlp/router_bias"], bias)
     moments = [x for name, x in trees.named(state.roles["policy"].opt_state) if name.endswith("router_bias")]
     assert moments and not any(x.any() for x in moments)
+
+
+def test_biases_stay_in_float32_wherever_other_weights_are_bfloat16(tmp_path):
+    """One that is large beside its steps would not move otherwise."""
+    run, state = run_with(0.001, dtype="bfloat16")
+    role, engine = run.parts.roles["policy"], run.parts.generator.engine
+    (bias,) = biases_of(state.roles["policy"].params)
+    bias += 14
+    state, _ = one_step(run, state)
+    steps = (bias - 14) / 0.001
+    assert (steps - steps.round()).abs().max() < 2e-3 and steps.abs().min() < 1.1 and steps.any()
+    held = dict(engine.held_weights())
+    assert held["layers/1/mlp/router_bias"].equal(bias) and held["embed"].dtype == torch.bfloat16
+    assert certify(role.placed, state.roles["policy"].params, engine, state.version)["sync/verified"] == 1
+    assert biases_of(run.frozen["reference"])[0].dtype == torch.float32
+    hf.save(tmp_path, role.placed.model, cast_weights(state.roles["policy"].params, torch.bfloat16))
+    model, params = hf.load(tmp_path)
+    assert biases_of(params)[0].equal(bias) and model.config.dtype == "bfloat16"
+    assert params["embed"].dtype == torch.bfloat16
 
 
 def test_models_without_such_a_bias_and_adapters_are_refused():

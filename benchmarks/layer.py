@@ -1,6 +1,6 @@
 """One layer eager and compiled, and log-probabilities from hidden states: CPU-seconds, and what passes over memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/kernels.py [--tokens=1024] [--embed=256] [--vocab=8192] [--turns=5]
+    OMP_NUM_THREADS=1 python benchmarks/layer.py [--tokens=1024] [--embed=256] [--vocab=8192] [--turns=5]
 
 A layer of a Llama with norms of queries and keys goes forward and backward over a packed row: eager, compiled, and
 compiled with `--remat=selective`. "Passes" are operators that read or write activations, matrix products, attention and
