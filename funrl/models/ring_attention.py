@@ -233,7 +233,7 @@ def _blocks(
 
 
 def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
-    """Which of the keys are seen by queries, the first of which stands `ahead` of the first key."""
+    """Mask of the keys that queries see, the first of which stands `ahead` of the first key."""
     behind = torch.arange(ahead, ahead + queries, device=device)[:, None] - torch.arange(keys, device=device)
     return (behind >= 0) & (behind < window) if window else behind >= 0
 
