@@ -31,7 +31,10 @@ def enter(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
 
 def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """The sum of what the tensor ranks have made of all tokens: of those that a rank has of the stream."""
-    return psum_scatter(x_BTD, mesh, "tensor", 1) if split else psum(x_BTD, mesh, "tensor")
+    if not split:
+        return psum(x_BTD, mesh, "tensor")
+    # One packed row; its strides are those of any other: a compiled layer asks for them.
+    return psum_scatter(x_BTD, mesh, "tensor", 1).flatten(0, 1).unsqueeze(0)
 
 
 def own_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
