@@ -60,7 +60,7 @@ figcaption small{grid-column:1/-1;color:var(--soft);font-size:12.5px;min-height:
 figure.card{display:flex;flex-direction:column}
 .legend{grid-column:1/-1;display:flex;flex-wrap:wrap;gap:0 14px;font-size:12.5px;color:var(--soft);margin-top:3px}
 .legend span{overflow-wrap:anywhere}.legend b{color:var(--ink);font-weight:640;margin-left:5px}
-.lead{font-size:13.5px;color:var(--soft);margin:-8px 0 14px}
+.lead{font-size:13.5px;color:var(--soft);margin:-8px 0 14px}.lead mark{white-space:normal;overflow-wrap:anywhere}
 .key{display:inline-block;width:9px;height:9px;border-radius:3px;background:var(--c);margin-right:6px}
 .note{font-size:12px;color:var(--soft);margin-top:6px}
 .plot{display:grid;grid-template-columns:auto 1fr;grid-template-rows:minmax(150px,1fr) 20px;flex:1;font-size:11.5px;
