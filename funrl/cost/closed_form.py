@@ -164,7 +164,8 @@ def _saved(config: Config, split: _Split) -> float:
 
 
 def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
-    """Seconds of scoring and learning: of arithmetic, and of collectives, which nothing hides."""
+    """Seconds of scoring and learning: of arithmetic, and of collectives; on accelerators the arithmetic hides those of
+    sharding, as far as it lasts."""
     settings, seconds = job.settings, 0.0
     again = settings.remat != "none"
     prefill = int(job.generates)
@@ -174,7 +175,8 @@ def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
         updates = settings.epochs if learns else 0
         used = model.config.used_parameters(trees.count(model.shapes))
         arithmetic = _forward(model.config, used, split, hardware)
-        seconds += arithmetic * (scored + updates * (3 + again) + prefill * (name == "policy"))
+        computing = arithmetic * (scored + updates * (3 + again))
+        seconds += computing + arithmetic * prefill * (name == "policy")
         streamed = scored + updates * (2 + again)
         seconds += streamed * _summed(model.config, split, hardware)
         scoring = math.ceil(split.tokens / max(scoring_budget(settings), split.width))
@@ -187,7 +189,8 @@ def _passes(job: Job, split: _Split, hardware: Hardware) -> float:
             nbytes = gathers * weights * split.item + learning * updates * weights * 4
             filled = max(1.0, message_bytes(shards, 0) * model.config.layers / (weights * split.item))
             count = gathers * math.ceil(model.config.layers / filled)
-            seconds += collective_seconds(hardware, "gather", count, nbytes, shards, near)
+            sharding = collective_seconds(hardware, "gather", count, nbytes, shards, near)
+            seconds += max(0.0, sharding - computing) if hardware.accelerator else sharding
         if updates and split.rows > shards:
             count = updates * settings.minibatches
             far = split.tensor * split.rows > RANKS_PER_NODE

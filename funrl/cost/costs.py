@@ -14,7 +14,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +141,14 @@ class Traffic(NamedTuple):
     nbytes: float
 
 
+class _Message(NamedTuple):
+    """A collective that is under way; `begun`: after so many seconds of kernels of the phase."""
+
+    key: tuple[str, str]
+    nbytes: float
+    begun: float
+
+
 @dataclass
 class Costs:
     """Costs of one phase on one rank.
@@ -151,12 +159,16 @@ class Costs:
       flops: of matrix products and attention.
       seconds: of all kernels, each bound by arithmetic, memory or its launch; without collectives.
       traffic: by (collective, name of the process group).
+      early: of `traffic`, what is begun before it is needed, so that kernels run meanwhile.
+      cover: of `seconds`, those of kernels that run while some collective is under way.
     """
 
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)
     flops: float = 0.0
     seconds: float = 0.0
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    early: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    cover: float = 0.0
 
     @property
     def peak(self) -> dict[str, float]:
@@ -185,19 +197,27 @@ def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
 
     every = (first, *seconds)
     shared = [part for part in first.peaks if all(part in costs.peaks for costs in seconds)]
-    keys, none = dict.fromkeys(itertools.chain(*(costs.traffic for costs in every))), Traffic(0, 0)
+
+    def sent(*points: dict[tuple[str, str], Traffic]) -> dict[tuple[str, str], Traffic]:
+        keys, none = dict.fromkeys(itertools.chain(*points)), Traffic(0, 0)
+        return {key: Traffic(*map(line, *(point.get(key, none) for point in points))) for key in keys}
+
     return Costs(
         peaks={part: lines(*(costs.peaks[part] for costs in every)) for part in shared},
         flops=line(*(costs.flops for costs in every)),
         seconds=line(*(costs.seconds for costs in every)),
-        traffic={key: Traffic(*map(line, *(costs.traffic.get(key, none) for costs in every))) for key in keys},
+        traffic=sent(*(costs.traffic for costs in every)),
+        early=sent(*(costs.early for costs in every)),
+        cover=line(*(costs.cover for costs in every)),
     )
 
 
 def times(costs: Costs, n: float) -> Costs:
     """The same phase `n` times one after the other: the peak stays."""
-    traffic = {k: Traffic(t.count * n, t.nbytes * n) for k, t in costs.traffic.items()}
-    return Costs(costs.peaks, costs.flops * n, costs.seconds * n, traffic)
+    traffic, early = (
+        {k: Traffic(t.count * n, t.nbytes * n) for k, t in sent.items()} for sent in (costs.traffic, costs.early)
+    )
+    return Costs(costs.peaks, costs.flops * n, costs.seconds * n, traffic, early, costs.cover * n)
 
 
 def after(first: Costs, second: Costs) -> Costs:
@@ -205,17 +225,24 @@ def after(first: Costs, second: Costs) -> Costs:
     peaks = {**first.peaks, **second.peaks}
     for part in peaks:
         peaks[part] = max(first.peaks.get(part, {}), second.peaks.get(part, {}), key=lambda held: sum(held.values()))
-    traffic = dict(first.traffic)
-    for key, more in second.traffic.items():
-        old = traffic.get(key, Traffic(0, 0))
-        traffic[key] = Traffic(old.count + more.count, old.nbytes + more.nbytes)
-    return Costs(peaks, first.flops + second.flops, first.seconds + second.seconds, traffic)
+    traffic, early = dict(first.traffic), dict(first.early)
+    for sent, added in ((traffic, second.traffic), (early, second.early)):
+        for key, more in added.items():
+            add_traffic(sent, key, *more)
+    flops, seconds = first.flops + second.flops, first.seconds + second.seconds
+    return Costs(peaks, flops, seconds, traffic, early, first.cover + second.cover)
+
+
+def add_traffic(sent: dict[tuple[str, str], Traffic], key: tuple[str, str], count: float, nbytes: float) -> None:
+    """Add messages to those of a collective and a group, in place."""
+    old = sent.get(key, Traffic(0, 0))
+    sent[key] = Traffic(old.count + count, old.nbytes + nbytes)
 
 
 def plus(costs: Costs, kept: Mapping[str, float]) -> Costs:
     """The same phase with more bytes held all the time."""
     peaks = {part: {k: held.get(k, 0) + kept.get(k, 0) for k in {**held, **kept}} for part, held in costs.peaks.items()}
-    return Costs(peaks, costs.flops, costs.seconds, costs.traffic)
+    return replace(costs, peaks=peaks)
 
 
 class Tracer(TorchDispatchMode):
@@ -249,6 +276,7 @@ class Tracer(TorchDispatchMode):
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
         self.now, self.highest, self.part = Costs(), {}, "other"
+        self.under_way: dict[int, _Message] = {}  # by the storage of what will arrive
         self.learns, self.optimizes = False, False
 
     @classmethod
@@ -288,6 +316,7 @@ class Tracer(TorchDispatchMode):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         before, self.now, self.highest, self.learns = self.now, Costs(), {}, name.startswith(UPDATES)
+        self.under_way = {}
         self._look()
         try:
             yield
@@ -399,11 +428,16 @@ class Tracer(TorchDispatchMode):
         return out, None if real and operator.flops is not None else key  # whose numbers may decide how much there is
 
     def _count_message(self, func: Any, operator: _Operator, args: tuple, outs: Sequence[Tensor]) -> None:
-        if func is not torch.ops._c10d_functional.wait_tensor.default:
-            key = operator.name, next(a for a in reversed(args) if isinstance(a, str))
-            nbytes = max(_nbytes(args[:1]), _nbytes(outs))
-            old = self.now.traffic.get(key, Traffic(0, 0))
-            self.now.traffic[key] = Traffic(old.count + 1, old.nbytes + nbytes)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            message = self.under_way.pop(args[0].untyped_storage()._cdata, None)
+            if message is not None and self.now.seconds > message.begun:
+                add_traffic(self.now.early, message.key, 1, message.nbytes)
+            return
+        key = operator.name, next(a for a in reversed(args) if isinstance(a, str))
+        nbytes = max(_nbytes(args[:1]), _nbytes(outs))
+        add_traffic(self.now.traffic, key, 1, nbytes)
+        for x in outs:
+            self.under_way[x.untyped_storage()._cdata] = _Message(key, nbytes, self.now.seconds)
 
     def _count(
         self, func: Any, operator: _Operator, key: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
@@ -420,8 +454,10 @@ class Tracer(TorchDispatchMode):
         else:
             work = works[key] = _work(func, operator, args, kwargs, out, outs)
         if work is not None:
+            seconds = op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
             self.now.flops += work.flops
-            self.now.seconds += op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
+            self.now.seconds += seconds
+            self.now.cover += seconds * bool(self.under_way)
 
 
 def _work(

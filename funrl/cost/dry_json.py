@@ -7,7 +7,7 @@ from typing import Any
 from funrl.cost.costs import Costs
 from funrl.cost.estimate import Estimate
 from funrl.cost.hardware import Hardware
-from funrl.cost.rates import communication, rates_of
+from funrl.cost.rates import communication, hidden, rates_of
 from funrl.cost.remedies import Peak, Verdict
 from funrl.cost.row_plan import rows_of_step
 from funrl.mesh import mesh as meshes
@@ -71,6 +71,7 @@ def _phase(found: Estimate, name: str, costs: Costs, hardware: Hardware) -> dict
         "flops": costs.flops,
         "kernel_seconds": costs.seconds,
         "collective_seconds": communication(found, costs, hardware),
+        "hidden_seconds": hidden(found, costs, hardware),
         "useful": found.useful.get(name),
         "traffic": traffic,
     }

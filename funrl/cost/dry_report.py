@@ -15,7 +15,7 @@ from funrl.cost.estimate import Estimate, stage_of
 from funrl.cost.hardware import HARDWARE, Hardware
 from funrl.cost.mesh_search import Traced, search
 from funrl.cost.node_groups import with_groups
-from funrl.cost.rates import communication, rates_of
+from funrl.cost.rates import communication, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.search_report import search_json, search_text
 from funrl.mesh import mesh as meshes
@@ -108,22 +108,24 @@ def memory(found: Estimate) -> str:
 
 def work(found: Estimate, hardware: Hardware) -> str:
     """FLOPs and seconds of each phase."""
-    rows, whole = [], [0.0, 0.0, 0.0]
+    rows, whole = [], [0.0, 0.0, 0.0, 0.0]
     for name, costs in found.phases.items():
-        spent = (costs.flops, costs.seconds, communication(found, costs, hardware))
+        sent = communication(found, costs, hardware)
+        spent = (costs.flops, costs.seconds, sent, hidden(found, costs, hardware))
         whole = [a + b for a, b in zip(whole, spent, strict=True)]
         useful = f"{100 * found.useful[name]:.1f}%" if name in found.useful else "-"
         rows.append((name, *_spent(*spent), useful))
     of_peak, of_bandwidth = hardware.efficiency
-    notes = [f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth, collectives not hidden"]
+    notes = [f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth"]
     if found.useful:
         notes.append("useful: of the FLOPs of all ranks, where each waits for the slowest at every micro-batch")
-    head = ("a step of a rank", "FLOPs", "kernels", "collectives", "seconds", "useful")
+    head = ("a step of a rank", "FLOPs", "kernels", "collectives", "hidden", "seconds", "useful")
     return "\n".join([*table(head, [*rows, ("all", *_spent(*whole), "")]), *notes])
 
 
-def _spent(flops: float, kernels: float, collectives: float) -> tuple[str, ...]:
-    return (f"{flops:.3g}", f"{kernels:.3g} s", f"{collectives:.3g} s", f"{kernels + collectives:.3g}")
+def _spent(flops: float, kernels: float, collectives: float, behind: float) -> tuple[str, ...]:
+    times = (f"{kernels:.3g} s", f"{collectives:.3g} s", f"{behind:.3g} s" if behind else "-")
+    return (f"{flops:.3g}", *times, f"{kernels + collectives - behind:.3g}")
 
 
 def traffic(found: Estimate) -> str:

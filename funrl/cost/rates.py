@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from funrl.cost.costs import Costs
+from funrl.cost.costs import Costs, Traffic
 from funrl.cost.estimate import MOVE, RESHARD, Estimate
 from funrl.cost.hardware import Hardware, collective_seconds, message_seconds
 from funrl.cost.row_plan import rows_of_step
@@ -56,13 +57,30 @@ def rates_of(found: Estimate, hardware: Hardware) -> Rates:
 
 def step_seconds(found: Estimate, hardware: Hardware) -> float:
     """Seconds of all phases of a step, one after the other."""
-    return sum(costs.seconds + communication(found, costs, hardware) for costs in found.phases.values())
+    return sum(phase_seconds(found, costs, hardware) for costs in found.phases.values())
+
+
+def phase_seconds(found: Estimate, costs: Costs, hardware: Hardware) -> float:
+    """Seconds of a phase: of its kernels, and of the collectives that nothing hides."""
+    return costs.seconds + communication(found, costs, hardware) - hidden(found, costs, hardware)
 
 
 def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
     """Seconds of all collectives of a phase, one after the other."""
+    return _sent(found, costs.traffic, hardware)
+
+
+def hidden(found: Estimate, costs: Costs, hardware: Hardware) -> float:
+    """Seconds of the collectives of a phase during which kernels run: of those that are begun before they are needed,
+    as far as there are kernels meanwhile. On a CPU both take the same cores, and nothing is hidden."""
+    if not hardware.accelerator:
+        return 0.0
+    return min(_sent(found, costs.early, hardware), costs.cover)
+
+
+def _sent(found: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardware: Hardware) -> float:
     seconds = 0.0
-    for (op, group), (count, nbytes) in costs.traffic.items():
+    for (op, group), (count, nbytes) in traffic.items():
         if op == RESHARD:
             seconds += message_seconds(hardware, count, nbytes, near=False)
             continue

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from funrl.algos.core import reads
-from funrl.cost.costs import UPDATES, Costs, Traffic, times
+from funrl.cost.costs import UPDATES, Costs, Traffic, add_traffic, times
 from funrl.cost.estimate import MOVE, MOVES
 from funrl.data.packing import Packing, RowCost, lockstep_work
 from funrl.mesh.mesh import Mesh
@@ -143,8 +143,7 @@ def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> d
         tokens = int(np.maximum(sent.sent, sent.received).max())
         if tokens:
             key = MOVE, target.group_name(axes)
-            old = found.get(key, Traffic(0, 0))
-            found[key] = Traffic(old.count + int(sent.messages.max()), old.nbytes + float(tokens * token_bytes))
+            add_traffic(found, key, int(sent.messages.max()), float(tokens * token_bytes))
     return found
 
 

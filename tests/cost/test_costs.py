@@ -5,7 +5,7 @@ import torch
 from dry_jobs import CPU, H100, small
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from funrl.cost import costs, dry_run
+from funrl.cost import costs, dry_run, rates
 from funrl.cost.costs import Costs, Tracer, Traffic, after, along, plus, times
 from funrl.cost.hardware import collective_seconds, op_seconds
 from funrl.cost.shape_memo import ShapeMemo, scan
@@ -44,6 +44,27 @@ def test_sums_of_costs():
     assert times(a, 3).traffic["all_reduce", "g"] == (3, 24) and times(a, 3).total == 10
     assert after(a, b).total == 16 and after(a, b).seconds == 4.5
     assert plus(a, {"batch": 5}).total == 15
+
+
+def test_what_sharding_sends_is_hidden_behind_kernels_on_an_accelerator():
+    whole, sharded = (
+        dry_run.estimate(small("sft", mesh="dp2", fsdp=fsdp, sizes={"layers": 2}), 30, H100) for fsdp in (False, True)
+    )
+    assert not whole.phases["update_policy"].early and not whole.phases["update_policy"].cover
+    costs = sharded.phases["update_policy"]
+    early = {op: sent.count for (op, _), sent in costs.early.items()}
+    sent = {op: sent.count for (op, _), sent in costs.traffic.items()}
+    assert {*early} == {"all_gather_into_tensor", "reduce_scatter_tensor"}
+    assert all(0 < early[op] <= sent[op] for op in early)
+    assert 0 < costs.cover < costs.seconds
+    saved = rates.hidden(sharded, costs, H100)
+    assert 0 < saved <= min(costs.cover, rates.communication(sharded, costs, H100))
+    spent = costs.seconds + rates.communication(sharded, costs, H100)
+    assert rates.phase_seconds(sharded, costs, H100) == pytest.approx(spent - saved)
+    assert rates.hidden(sharded, costs, CPU) == 0
+    twice = times(costs, 2)
+    assert twice.cover == 2 * costs.cover and along(costs, (twice, 3)).early == times(costs, 4).early
+    assert after(costs, costs).early == twice.early
 
 
 def test_several_lines_from_one_point():
