@@ -270,7 +270,8 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, written=written))
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
-        room = FREE_SHARE * (hardware.memory * USABLE - sum(some.resting.values()))
+        resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
+        room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
         found["generate"] = Costs({"other": {}})
         if not job.models["policy"].config.module:
             found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
@@ -285,6 +286,11 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     if parts.generator is not None:
         found["generate"] = plus(found["generate"], some.resting)
     return found | {"rests": Costs({"other": some.resting})}
+
+
+def _stored(parts: Parts) -> int:
+    """Numbers of all roles' weights that a rank stores."""
+    return sum(math.prod(x.local_shape()) for role in parts.roles.values() for x in trees.leaves(role.stored))
 
 
 def trace_step(

