@@ -87,6 +87,7 @@ def test_time_is_bound_by_the_slowest():
     assert ring == pytest.approx(2 * 0.5 / 0.7)
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_operators_changes_no_number():
     job = small("ppo", mesh="dp2,tp2", fsdp=True)
     with_it = dry_run.estimate(job, 8, CPU).phases

@@ -168,7 +168,7 @@ def started_elsewhere(rank, port, program, errors):
     [
         (1, "stops", ["the run waits for rank 1 on", "(step 3, generate", "which did not arrive; --timeout says"]),
         (0, "stops", ["the process that keeps the run's rendezvous does not answer", "has waited 3 s in vain"]),
-        (1, "hangs", ["rank 0 ends, as rank 1 has failed"]),
+        pytest.param(1, "hangs", ["rank 0 ends, as rank 1 has failed"], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, how, said, tmp_path):

@@ -79,7 +79,7 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, com
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"mesh": "dp3", "fsdp": True}, {"mesh": "dp2"}),
+        pytest.param({"mesh": "dp3", "fsdp": True}, {"mesh": "dp2"}, marks=pytest.mark.slow),
         ({"mesh": "dp2,tp2"}, {"mesh": "dp3", "fsdp": True}),
         ({}, {"mesh": "tp2"}),
     ],

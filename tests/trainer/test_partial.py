@@ -180,7 +180,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, compose):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("before", "after"), [("dp2", "dp1"), ("dp1", "dp2"), ("tp2", "dp2")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("dp2", "dp1"), ("dp1", "dp2"), pytest.param("tp2", "dp2", marks=pytest.mark.slow)]
+)
 def test_what_is_begun_goes_on_on_another_mesh(tmp_path, before, after):
     _, steps, _, _ = run(tmp_path / "whole", **PARTIAL)
     crash(tmp_path / "run", before, **PARTIAL)
