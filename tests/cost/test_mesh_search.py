@@ -9,6 +9,7 @@ from dry_jobs import CPU, H100, LLAMA_70B, QWEN3_30B, plain, settings, write_con
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run, mesh_search
 from funrl.cost.closed_form import closed_form
+from funrl.cost.hardware import USABLE
 from funrl.cost.mesh_search import chosen_mesh, factorisations, search, split_flags, usable_axes, ways
 from funrl.experiments.command import Experiment, read_command, with_mesh
 from funrl.experiments.run import main
@@ -47,7 +48,8 @@ def test_axes_that_the_model_has_nothing_for_are_told(tmp_path):
 def test_the_formula_is_near_the_trace_of_a_70b(mesh, fsdp, tmp_path):
     """Within a factor of two of memory and time, which differ by factors of ten from mesh to mesh.
 
-    Where what a rank keeps leaves no room for keys, rows are decoded one by one, and the time means nothing.
+    Where what a rank keeps between phases leaves no room for a key, both say that it does not fit: such meshes are
+    ranked by their memory, and the formula's time is too short, as rows are decoded one by one.
     """
     model = write_config(tmp_path, **LLAMA_70B)
     flags = {"mesh": mesh, "fsdp": fsdp, "dtype": "bfloat16", "batch_prompts": 64, "samples_per_prompt": 8}
@@ -55,7 +57,9 @@ def test_the_formula_is_near_the_trace_of_a_70b(mesh, fsdp, tmp_path):
     found = dry_run.estimate(job, 512, H100)
     rough = closed_form(job, found.tokens, H100)
     assert 0.5 < rough.nbytes / mesh_search.peak_of(found).nbytes < 2
-    if found.phases["reshard"].total < H100.memory:
+    if (mesh, fsdp) == ("dp8,tp8", False):
+        assert min(rough.nbytes, found.phases["move_rows"].total) > USABLE * H100.memory
+    else:
         assert 0.5 < rough.seconds / mesh_search.rates_of(found, H100).seconds < 2
 
 
