@@ -146,7 +146,7 @@ def test_a_server_that_is_not_there_is_waited_for_and_named():
         says = f"the server {url} has not answered for 0.3 s .*refused.*--engine_url"
         with pytest.raises(EngineServerError, match=says):
             vllm_client(url, MODEL, timeout_s=0.3)
-    assert 0.3 < time.monotonic() - begin < 5
+    assert 0.3 < time.monotonic() - begin < 60
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_forever():
