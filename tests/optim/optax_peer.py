@@ -81,9 +81,7 @@ OPTIMIZERS = {  # made late, because jax makes constants when a schedule is made
         ),
         optax.scale(-0.1),
     ),
-    "all together": lambda: optax.chain(
-        optax.clip_by_global_norm(3.0), optax.adamw(schedule(), weight_decay=0.1)
-    ),
+    "all together": lambda: optax.chain(optax.clip_by_global_norm(3.0), optax.adamw(schedule(), weight_decay=0.1)),
 }
 SCHEDULES = {
     "constant": lambda: optax.constant_schedule(0.3),
@@ -105,7 +103,7 @@ SCHEDULES = {
 def steps(optimizer, params, gradients):
     """Yield the parameters and the optimizer's state after each step."""
     params = jax.tree.map(jax.numpy.asarray, params)
-    state = optimizer.init(params)
+    state: Any = optimizer.init(params)
     for gradient in gradients:
         updates, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
