@@ -35,7 +35,8 @@ from funrl.tasks import arithmetic
 from funrl.trainer import loop
 from funrl.trainer.declaration import run_kind
 from funrl.trainer.device_settings import ROLES
-from funrl.trainer.job import check_algorithm, prepare
+from funrl.trainer.job import prepare
+from funrl.trainer.job_checks import check_algorithm
 from funrl.trainer.roles import WRITES, role_names
 from funrl.trainer.settings import Settings, SettingsError
 
