@@ -34,8 +34,9 @@ from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
-from funrl.track.report import ReportError, write_report
+from funrl.track.report import write_report
 from funrl.track.run_directory import expanded
+from funrl.track.run_files import ReportError
 from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import Example, first_texts, rollout
@@ -291,7 +292,7 @@ def _run(
         timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
         outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards, heartbeat_s=chosen.heartbeat)
     with contextlib.suppress(ReportError):  # it stopped before its first step
-        write_report(run_dir)
+        write_report(run_dir, running=False)
     lines = Path(run_dir) / "metrics.jsonl"
     metrics = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     return Run(run_dir, metrics, outcome)
