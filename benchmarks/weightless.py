@@ -11,7 +11,7 @@ from funrl.models import Config
 
 
 class Weightless:
-    """What a backend needs beside `forward` and `draw`, and does nothing."""
+    """The part of a backend beside `forward` and `draw`; it does nothing."""
 
     def load(self, params: trees.Tree) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What the program does to tensors without memory, counted while it runs.
+"""Counts of bytes, FLOPs and messages of a program while it runs on tensors without memory.
 
 `Tracer` stands between the program and its kernels. Weights are fake tensors: they have a shape and no numbers, and so
 has whatever is computed of them. Token ids, masks and row numbers are real, because the program looks at them. The
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl import trees
 from funrl.cost.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
 from funrl.cost.hardware import Hardware, op_seconds
-from funrl.cost.operators import Operator, operator_facts, nbytes_of, work_of
+from funrl.cost.operators import Operator, nbytes_of, operator_facts, work_of
 from funrl.cost.shape_memo import ShapeMemo, scan
 from funrl.cost.unknown_numbers import assumed, makes_floats, of_peers, without_masks
 from funrl.optim.base import Transformation

@@ -28,7 +28,7 @@ def assumed(func: Any, args: tuple, kwargs: dict) -> Any | None:
 
 
 def of_peers(func: Any, args: tuple) -> Tensor | None:
-    """What a collective brings of ranks that are not there: the experts that this one chooses; None: not these."""
+    """Choices of experts that a collective brings of ranks that are not there: those of this one; None: not these."""
     return _ALIKE[func](*args) if func in _ALIKE else None
 
 

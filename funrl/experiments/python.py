@@ -234,10 +234,8 @@ def _settings_and_arguments(
     return values, own
 
 
-def _objects_given(
-    model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any
-) -> Given:
-    """What is given in Python: the arguments of `train` that are not texts."""
+def _objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any) -> Given:
+    """Arguments of `train` that are objects and no texts, which flags cannot name."""
     return Given(
         model if isinstance(model, Model) else None,
         tokenizer,
@@ -249,7 +247,7 @@ def _objects_given(
 
 
 def _texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
-    """Flags that the arguments of `train` are which are texts; prompts are for the kind of the run to name."""
+    """Arguments of `train` that are texts, by their flags; the flag of prompts depends on the kind of the run."""
     named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
     named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
     named["curriculum"] = curriculum if isinstance(curriculum, str) else None

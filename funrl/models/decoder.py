@@ -1,9 +1,9 @@
 """A decoder-only transformer as pure functions of a tree of weights: all families of `families.py`.
 
 `decoder_model` puts them into a `Model`. Weights are [out, in] with heads as a dim of their own; see
-`decoder_weights.py`. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It sees local shards: under tensor
-parallelism a rank holds its heads, its part of the mlp and its rows of the vocabulary, and each half of a layer begins
-and ends with the collectives of `split_residual`.
+`decoder_weights.py`. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It sees local
+shards: under tensor parallelism a rank holds its heads, its part of the mlp and its rows of the vocabulary, and each
+half of a layer begins and ends with the collectives of `split_residual`.
 """
 
 from __future__ import annotations
