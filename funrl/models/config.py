@@ -327,7 +327,6 @@ def _refuse(family: HFFamily, got: Mapping[str, Any]) -> None:
         "hidden_act": ("silu",),
         "mlp_bias": (False, None),
         "partial_rotary_factor": (1, 1.0, None),
-        "pretraining_tp": (1, None),
         "quantization_config": (None,),
     }
     for name, values in (supported | dict(family.supported)).items():
