@@ -22,7 +22,7 @@ def is_redundant(name: str, config: Config) -> bool:
 
 
 def remarks_on_files(path: str | Path, model: Model) -> list[str]:
-    """What of a directory is not read, or is read as something else, in a line each.
+    """A line for each thing of a directory that is not read, or that is read as something else.
 
     Args:
       path: a directory that `check_directory` has passed.

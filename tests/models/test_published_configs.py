@@ -36,7 +36,8 @@ DEEPSEEK = USUAL | {
     "attention_bias": False, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"}, "ep_size": 1,
     "aux_loss_alpha": 0.001, "seq_aux": True, "hidden_act": "silu", "kv_lora_rank": 512, "moe_layer_freq": 1,
     "max_position_embeddings": 163840, "pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "rms_norm_eps": 1e-06, "rope_theta": 10000, "tie_word_embeddings": False, "transformers_version": "4.33.1",
+    "v_head_dim": 128, "rms_norm_eps": 1e-06, "rope_theta": 10000, "tie_word_embeddings": False,
+    "transformers_version": "4.33.1",
 }  # fmt: skip
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
