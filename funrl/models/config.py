@@ -383,8 +383,9 @@ def _rope(
     missing = [field for field in wanted.values() if field not in given]
     if missing:
         raise ModelError(f"{name}.{missing[0]} is missing; rope_type {kind!r} needs it")
-    if kind == "yarn" and "attention_factor" in given:
-        raise ModelError(f"{name}.attention_factor is {given['attention_factor']!r}, supported is None")
+    for factor in ("attention_factor", "attn_factor"):  # of transformers, and of vLLM
+        if kind == "yarn" and factor in given:
+            raise ModelError(f"{name}.{factor} is {given[factor]!r}, supported is None")
     if kind == "yarn" and not given.get("truncate", True):
         raise ModelError(f"{name}.truncate is {given['truncate']!r}, supported is True")
     return theta, RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
