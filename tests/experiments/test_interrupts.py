@@ -68,7 +68,8 @@ def check_readable(run_dir):
     steps = [json.loads(line)["step"] for line in lines(run_dir)]
     assert steps == list(range(1, len(steps) + 1))
     assert json.loads((run_dir / "config.json").read_text())["flags"]["batch_prompts"] == 4
-    assert "reward" in (run_dir / "report.html").read_text()
+    report = (run_dir / "report.html").read_text()
+    assert "reward" in report and "Ended at step" in report and "Running" not in report
 
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")

@@ -14,7 +14,8 @@ import pytest
 
 from funrl.track import live_report
 from funrl.track.live_report import LivePage, is_loopback, open_server
-from funrl.track.report import ReportError
+from funrl.track.run_files import ReportError
+from funrl.track.run_lock import owned_run
 
 
 @contextlib.contextmanager
@@ -72,6 +73,18 @@ def test_a_page_follows_its_run(tmp_path, monkeypatch):
         shutil.rmtree(run)
         status, text = get(port, f"/news?since={tag_of(text)}")
         assert status == 200 and "no such directory" in text and "Ended at step 3 of 9" in text
+
+
+def test_a_run_says_that_it_goes_on_until_it_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_report, "LOOK_S", 0.01)
+    run = tmp_path / "run"
+    with served(run) as port:
+        with owned_run(run, "ppo", {}):
+            write_steps(run, 1, 2)
+            _, text = get(port, "/")
+            assert "Running, step 2 of 9." in text and "Ended" not in text
+        status, text = get(port, f"/news?since={tag_of(text)}")  # no file has changed
+        assert status == 200 and "Ended at step 2 of 9." in text and "Running" not in text
 
 
 def test_nothing_is_sent_while_nothing_happens(tmp_path, monkeypatch):
