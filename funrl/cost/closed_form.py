@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from funrl.cost.closed_seconds import generation_seconds, sync_seconds, training_seconds
-from funrl.cost.closed_split import Split, computed, copies_weights, generated, shards_of, split_of, stored
+from funrl.cost.closed_split import Split, computed, copies_weights, generated, pieces_of, shards_of, split_of, stored
 from funrl.cost.hardware import Hardware
 from funrl.models.config import Config
 from funrl.trainer.job import Job
@@ -75,9 +75,8 @@ def _activations(job: Job, split: Split) -> float:
     """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
     config, settings = job.model.config, job.settings
     layer = split.item * _saved(config, split)
-    longest = split.width / split.sequence
-    learned = min(max(settings.token_budget, longest), split.tokens)
-    scored = min(max(scoring_budget(settings), longest), split.tokens)
+    learned = pieces_of(split, settings.minibatches, settings.token_budget).tokens
+    scored = pieces_of(split, 1, scoring_budget(settings)).tokens
     kept = split.item * config.embed / split.stream + layer / config.layers
     of_token = config.layers * (layer if settings.remat == "none" else kept) + layer
     return max(learned * of_token, scored * layer)

@@ -10,9 +10,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from funrl import trees
-from funrl.cost.closed_split import Split, computed, copies_weights, generated, shards_of, stored, tables
-from funrl.cost.estimate import TRACED
+from funrl.cost.closed_split import (
+    Split,
+    computed,
+    copies_weights,
+    generated,
+    parameters,
+    pieces_of,
+    shards_of,
+    stored,
+    tables,
+)
 from funrl.cost.hardware import USABLE, Hardware, collective_seconds, message_seconds
 from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -72,9 +80,9 @@ def _role_seconds(job: Job, split: Split, hardware: Hardware, name: str) -> floa
     settings, model, learns = job.settings, job.models[name], name in job.algorithm.losses
     scored = int(not learns or settings.epochs * settings.minibatches > 1) if job.generates else int(not learns)
     updates, again = settings.epochs * learns, settings.remat != "none"
-    scoring = scored * _pieces(split, split.tokens, scoring_budget(settings))
+    scoring = scored * pieces_of(split, 1, scoring_budget(settings)).count
     steps = updates * settings.minibatches
-    learning = steps * _pieces(split, split.tokens / settings.minibatches, settings.token_budget)
+    learning = steps * pieces_of(split, settings.minibatches, settings.token_budget).count
     one = _Pass(model, split.tensor, split.stream, split.experts, split.item, 0, 0, split.width)
     score = one._replace(tokens=scored * split.tokens, pieces=scoring)
     update = one._replace(tokens=updates * split.tokens, pieces=learning)
@@ -88,18 +96,12 @@ def _role_seconds(job: Job, split: Split, hardware: Hardware, name: str) -> floa
     return kernels + sent + summing + (max(0.0, sharding - kernels) if hardware.accelerator else sharding)
 
 
-def _pieces(split: Split, tokens: float, budget: int) -> float:
-    """Micro-batches of whole rows; of more than are traced, the share of the last."""
-    pieces = tokens / (max(1, budget * split.sequence // split.width) * split.width / split.sequence)
-    return pieces if pieces > TRACED else max(1.0, math.ceil(pieces))
-
-
 def _kernels(one: _Pass, hardware: Hardware) -> tuple[float, float]:
     """Seconds of matrix products and attention, and of all other kernels, less what the tables do."""
     config, layers = one.model.config, one.model.config.layers
-    parameters, norms = trees.count(one.model.shapes), config.qk_norm
+    norms = config.qk_norm
     pairs = 2 * layers * config.attention_width * one.width
-    flops = one.tokens * (2 * (config.used_parameters(parameters) - tables(one.model)) + pairs) / one.tensor
+    flops = one.tokens * (2 * (config.used_parameters(parameters(one.model)) - tables(one.model)) + pairs) / one.tensor
     weights = (computed(one.model, one.experts) - tables(one.model)) / one.tensor
     launches = one.pieces * layers * PRODUCTS * hardware.launch
     read = one.pieces * one.item * weights / _speed(hardware)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 from funrl import trees
+from funrl.cost.estimate import TRACED
 from funrl.cost.hardware import Hardware
 from funrl.cost.row_plan import rows_of_step
 from funrl.mesh.text import ROW_AXES, SHORT, devices
@@ -72,18 +74,51 @@ def shards_of(job: Job, split: Split, role: str) -> int:
     return split.shards if role in sharded_roles(job.settings) else 1
 
 
+class Pieces(NamedTuple):
+    """Micro-batches of a rank's rows.
+
+    Attributes:
+      count: how many there are; of the last its share, where there are more than are traced.
+      tokens: of the largest.
+    """
+
+    count: float
+    tokens: float
+
+
+def pieces_of(split: Split, parts: int, budget: int) -> Pieces:
+    """Micro-batches of whole rows.
+
+    Args:
+      parts: mini-batches, of one of which they are.
+      budget: tokens of a micro-batch; a longer row raises it.
+    """
+    rows, most = math.ceil(split.count / split.rows / parts), max(1, budget * split.sequence // split.width)
+    count = rows / most
+    if count <= TRACED:
+        count = math.ceil(count)
+        most = math.ceil(rows / count)
+    return Pieces(count, most * split.width / split.sequence)
+
+
+@functools.lru_cache(maxsize=64)
+def parameters(model: Model) -> int:
+    """Parameters of a model."""
+    return trees.count(model.shapes)
+
+
 def stored(job: Job, split: Split, role: str) -> float:
     """Parameters of a role that a rank stores between steps."""
     model = job.models[role]
     own, sharded = model.config.expert_parameters, shards_of(job, split, role) > 1
-    count = (trees.count(model.shapes) - own) / (split.tensor * (split.shards if sharded else 1))
+    count = (parameters(model) - own) / (split.tensor * (split.shards if sharded else 1))
     return count + own / (split.tensor * split.experts * (split.alone if sharded else 1))
 
 
 def computed(model: Model, experts: int) -> float:
     """Parameters that a rank has while layers compute, before tensor ranks split them."""
     own = model.config.expert_parameters
-    return trees.count(model.shapes) - own + own / experts
+    return parameters(model) - own + own / experts
 
 
 def tables(model: Model) -> int:
@@ -94,7 +129,7 @@ def tables(model: Model) -> int:
 
 def generated(job: Job, split: Split) -> float:
     """Parameters that a rank of the engine has."""
-    return trees.count(job.models["policy"].shapes) / split.generating[0]
+    return parameters(job.models["policy"]) / split.generating[0]
 
 
 def copies_weights(job: Job, split: Split) -> bool:
