@@ -274,6 +274,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
+        resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
         found["generate"] = Costs({"other": {}})
         if not job.models["policy"].config.module:
