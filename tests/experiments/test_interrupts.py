@@ -37,7 +37,7 @@ def start(run_dir, *flags):
     )  # fmt: skip
     signal.signal(signal.SIGINT, before)
     STARTED.append(run)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(lines(run_dir)) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(lines(run_dir)) >= 2, run.communicate()
@@ -138,8 +138,8 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     run = start(tmp_path / "run", "--mesh=dp2", "--reward_workers=1")
     ranks = ranks_of(run)
     run.kill()
-    run.communicate(timeout=20)
-    deadline = time.monotonic() + 10
+    run.communicate(timeout=120)
+    deadline = time.monotonic() + 120
     while processes(run.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(ranks) == 2
@@ -158,7 +158,7 @@ def test_a_reader_of_the_output_may_leave(tmp_path, mesh):
     assert run.stdout.readline()
     run.stdout.close()
     err = run.stderr.read()
-    assert run.wait(timeout=60) == 0
+    assert run.wait(timeout=300) == 0
     assert err == ""
     assert len(lines(run_dir)) == 12
     assert (run_dir / "report.html").exists()
