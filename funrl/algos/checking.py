@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.across import ALONE, Across
 from funrl.algos.core import (
     Advantage,
     Algorithm,
@@ -23,7 +24,7 @@ from funrl.algos.core import (
     run_piece,
 )
 from funrl.algos.reading import on_example, run_advantage
-from funrl.batch import ALONE, FIELDS, Across, Batch, MissingField, as_dict, example, fields_by, map_fields, with_across
+from funrl.batch import FIELDS, Batch, MissingField, as_dict, example, fields_by, map_fields, with_across
 
 MADE_ON_THE_WAY = ("weight", "returns")  # fields of the signal that pieces may go by
 SOME = 2  # rows of the example: its first group
