@@ -107,7 +107,8 @@ def remarks_on_batch(batch: int, examples: int, what: str) -> list[str]:
     Args:
       what: name of the examples.
     """
-    said = f"--batch_prompts={batch}: there are {examples} {what} to train on, so a step has some more than once"
+    there = f"there are {examples} {what}" if examples > 1 else f"there is 1 {what.removesuffix('s')}"
+    said = f"--batch_prompts={batch}: {there} to train on, so a step has some more than once"
     return [said] if batch > examples else []
 
 

@@ -294,7 +294,7 @@ class Settings:
         "job",
         "tokens of a prompt that --dry_run takes",
         at_least(1),
-        chosen="the embedded task's longest, else 512",
+        chosen="the embedded task's longest, else 512, or what the model has positions for",
         kinds=RL,
         requires="dry_run",
     )
