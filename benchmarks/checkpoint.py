@@ -11,17 +11,20 @@
 | read, plain read | into new tensors in the layout of the mesh; those files into new tensors. From the page cache |
 | step, step that saves | a loop of matrix products, alone and while a checkpoint is copied and written |
 
-Bandwidths are of all ranks together. Methods take turns; printed are medians over the rounds but the first. CPU-seconds
+Bandwidths are of all ranks together. Methods take turns; printed are medians over the rounds but the first. Each begins
+without the memory that the one before has freed, which would be a gift of pages to the next that reads. CPU-seconds
 are those of all ranks and of the processes that write for them; the kernel's own, which bring pages to the disk, are
 not among them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -119,6 +122,8 @@ class Bench:
     def timed(self, run: Callable[[], None]) -> tuple[float, float]:
         """Seconds until all ranks are done, and CPU-seconds of all until what they have begun is done too."""
         heartbeat.beat()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
         gather_objects(None, self.mesh)
         start, before = time.perf_counter(), self.cpu_s()
         run()

@@ -21,7 +21,7 @@ from pathlib import Path
 FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi"
 NEEDED = ("avx2", "fma")  # of the processor
 _FOLDER = Path(__file__).parent
-_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_P, _N, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32, ctypes.c_double
 DECODE_STEP, CHECKSUM = "decode_step.cpp", "checksum.cpp"
 _NAMES = {DECODE_STEP: "kernels", CHECKSUM: "checksum"}  # of the files in the cache
 _ARGUMENTS = {  # as the sources declare them
@@ -33,7 +33,11 @@ _ARGUMENTS = {  # as the sources declare them
         "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
         "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
     },
-    CHECKSUM: {"funrl_crc32c": (_P, _N)},
+    CHECKSUM: {
+        "funrl_crc32c": (_P, _N, _U),
+        "funrl_read_summed": (_I, _N, _P, _N, _P),
+        "funrl_write_summed": (_I, _P, _N, _P),
+    },
 }
 
 

@@ -32,7 +32,6 @@ from funrl.compiled_kernels.kernel_library import CHECKSUM, KernelError, library
 LARGE_BYTES = 1 << 20  # of a chunk that is worth it
 FILE_BYTES = 256 << 20  # of a data file, before the next begins
 CHECKSUM_BYTES = 4
-READ_THREADS = 2
 NODE_MAGIC = 0x0CDB20DE
 MANIFEST_CONFIG = {
     "compression": {"id": "zstd"}, "max_decoded_node_bytes": 8 << 20, "max_inline_value_bytes": 100,
@@ -52,15 +51,48 @@ class Span(NamedTuple):
     length: int
 
 
+class Kernels(NamedTuple):
+    """Functions of `checksum.cpp`.
+
+    Attributes:
+      checksum: CRC-32C of bytes.
+      read: fill an array [n] of uint8 from a place in a file on; how many bytes there were, and their CRC-32C.
+      write: append such an array to a file; its CRC-32C.
+    """
+
+    checksum: Callable[[bytes], int]
+    read: Callable[[BinaryIO, int, np.ndarray], tuple[int, int]]
+    write: Callable[[BinaryIO, np.ndarray], int]
+
+
 @functools.cache
-def checksum() -> Callable[[np.ndarray], int] | None:
-    """CRC-32C of an array's bytes, as a function; None where the kernel cannot be had."""
+def kernels() -> Kernels | None:
+    """The functions that sum bytes as they go by; None where they cannot be had."""
     try:
-        kernel: Any = library(CHECKSUM).funrl_crc32c
+        kernel: Any = library(CHECKSUM)
     except KernelError:
         return None
-    kernel.restype = ctypes.c_uint32
-    return lambda values: kernel(values.ctypes.data, values.nbytes)
+    kernel.funrl_crc32c.restype = ctypes.c_uint32
+    kernel.funrl_read_summed.restype = kernel.funrl_write_summed.restype = ctypes.c_int64
+
+    def checked(count: int, file: BinaryIO) -> int:
+        if count < 0:
+            raise OSError(-count, os.strerror(-count), file.name)
+        return count
+
+    def read(file: BinaryIO, offset: int, values: np.ndarray) -> tuple[int, int]:
+        total = ctypes.c_uint32()
+        place, count = values.ctypes.data, values.nbytes
+        found = kernel.funrl_read_summed(file.fileno(), offset, place, count, ctypes.byref(total))
+        return checked(found, file), total.value
+
+    def write(file: BinaryIO, values: np.ndarray) -> int:
+        total = ctypes.c_uint32()
+        place, count = values.ctypes.data, values.nbytes
+        checked(kernel.funrl_write_summed(file.fileno(), place, count, ctypes.byref(total)), file)
+        return total.value
+
+    return Kernels(lambda data: kernel.funrl_crc32c(data, len(data), 0), read, write)
 
 
 def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
@@ -72,8 +104,8 @@ def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
     Raises:
       OSError: they cannot be written.
     """
-    summed = checksum()
-    assert summed is not None, "the caller has asked"
+    kernel = kernels()
+    assert kernel is not None, "the caller has asked"
     os.makedirs(Path(folder) / "d")
     entries: dict[bytes, Span] = {}
     file: BinaryIO | None = None
@@ -85,8 +117,7 @@ def write_chunks(folder: str, chunks: Sequence[tuple[str, np.ndarray]]) -> None:
                     name = f"d/{secrets.token_hex(16)}"
                     file = open(Path(folder) / name, "wb", buffering=0)  # noqa: SIM115  (closed by `_finish`)
                 entries[key.encode()] = Span(name, file.tell(), values.nbytes + CHECKSUM_BYTES)
-                _write_all(file, values.data)
-                _write_all(file, memoryview(summed(values).to_bytes(CHECKSUM_BYTES, "little")))
+                _write_all(file, memoryview(kernel.write(file, values).to_bytes(CHECKSUM_BYTES, "little")))
                 if file.tell() >= FILE_BYTES:
                     on_disk.append(disk.submit(_finish, file))
                     file = None
@@ -152,9 +183,9 @@ def leaf_node(entries: dict[bytes, Span]) -> bytes:
     ))  # fmt: skip
     length = 4 + 8 + 2 + len(body) + CHECKSUM_BYTES
     node = struct.pack(">I", NODE_MAGIC) + struct.pack("<Q", length) + b"\0\0" + body  # version; compression: none
-    summed = checksum()
-    assert summed is not None, "the caller has asked"
-    return node + summed(np.frombuffer(node, np.uint8)).to_bytes(CHECKSUM_BYTES, "little")
+    kernel = kernels()
+    assert kernel is not None, "the caller has asked"
+    return node + kernel.checksum(node).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _shared_prefixes(keys: Sequence[bytes]) -> list[int]:
@@ -221,34 +252,47 @@ def url(folder: str) -> str:
     return Path(folder).absolute().as_uri() + "/"
 
 
-def read_chunks(wanted: Sequence[tuple[str, Span, np.ndarray]]) -> None:
+def read_chunks(wanted: Sequence[tuple[str, Span, np.ndarray]], threads: int) -> None:
     """Read chunks of tensors, each into an array [n] of uint8, and verify their checksums.
 
     Raises:
       UnreadableChunk: a file cannot be read, or bytes are missing, or not those that were written; it names the tensor.
     """
-    with ThreadPoolExecutor(READ_THREADS) as readers:
-        reading = [readers.submit(_read_chunk, place, values) for _, place, values in wanted]
-        for (name, _, _), done in zip(wanted, reading, strict=True):
-            try:
+    if threads == 1:
+        for one in wanted:
+            _read_chunk(*one)
+        return
+    with ThreadPoolExecutor(threads) as readers:
+        reading = [readers.submit(_read_chunk, *one) for one in wanted]
+        try:
+            for done in reading:
                 done.result()
-            except (OSError, ValueError) as error:
-                readers.shutdown(cancel_futures=True)
-                raise UnreadableChunk(f"{name}: {error}") from error
+        except UnreadableChunk:
+            readers.shutdown(cancel_futures=True)
+            raise
 
 
-def _read_chunk(place: Span, values: np.ndarray) -> None:
-    summed, last = checksum(), bytearray(CHECKSUM_BYTES)
-    assert summed is not None, "the caller has asked"
+def _read_chunk(name: str, place: Span, values: np.ndarray) -> None:
+    try:
+        problem = _chunk_problem(place, values)
+    except OSError as error:
+        raise UnreadableChunk(f"{name}: {error}") from error
+    if problem:
+        raise UnreadableChunk(f"{name}: {place.file}: {problem}")
+
+
+def _chunk_problem(place: Span, values: np.ndarray) -> str | None:
+    """Read one chunk: None, or what is wrong with it."""
+    kernel = kernels()
+    assert kernel is not None, "the caller has asked"
     if place.length != values.nbytes + CHECKSUM_BYTES:
-        raise UnreadableChunk(f"{place.file}: a chunk has {place.length} bytes of {values.nbytes + CHECKSUM_BYTES}")
+        return f"a chunk has {place.length} bytes of {values.nbytes + CHECKSUM_BYTES}"
     with open(place.file, "rb", buffering=0) as file:
-        file.seek(place.offset)
-        for part in (values.data, memoryview(last)):
-            while part:
-                count = file.readinto(part)
-                if not count:
-                    raise UnreadableChunk(f"{place.file}: it ends within a chunk")
-                part = part[count:]
-    if summed(values) != int.from_bytes(last, "little"):
-        raise UnreadableChunk(f"{place.file}: the checksum of the chunk at byte {place.offset} is wrong")
+        count, total = kernel.read(file, place.offset, values)
+        file.seek(place.offset + values.nbytes)
+        last = file.read(CHECKSUM_BYTES)
+    if count < values.nbytes or len(last) < CHECKSUM_BYTES:
+        return "it ends within a chunk"
+    if total != int.from_bytes(last, "little"):
+        return f"the checksum of the chunk at byte {place.offset} is wrong"
+    return None

@@ -210,21 +210,27 @@ def _write_parts(request: WriteShards) -> None:
 
     context, memory, large = _context(ts), _mapped(request.memory), []
     base = str(Path(request.folder) / f"ocdbt.process_{request.process}")
-    opened = {}
-    for name, array in request.arrays.items():
-        mode = {"create": True} if name in request.created else {"assume_metadata": True}
-        opened[name] = ts.open(_spec(base, name, array) | {"open": True} | mode, context=context)
-    written = []
+    opened, written = {}, []
+
+    def opening(name: str) -> Any:
+        if name not in opened:
+            mode = {"create": True} if name in request.created else {"assume_metadata": True}
+            spec = _spec(base, name, request.arrays[name])
+            opened[name] = ts.open(spec | {"open": True} | mode, context=context)
+        return opened[name]
+
+    for name in request.created:
+        opening(name)
     for part in request.parts:
         array = request.arrays[part.name]
         values = _view(memory, array, part)
         if hasattr(ts.ocdbt, "undump_manifest") and (keys := large_chunks(part, array)):
             large.append((keys[0], values.reshape(-1).view(np.uint8)))
             continue
-        target = opened[part.name].result()[_slices(part.box)]
+        target = opening(part.name).result()[_slices(part.box)]
         written.append(target.write(values, can_reference_source_data_indefinitely=True))
     for name, number in request.numbers.items():
-        written.append(opened[name].result().write(np.array(number, request.arrays[name].dtype)))
+        written.append(opening(name).result().write(np.array(number, request.arrays[name].dtype)))
     if large:
         chunk_files.write_chunks(f"{base}.chunks", large)
     for future in written:
@@ -333,7 +339,7 @@ def large_chunks(part: ShardPart, array: Array) -> list[str]:
     shape = tuple(high - low for low, high in part.box)
     if len(array.chunk) != len(shape) or _nbytes(array.chunk, array.dtype) < chunk_files.LARGE_BYTES:
         return []
-    if chunk_files.checksum() is None:
+    if chunk_files.kernels() is None:
         return []
     first = next(dim for dim, length in enumerate(array.chunk) if length > 1)
     whole = all(end % length == 0 for ends, length in zip(part.box, array.chunk, strict=True) for end in ends)

@@ -316,7 +316,7 @@ def _own_chunks(
         values = np.split(found[name].view(-1).view(torch.uint8).numpy(), len(keys))
         wanted += [(name, answer[key], one) for key, one in zip(keys, values, strict=True)]
     try:
-        chunk_files.read_chunks(wanted)
+        chunk_files.read_chunks(wanted, torch.get_num_threads())
     except chunk_files.UnreadableChunk as error:
         return found, str(error)
     return found, None

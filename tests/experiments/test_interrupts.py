@@ -88,6 +88,7 @@ linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for process
         ),
     ],
 )  # fmt: skip
+@pytest.mark.timed
 def test_an_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh, workers, sign):
     """Ctrl-C goes from the terminal to every process of its group; a job scheduler's end to the first."""
     run_dir = tmp_path / "run"
@@ -114,6 +115,7 @@ def ranks_of(run):
 
 
 @linux
+@pytest.mark.timed
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     run_dir = tmp_path / "run"
     run = start(run_dir, "--mesh=dp2", "--reward_workers=1")
@@ -130,6 +132,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
 
 @linux
 @pytest.mark.slow
+@pytest.mark.timed
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     run = start(tmp_path / "run", "--mesh=dp2", "--reward_workers=1")
     ranks = ranks_of(run)

@@ -71,6 +71,7 @@ def test_who_saves_the_state_of_a_run_that_fails(replicas, whole, dead, replica)
     assert lookout.rescuers(signs, dead, False) == Order(replica, False)
 
 
+@pytest.mark.timed
 def test_a_rank_writes_where_it_is():
     record = bytearray(RECORD_BYTES)
     with heartbeat.alive(Heart(record, Alone(None))):
@@ -108,6 +109,7 @@ def stopped(rank):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "rank"), [("dp2", 0), ("dp2", 1), ("dp3", 1), ("dp2,tp2", 3)])
+@pytest.mark.timed
 def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -122,6 +124,7 @@ def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
 
 
 @pytest.mark.gloo
+@pytest.mark.timed
 def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(capfd):
     def program(m):
         with heartbeat.phase("reward"):
@@ -135,6 +138,7 @@ def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(cap
     assert "does not answer" not in said and "60 minutes (--timeout)" not in said
 
 
+@pytest.mark.timed
 def test_a_single_rank_says_what_it_does(capfd):
     def program(_):
         with heartbeat.phase("reward"):
@@ -171,6 +175,7 @@ def started_elsewhere(rank, port, program, errors):
         pytest.param(1, "hangs", ["rank 0 ends, as rank 1 has failed"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.timed
 def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, how, said, tmp_path):
     """The first rank keeps the store here, as under srun. A rank that hangs could be waiting for its device."""
 

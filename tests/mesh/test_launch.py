@@ -66,6 +66,7 @@ def test_the_pairs_compile_whole_on_real_ranks():
     assert eager == compiled
 
 
+@pytest.mark.timed
 def test_a_rank_that_raises_ends_the_run_with_its_traceback():
     def program(m):
         if m.rank == 2:
@@ -80,6 +81,7 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback():
         os.waitpid(-1, os.WNOHANG)
 
 
+@pytest.mark.timed
 def test_a_rank_that_is_killed_ends_the_run():
     def program(m):
         if m.rank == 1:
@@ -137,6 +139,7 @@ def _raises(error):
         (lambda: _raises(Unspeakable()), r"rank 1 failed:(.|\n)*Unspeakable"),
     ],
 )
+@pytest.mark.timed
 def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, said):
     """Nor does a forked rank run its parent's cleanup, which ends the others: rank 0 is not blamed."""
 
@@ -222,6 +225,7 @@ def test_the_order_of_axes_is_free():
     assert mesh.text(parse("")) == "dp1"
 
 
+@pytest.mark.timed
 def test_the_time_that_a_rank_waits_is_that_of_every_group():
     def program(m):
         generate = view(m, parse("tp2,sp2"))

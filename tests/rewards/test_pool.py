@@ -46,6 +46,7 @@ def test_the_printed_example():
         assert results(score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])) == [[1.0]]
 
 
+@pytest.mark.timed
 def test_rows_are_rewarded_side_by_side_while_the_rank_does_something_else():
     def wait(prompt, completion):
         time.sleep(0.3)
@@ -81,6 +82,7 @@ def test_an_exception_shows_the_row_and_the_functions_own_traceback(workers):
         assert results(score_rows(pool, rows_of("good", answer=4))) == [[1.0]]
 
 
+@pytest.mark.timed
 def test_a_function_that_hangs_is_ended_and_the_others_go_on():
     def hangs(prompt, completion):
         while completion == "hang":
@@ -156,6 +158,7 @@ def test_a_pool_without_workers_needs_no_context():
     assert pool.workers == 0 and results(score_rows(pool, rows_of("2", "3", answer="2"))) == [[1.0], [0.0]]
 
 
+@pytest.mark.timed
 def test_workers_are_added_where_they_wait_and_not_where_they_compute():
     def waits(prompt, completion):
         time.sleep(0.05)
@@ -196,6 +199,7 @@ def test_a_batched_function_is_given_rows_together_and_fails_together():
 
 
 @BOTH
+@pytest.mark.timed
 def test_many_calls_of_an_awaited_function_are_under_way_at_once(workers):
     async def waits(prompt, completion):
         await asyncio.sleep(0.1)
@@ -349,6 +353,7 @@ with open_pool([lambda p, c: os.getpid() * 10**8 + subprocess.Popen(["sleep", "6
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux: a process that ends with its parent")
+@pytest.mark.timed
 def test_a_rank_that_is_killed_takes_its_workers_with_it():
     rank = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in rank.stdout.readline().split()]

@@ -29,6 +29,7 @@ def test_a_second_run_is_refused_and_the_first_one_keeps_its_lock(tmp_path):
         pass
 
 
+@pytest.mark.timed
 def test_who_resumes_waits_for_the_end_of_a_run_that_is_killed(tmp_path, monkeypatch):
     held = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert held.stdout is not None and held.stdout.readline() == "mine\n"

@@ -155,10 +155,10 @@ def test_large_chunks_are_the_same_whoever_writes_and_reads_them(writer, tmp_pat
         arrays = write_checkpoint(tmp_path, "dp2,tp2", server)
     data = sorted((tmp_path / "step-1").glob("ocdbt.process_*.chunks/d/*"), key=lambda file: file.stat().st_size)
     assert bool(data) == (writer == "kernel")
-    readers = {"kernel": chunk_files.checksum, "tensorstore": lambda: None}
-    for checksum in readers.values():
+    readers = {"kernel": chunk_files.kernels, "tensorstore": lambda: None}
+    for kernels in readers.values():
         with monkeypatch.context() as patch:
-            patch.setattr(chunk_files, "checksum", checksum)
+            patch.setattr(chunk_files, "kernels", kernels)
             for mesh in ("dp2,tp2", "tp2", "tp4"):  # the chunks of the writers, two at once, and parts of them
                 for got, expected in read_on(mesh, tmp_path, arrays, server, patch):
                     assert torch.equal(got, expected) and got.dtype == expected.dtype, mesh
@@ -166,9 +166,9 @@ def test_large_chunks_are_the_same_whoever_writes_and_reads_them(writer, tmp_pat
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    for checksum in readers.values() if data else ():
+    for kernels in readers.values() if data else ():
         with monkeypatch.context() as patch, pytest.raises(ShardError, match=r"roles/large: .*(checksum|[Dd]igest)"):
-            patch.setattr(chunk_files, "checksum", checksum)
+            patch.setattr(chunk_files, "kernels", kernels)
             list(read_on("dp2,tp2", tmp_path, arrays, server, patch))
     server.close()
 
