@@ -122,8 +122,8 @@ def read_model(path: str, code: str = "native") -> Model:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ModelError(
-            f"{path}: there is no {file}, nor such a model in the local cache; a dry run needs a config.json and nothing "
-            "else: --model=CONFIG.json"
+            f"{path}: there is no {file}, nor such a model in the local cache; a dry run needs a config.json and "
+            "nothing else: --model=CONFIG.json"
         )
     return hf.load_model(file, code)
 
