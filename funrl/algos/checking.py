@@ -67,7 +67,7 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
 
 
 def learns_alone(algorithm: Algorithm) -> bool:
-    """Whether a completion that is alone in its group can have an advantage other than 0; true where there is no chain.
+    """True if a completion that is alone in its group can have an advantage other than 0, or no chain makes advantages.
 
     Args:
       algorithm: that `check` has passed.

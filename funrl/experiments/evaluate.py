@@ -169,7 +169,7 @@ def complete_prompts(
 
 
 def _is_file(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths are of the same file, which is there."""
+    """True if two paths are of the same file, which is there."""
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 

@@ -1,4 +1,4 @@
-"""How the commands beside the experiments are called, and the reading of their lines. Nothing here imports torch."""
+"""Usage of the commands beside the experiments, and the reading of their lines. Nothing here imports torch."""
 
 from __future__ import annotations
 

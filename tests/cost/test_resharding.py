@@ -12,7 +12,7 @@ from funrl.cost.resharding import main, resharding_report
 from funrl.mesh import rules
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
-from funrl.models import decoder
+from funrl.models import decoder_weights
 from funrl.models.config import ModelError, config_from_hf
 
 SMALL = {
@@ -92,7 +92,7 @@ def test_70b_on_512_devices(config):
 )
 def test_planning_for_512_devices_moves_the_least_and_is_done_once(mesh, generate_mesh):
     config = config_from_hf(LARGE)
-    shapes, axes = decoder.shapes(config), decoder.axes(config)
+    shapes, axes = decoder_weights.shapes(config), decoder_weights.axes(config)
     src = rules.layouts(shapes, axes, rules.fully_sharded(rules.STORED), parse(mesh))
     dst = rules.layouts(shapes, axes, rules.GENERATE, parse(generate_mesh))
     made = plan(src, dst, torch.float16)
