@@ -96,7 +96,9 @@ def is_owned(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _flock(number, fcntl.LOCK_SH, folder)
+        free = _flock(number, fcntl.LOCK_SH, folder)
+        fcntl.flock(number, fcntl.LOCK_UN)  # also for a process that another thread forks now
+        return not free
     except RunDirectoryError:
         return False
     finally:
