@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+import mmap
 import os
 import random
 import re
@@ -168,14 +169,15 @@ def map_blocks_from(nbytes):
     It would still take a block from what is free in the heap, and a block of the heap that is freed stays resident. So
     what is free there, as earlier tests of this process have left it, is taken here for good, mostly untouched.
     """
-    m_mmap_threshold, is_mapped = -3, 2  # of glibc: a parameter, and a bit of the word before a block
+    m_mmap_threshold, is_mapped, head = -3, 2, 16  # of glibc: a block by itself begins with a head and has that bit
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.mallopt(m_mmap_threshold, nbytes)
-    while True:
+    for _ in range(1 << 15):  # with another allocator there is no end
         block = libc.malloc(ctypes.c_size_t(nbytes))
-        if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & is_mapped:
-            return libc.free(ctypes.c_void_p(block))
+        if block % mmap.PAGESIZE == head and ctypes.c_size_t.from_address(block - head // 2).value & is_mapped:
+            libc.free(ctypes.c_void_p(block))
+            return
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to measure memory")
