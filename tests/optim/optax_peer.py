@@ -115,7 +115,10 @@ def main():
     params = {
         name: [after for after, _ in steps(make(), given.params, given.gradients)] for name, make in OPTIMIZERS.items()
     }
-    rates = {name: [float(make()(step)) for step in range(len(given.gradients))] for name, make in SCHEDULES.items()}
+    rates = {
+        name: [np.asarray(make()(step)).item() for step in range(len(given.gradients))]
+        for name, make in SCHEDULES.items()
+    }
     skipped = [
         (after, state.notfinite_count.item(), state.total_notfinite.item())
         for after, state in steps(optax.apply_if_finite(optax.adam(0.1), 2), given.params, given.some_bad)
