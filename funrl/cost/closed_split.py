@@ -17,7 +17,7 @@ from funrl.trainer.job import Job
 from funrl.trainer.sharding import sharded_roles, splits_residual
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """Split of a job over its mesh.
 
     Attributes:
@@ -50,11 +50,11 @@ class Split(NamedTuple):
         return math.ceil(math.ceil(self.count / self.rows) * self.width / self.sequence)
 
 
-def split_of(job: Job, width: int, hardware: Hardware) -> Split:
+def split_of(job: Job, width: int, hardware: Hardware) -> MeshSplit:
     """The split of a job whose rows have `width` tokens."""
     settings = job.settings
     over = [SHORT[short] for short in parts(settings.fsdp_axes)] or list(ROW_AXES)
-    return Split(
+    return MeshSplit(
         tensor=job.sizes["tensor"],
         rows=devices(job.sizes, ROW_AXES),
         sequence=job.sizes["sequence"],
@@ -69,12 +69,12 @@ def split_of(job: Job, width: int, hardware: Hardware) -> Split:
     )
 
 
-def shards_of(job: Job, split: Split, role: str) -> int:
+def shards_of(job: Job, split: MeshSplit, role: str) -> int:
     """Ranks that the weights of a role are sharded over; 1: none."""
     return split.shards if role in sharded_roles(job.settings) else 1
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """Micro-batches of a rank's rows.
 
     Attributes:
@@ -86,7 +86,7 @@ class Pieces(NamedTuple):
     tokens: float
 
 
-def pieces_of(split: Split, parts: int, budget: int) -> Pieces:
+def pieces_of(split: MeshSplit, parts: int, budget: int) -> RowPieces:
     """Micro-batches of whole rows.
 
     Args:
@@ -98,7 +98,7 @@ def pieces_of(split: Split, parts: int, budget: int) -> Pieces:
     if count <= TRACED:
         count = math.ceil(count)
         most = math.ceil(rows / count)
-    return Pieces(count, most * split.width / split.sequence)
+    return RowPieces(count, most * split.width / split.sequence)
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,7 +107,7 @@ def parameters(model: Model) -> int:
     return trees.count(model.shapes)
 
 
-def stored(job: Job, split: Split, role: str) -> float:
+def stored(job: Job, split: MeshSplit, role: str) -> float:
     """Parameters of a role that a rank stores between steps."""
     model = job.models[role]
     own, sharded = model.config.expert_parameters, shards_of(job, split, role) > 1
@@ -127,12 +127,12 @@ def tables(model: Model) -> int:
     return model.config.vocab * model.config.embed * (1 if one else 2)
 
 
-def generated(job: Job, split: Split) -> float:
+def generated(job: Job, split: MeshSplit) -> float:
     """Parameters that a rank of the engine has."""
     return parameters(job.models["policy"]) / split.generating[0]
 
 
-def copies_weights(job: Job, split: Split) -> bool:
+def copies_weights(job: Job, split: MeshSplit) -> bool:
     """True if the engine has a copy of its own, of the trainer's weights in another dtype or of other parts of them."""
     experts = split.experts > 1 and job.models["policy"].config.experts is not None
     return experts or (split.item, split.shards, job.generate_sizes) != (job.master.itemsize, 1, job.sizes)
