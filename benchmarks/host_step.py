@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import cProfile
 import time
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from absl import app, flags
 from torch import Tensor
+from weightless import Weightless, smallest_config
 
-from funrl import trees
 from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, decoder_model
+from funrl.models import Model, decoder_model
 from funrl.rollout.backends import Draw, PassWork
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native import NativeEngine, native_engine
@@ -34,21 +33,10 @@ WAYS = flags.DEFINE_list("ways", ["ordinary", "static"], "of decoding")
 PROMPT, PAGE = 64, 256
 
 
-class NothingComputed:
+class NothingComputed(Weightless):
     """A backend that draws token 7."""
 
     page_tokens, page_bytes, vocab = PAGE, 1 << 10, 32
-
-    def load(self, params: trees.Tree) -> None: ...
-
-    def drop(self) -> None: ...
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def resize(self, pages: int) -> None: ...
-
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
 
     def forward(self, work: PassWork) -> Tensor:
         return torch.zeros(len(work.draws), 1)
@@ -84,19 +72,21 @@ def main(argv: list[str]) -> None:
             print(f"{way:8} {rows:4} rows: {micros:7.0f} microseconds a step", flush=True)
 
 
+def smallest_model() -> Model:
+    return decoder_model(smallest_config(32, 1 << 16))
+
+
 def ordinary(rows: int) -> NativeEngine:
     """An engine over nothing."""
-    config = Config(vocab=32, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=1 << 16)
     spec = WeightSpec({}, {}, SINGLE, torch.float32)
-    engine = NativeEngine(decoder_model(config), spec, NothingComputed(), rows, 1 << 30, None)
+    engine = NativeEngine(smallest_model(), spec, NothingComputed(), rows, 1 << 30, None)
     engine.load([], 0)
     return engine
 
 
 def static(rows: int) -> NativeEngine:
     """An engine whose passes, once they only decode, are what the first one found."""
-    config = Config(vocab=32, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=1 << 16)
-    model = decoder_model(config)
+    model = smallest_model()
     engine = native_engine(model, max_rows=rows, packed=False, static=True, cache_bytes=1 << 30)
     engine.load(engine.weights.named(model.init(torch.Generator().manual_seed(0))))
     assert engine._static is not None

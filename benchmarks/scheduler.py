@@ -18,17 +18,16 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from absl import app, flags
 from torch import Tensor
+from weightless import Weightless, smallest_config
 
-from funrl import trees
 from funrl.cost.hardware import HARDWARE, USABLE, Hardware, op_seconds
 from funrl.mesh.mesh import Mesh, parse
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_model
 from funrl.rollout.backends import Draw, PassWork
 from funrl.rollout.engine import WeightSpec, complete
 from funrl.rollout.native import NativeEngine
@@ -84,7 +83,7 @@ class SimulatedClocks:
         self._turns[rank].release()
 
 
-class SimulatedModel:
+class SimulatedModel(Weightless):
     """A backend that draws numbers of requests, and their end at the right length, and takes simulated time for it."""
 
     vocab = 1 << 40
@@ -93,17 +92,6 @@ class SimulatedModel:
         self.page_tokens, self.page_bytes = PAGE // STRIDE.value, PAGE * KV_BYTES
         self._rank, self._clocks, self._lengths, self._numbers = rank, clocks, lengths, numbers
         self._prompt = PROMPT // STRIDE.value
-
-    def load(self, params: trees.Tree) -> None: ...
-
-    def drop(self) -> None: ...
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def resize(self, pages: int) -> None: ...
-
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
 
     def forward(self, work: PassWork) -> Tensor:
         counts = np.asarray(work.counts)
@@ -171,10 +159,7 @@ def simulate(ranks: int, lengths: np.ndarray, queue: str) -> np.ndarray:
         prompt = [2 + first] * (PROMPT // stride)
         groups.append([Request(n, prompt, sampling, seeds[n]) for n in range(first, first + samples)])
     clocks, ends, taken = SimulatedClocks(ranks), np.zeros(ranks), [0]
-    config = Config(
-        vocab=2 + len(lengths), embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=1 << 20
-    )
-    model, whole = decoder_model(config), parse(f"dp{ranks}")
+    model, whole = decoder_model(smallest_config(2 + len(lengths), 1 << 20)), parse(f"dp{ranks}")
 
     def take(count: int) -> int:
         taken[0] += count

@@ -20,10 +20,10 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils import _pytree
 
 from funrl import trees
+from funrl.across import ALONE, Across
 
 FIELD_KINDS = ("row", "token", "token_k", "packing")  # [B] or [B, K], [B, T], [B, T, K], of a packed row as a whole
 WRITERS = {
@@ -38,8 +38,6 @@ WRITERS = {
     "trainer": "the trainer",
 }
 TOKEN_INT = torch.int32  # of whole numbers per token: ids, places in a sequence, numbers of sequences
-BLOCK = 256  # tokens, of the blocks in which a row is summed
-CACHED = 1 << 17  # numbers that are copied to float64 at once: they stay in a core's cache
 
 
 class Field(NamedTuple):
@@ -72,54 +70,6 @@ class MissingField(ValueError):
             f"batch.{field} is missing; it is written by {WRITERS[FIELDS[field].writer]}: {FIELDS[field].text}"
             + _reader()
         )
-
-
-class Across(NamedTuple):
-    """Exchange between a rank's own rows b and all rows B of a step. At a Python prompt all rows are its own.
-
-    Attributes:
-      sums: x [b, T] -> [B] float64, the sum of each row; see `row_sums`.
-      own: x [B, ...] -> [b, ...], the numbers of one's own rows.
-      kth_largest: (x [b, T], k) -> the k-th largest number of all rows, k an integer tensor from 1.
-    """
-
-    sums: Callable[[Tensor], Tensor]
-    own: Callable[[Tensor], Tensor]
-    kth_largest: Callable[[Tensor, Tensor], Tensor]
-
-
-def row_sums(x_BT: Tensor) -> Tensor:
-    """The sum of each row in float64, in fixed blocks of 256 tokens: the bits depend on neither padding nor threads.
-
-    Returns: [B] float64.
-    """
-    if not x_BT.is_floating_point():  # whole numbers: exact in any order
-        return x_BT.sum(1, dtype=torch.int64).to(torch.float64)
-    if not len(x_BT):
-        return x_BT.new_zeros(0, dtype=torch.float64)
-    at_once = max(1, CACHED // max(x_BT.shape[1], 1))
-    return torch.cat([_block_sums(rows) for rows in x_BT.split(at_once)])
-
-
-def _block_sums(x_BT: Tensor) -> Tensor:
-    x_BT = x_BT.to(torch.float64)
-    blocks = -(-x_BT.shape[1] // BLOCK)
-    sums_BN = pad(x_BT, (0, blocks * BLOCK - x_BT.shape[1])).reshape(len(x_BT), blocks, BLOCK).sum(2)
-    total_B = x_BT.new_zeros(len(x_BT))
-    for sum_B in sums_BN.unbind(1):
-        total_B = total_B + sum_B
-    return total_B
-
-
-def _own(x_B: Tensor) -> Tensor:
-    return x_B
-
-
-def _kth_largest(x_BT: Tensor, k: Tensor) -> Tensor:
-    return x_BT.flatten().sort(descending=True).values.take((k - 1).clamp(0, x_BT.numel() - 1))
-
-
-ALONE = Across(row_sums, _own, _kth_largest)
 
 
 class Batch:

@@ -9,6 +9,7 @@ import torch
 
 from funrl import batch as batches
 from funrl import trees
+from funrl.across import row_sums
 from funrl.batch import (
     FIELD_KINDS,
     FIELDS,
@@ -20,7 +21,6 @@ from funrl.batch import (
     as_dict,
     example,
     recording,
-    row_sums,
     select,
 )
 

@@ -20,12 +20,12 @@ BEGIN, END = "<!-- house: written by tools/house.py -->", "<!-- end of the house
 
 # From the ground up: a package imports only from packages above it in this list.
 ORDER = (
-    "trees", "batch", "seeds", "loading", "mesh", "compiled_kernels", "models", "optim", "algos", "rollout", "rewards",
-    "data", "tasks", "trainer", "cost", "track", "experiments",
+    "trees", "across", "batch", "seeds", "loading", "mesh", "compiled_kernels", "models", "optim", "algos", "rollout",
+    "rewards", "data", "tasks", "trainer", "cost", "track", "experiments",
 )  # fmt: skip
 # Packages that may import less than their place allows: an algorithm knows no device.
 NARROW = {
-    "algos": ("trees", "batch", "seeds", "compiled_kernels.scan", "algos"),
+    "algos": ("trees", "across", "batch", "seeds", "compiled_kernels.scan", "algos"),
 }
 # Only these may import torch.distributed. The dry run makes its fake process group in cost/estimate.py.
 DISTRIBUTED = ("mesh", "cost/estimate.py")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.across import ALONE, Across
 from funrl.algos.core import (
     Advantage,
     Algorithm,
@@ -20,10 +21,11 @@ from funrl.algos.core import (
     described,
     first_signal,
     name_of,
+    reads,
     run_piece,
 )
 from funrl.algos.reading import on_example, run_advantage
-from funrl.batch import ALONE, FIELDS, Across, Batch, MissingField, as_dict, example, fields_by, map_fields, with_across
+from funrl.batch import FIELDS, Batch, MissingField, as_dict, example, fields_by, map_fields, with_across
 
 MADE_ON_THE_WAY = ("weight", "returns")  # fields of the signal that pieces may go by
 SOME = 2  # rows of the example: its first group
@@ -63,6 +65,19 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
             if reading
             else "Algorithm.divergence is given, and no loss reads batch.divergence: divergence_to_teacher() does"
         )
+
+
+def learns_alone(algorithm: Algorithm) -> bool:
+    """True if a completion that is alone in its group can have an advantage other than 0, or no chain makes advantages.
+
+    Args:
+      algorithm: that `check` has passed.
+    """
+    if algorithm.advantage is None:
+        return True
+    names = (reads(algorithm).required | {"tokens", "mask", "score", "group"}) - set(fields_by("step"))
+    alone = example(names)._replace(group=torch.arange(4))
+    return bool(_advantage_on(algorithm.advantage, alone).advantage.any())
 
 
 def check_order(advantage: Advantage) -> None:

@@ -326,10 +326,15 @@ class PackedDecoder:
     def _grow_rope(self, positions: int) -> None:
         config, self._positions = self.config, max(positions, 2 * self._positions, ROPE_STEP)
         frequency = frequencies(config.head, config.rope_theta, config.rope_scaling)
-        rope = rotary(torch.arange(self._positions), frequency, self.dtype)
+        rope = rotary(torch.arange(self._positions), frequency, self.dtype, _amplitude(config))
         half = config.head // 2
         self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
         self._model.rope, self._model.positions = self._rope.data_ptr(), self._positions
+
+
+def _amplitude(config: Any) -> float:
+    """The factor of rotated queries and keys."""
+    return 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
 
 
 def decode_reference(
@@ -351,7 +356,8 @@ def decode_reference(
     """
     x_ND = params["embed"][tokens_N]
     wide = torch.promote_types(x_ND.dtype, torch.float32)
-    rope = rotary(positions_N, frequencies(config.head, config.rope_theta, config.rope_scaling, wide), x_ND.dtype)
+    frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide)
+    rope = rotary(positions_N, frequency, x_ND.dtype, _amplitude(config))
     page_N, slot_N = tables_SP[sequence_N, positions_N // PAGE].long(), positions_N % PAGE
     for index, layer in enumerate(params["layers"]):
         attn, mlp = layer["attn"], layer["mlp"]

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import reads
-from funrl.cost.costs import Costs, Tracer, after, plus, times
+from funrl.cost.costs import Costs, after, plus, times
 from funrl.cost.estimate import make_weights
 from funrl.cost.hardware import Hardware
+from funrl.cost.tracer import Tracer
 from funrl.rollout.backends import PassWork, TorchBackend
 from funrl.rollout.native import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling

@@ -48,15 +48,18 @@ from funrl.models import Model, decoder_model, hf
 from funrl.models.config import ModelError
 from funrl.rollout.native import FREE_SHARE
 from funrl.tasks import arithmetic
-from funrl.trainer import job as jobs
 from funrl.trainer import loop
 from funrl.trainer.build import Parts, build, first_state
 from funrl.trainer.checks import check_settings
 from funrl.trainer.completion_scores import end_values
 from funrl.trainer.declaration import SettingsError, run_kind
-from funrl.trainer.job import Job
+from funrl.trainer.job import Job, texts_kind
+from funrl.trainer.job_checks import check_algorithm, check_meshes
 from funrl.trainer.job_data import Task, Texts, embedded_texts
+from funrl.trainer.job_models import TORCH_DTYPES, located, lora_of, models_of
+from funrl.trainer.job_sampling import new_tokens, samplings
 from funrl.trainer.judging import JudgeJob
+from funrl.trainer.learning_rates import learning_rates
 from funrl.trainer.roles import READERS
 from funrl.trainer.scorers import model_path
 from funrl.trainer.settings import Settings, for_kind, scoring_budget
@@ -78,33 +81,36 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     Raises:
       ValueError: the first thing that cannot work.
     """
-    sizes, settings = meshes.parse(settings.mesh), jobs.located(settings)
-    model = (
-        decoder_model(arithmetic.model_config(model=settings.task))
-        if settings.model is None
-        else read_model(settings.model, settings.model_code)
-    )
+    sizes, settings = meshes.parse(settings.mesh), located(settings)
+    model = plain_model(settings)
     kind = run_kind(algorithm, settings.data)
     settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
-    jobs.check_algorithm(algorithm, settings)
-    models, directories = jobs.models_of(algorithm, settings, model, None, read_model)
-    generating = jobs.check_meshes(settings, models, sizes, memory)
+    check_algorithm(algorithm, settings)
+    models, directories = models_of(algorithm, settings, model, None, read_model)
+    generating = check_meshes(settings, models, sizes, memory)
     if kind == "supervised":
-        task = Texts("dry run", (), (), jobs.texts_kind(algorithm), None)
+        task = Texts("dry run", (), (), texts_kind(algorithm), None)
     else:
-        task = Task("dry run", (), (), (), (1.0,), None, jobs.new_tokens(settings))
-    sampling, _ = jobs.samplings(settings, jobs.new_tokens(settings), model.config.eos, model.config)
+        task = Task("dry run", (), (), (), (1.0,), None, new_tokens(settings))
+    sampling, _ = samplings(settings, new_tokens(settings), model.config.eos, model.config)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.model_code), sizes, memory)
     return Job(
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
-        dtype=jobs.TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
-        rates=jobs.learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
-        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=jobs.lora_of(settings, model),
+        dtype=TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
+        rates=learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
+        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=lora_of(settings, model),
         judge=judge,
     )  # fmt: skip
+
+
+def plain_model(settings: Settings) -> Model:
+    """The model of --model, or of the embedded task. Raises: ModelError, as `read_model`."""
+    if settings.model is None:
+        return decoder_model(arithmetic.model_config(model=settings.task))
+    return read_model(settings.model, settings.model_code)
 
 
 def read_model(path: str, code: str = "native") -> Model:
@@ -118,23 +124,28 @@ def read_model(path: str, code: str = "native") -> Model:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ModelError(f"{path}: there is no {file}; a dry run needs a config.json and nothing else")
+        raise ModelError(
+            f"{path}: there is no {file}, nor such a model in the local cache; a dry run needs a config.json and "
+            "nothing else: --model=CONFIG.json"
+        )
     return hf.load_model(file, code)
 
 
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
-    """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task."""
+    """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task, else
+    a usual number, for which the model has positions."""
     if run_kind(algorithm, settings.data) == "supervised":
         if settings.text_tokens is not None:
             return settings.text_tokens
         if settings.model is not None or settings.data is not None:
             return settings.max_text_tokens or TEXT_TOKENS
-        texts = embedded_texts(settings, jobs.texts_kind(algorithm), arithmetic.tokenizer())
+        texts = embedded_texts(settings, texts_kind(algorithm), arithmetic.tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
     if settings.prompt_tokens is not None:
         return settings.prompt_tokens
     if settings.model is not None or settings.prompts is not None:
-        return PROMPT_TOKENS
+        positions = plain_model(located(settings)).config.max_positions
+        return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
     tokenizer, prompts = arithmetic.tokenizer(), arithmetic.heldout_prompts(64)
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
 

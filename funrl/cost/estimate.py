@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from funrl import trees
-from funrl.cost.costs import UPDATES, Costs, Tracer, along
+from funrl.cost.costs import UPDATES, Costs, along
 from funrl.cost.hardware import Hardware
+from funrl.cost.tracer import Tracer
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from funrl import trees
-from funrl.cost.costs import Costs, Tracer, Traffic, plus
+from funrl.cost.costs import Costs, Traffic, plus
 from funrl.cost.estimate import MOVES, RESHARD, make_weights, stage_of
 from funrl.cost.hardware import Hardware, op_seconds
+from funrl.cost.tracer import Tracer
 from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume

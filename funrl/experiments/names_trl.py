@@ -24,7 +24,7 @@ from funrl.experiments.renaming import (
     same,
     whole,
 )
-from funrl.trainer.settings import TRACKERS
+from funrl.trainer.output_settings import TRACKERS
 
 
 def _batch(text: str, context: NameContext) -> Meaning:

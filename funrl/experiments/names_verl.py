@@ -21,7 +21,7 @@ from funrl.experiments.renaming import (
     same,
     whole,
 )
-from funrl.trainer.settings import TRACKERS
+from funrl.trainer.output_settings import TRACKERS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 DEFAULTS = {  # of its ppo_trainer.yaml, where they differ from those here or decide what others mean

@@ -34,8 +34,9 @@ from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
-from funrl.track.report import ReportError, write_report
+from funrl.track.report import write_report
 from funrl.track.run_directory import expanded
+from funrl.track.run_files import ReportError
 from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
 from funrl.trainer.generation import Example, first_texts, rollout
@@ -194,28 +195,9 @@ def train(
       SettingsError: a setting that does not exist or cannot work; before anything is started.
       WorkerError: a rank failed.
     """
-    arguments = {} if isinstance(recipe, Algorithm) else recipe_flags(recipe)
-    known = {*settings_flags(), *arguments}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise SettingsError(
-            f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
-        )
-    settings = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
-    own = {name: settings.pop(name) for name in arguments if name in settings and name not in settings_flags()}
-    given = Given(
-        model if isinstance(model, Model) else None,
-        tokenizer,
-        None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
-        None if reward is None or isinstance(reward, str) else functions_of(reward),
-        None if eval_data is None or isinstance(eval_data, (str, Path)) else eval_data,
-        curriculum if callable(curriculum) else None,
-    )
-    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
-    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
-    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
-    if isinstance(model, (str, Path)):
-        named["model"] = str(find_model(model))
+    settings, own = _settings_and_arguments(recipe, settings)
+    given = _objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)
+    named = _texts_given(mesh, model, reward, eval_data, curriculum)
     algorithm = (
         recipe
         if isinstance(recipe, Algorithm)
@@ -223,33 +205,92 @@ def train(
     )
     if isinstance(prompts, (str, Path)):
         named["data" if run_kind(algorithm, settings.get("data")) == "supervised" else "prompts"] = str(prompts)
-    chosen = Settings(**named, **settings)
-    if wanted_devices(mesh) is not None:
-        if isinstance(model, Model):
-            raise SettingsError(f"mesh={mesh!r}: it is chosen for the embedded task's model or a directory; name one")
-        chosen, _ = chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.device or device_type()))
-    elif chosen.fsdp and not isinstance(model, Model) and ranks_of_node() is not None:
-        hardware = hardware_of(chosen.device or device_type())
-        chosen, note = with_groups(chosen, lambda: algorithm, hardware, ranks_of_node())
-        if note is not None and os.environ.get("RANK") == "0":
-            print(note, file=sys.stderr)
+    chosen = _with_mesh(Settings(**named, **settings), algorithm, isinstance(model, Model))
     job = prepare(chosen, lambda: algorithm, given)
     if chosen.resume:
         check_resume(job, expanded(str(chosen.run_dir)))
-    name = recipe if isinstance(recipe, str) else "run"
     config = dataclasses.asdict(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:
         config["prompts" if job.generates else "data"] = RECORDS
     objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
-    if objects := [what for what, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
-        config["given_in_python"] = ", ".join(objects)
+    if what := [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
+        config["given_in_python"] = ", ".join(what)
+    return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
+
+
+def _settings_and_arguments(
+    recipe: str | Algorithm, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of flags of `Settings`, and those of arguments that only the recipe has. Raises: SettingsError."""
+    arguments = {} if isinstance(recipe, Algorithm) else recipe_flags(recipe)
+    known = {*settings_flags(), *arguments}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise SettingsError(
+            f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
+        )
+    values = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
+    own = {name: values.pop(name) for name in arguments if name in values and name not in settings_flags()}
+    return values, own
+
+
+def _objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any) -> Given:
+    """Arguments of `train` that are objects and no texts, which flags cannot name."""
+    return Given(
+        model if isinstance(model, Model) else None,
+        tokenizer,
+        None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
+        None if reward is None or isinstance(reward, str) else functions_of(reward),
+        None if eval_data is None or isinstance(eval_data, (str, Path)) else eval_data,
+        curriculum if callable(curriculum) else None,
+    )
+
+
+def _texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
+    """Arguments of `train` that are texts, by their flags; the flag of prompts depends on the kind of the run."""
+    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
+    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
+    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
+    if isinstance(model, (str, Path)):
+        named["model"] = str(find_model(model))
+    return named
+
+
+def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
+    """The settings with the best mesh where they say auto:N, and with groups for --fsdp on several nodes.
+
+    Args:
+      built: the model is an object, of which no dry run is made.
+
+    Raises:
+      SettingsError: a mesh cannot be chosen.
+    """
+    if wanted_devices(chosen.mesh) is not None:
+        if built:
+            raise SettingsError(
+                f"mesh={chosen.mesh!r}: it is chosen for the embedded task's model or a directory; name one"
+            )
+        return chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.device or device_type()))[0]
+    if not (chosen.fsdp and not built and ranks_of_node() is not None):
+        return chosen
+    hardware = hardware_of(chosen.device or device_type())
+    chosen, note = with_groups(chosen, lambda: algorithm, hardware, ranks_of_node())
+    if note is not None and os.environ.get("RANK") == "0":
+        print(note, file=sys.stderr)
+    return chosen
+
+
+def _run(
+    job: Job, chosen: Settings, name: str, config: dict[str, Any], on_step: OnStep | None, source: MakeSource | None
+) -> Run:
+    """Train in a directory of its own, and read what was written there."""
     with owned_run(chosen.run_dir, Path(name).stem.replace(":", "-"), config, chosen.resume) as owned:
         run_dir = str(owned.path)
         program = functools.partial(_rank, job, run_dir, on_step, source)
         timeout, rewards = datetime.timedelta(minutes=chosen.timeout), functools.partial(open_rewards, job)
         outcome = launch(program, job.sizes, job.device, timeout=timeout, before=rewards, heartbeat_s=chosen.heartbeat)
     with contextlib.suppress(ReportError):  # it stopped before its first step
-        write_report(run_dir)
+        write_report(run_dir, running=False)
     lines = Path(run_dir) / "metrics.jsonl"
     metrics = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     return Run(run_dir, metrics, outcome)

@@ -26,8 +26,9 @@ from funrl.mesh.environment import read_environment
 from funrl.mesh.output import lasting_output
 from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
-from funrl.track.report import ReportError, write_report
+from funrl.track.report import write_report
 from funrl.track.run_directory import RunDirectory, RunDirectoryError, expanded
+from funrl.track.run_files import ReportError
 from funrl.track.run_lock import owned_run
 from funrl.track.services import TrackerError
 from funrl.trainer.shard_server import CheckpointError
@@ -216,7 +217,7 @@ def _ended(status: int, problem: str, first: bool) -> int:
 def _report(run_dir: str) -> str:
     """Write the report of whatever was written; return what there is to open."""
     try:
-        return f"open {write_report(run_dir)}"
+        return f"open {write_report(run_dir, running=False)}"
     except ReportError as error:  # it stopped before its first step, or the disk is full
         return f"no report: {error}"
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.batch import Across, row_sums
+from funrl.across import Across, row_sums
 from funrl.mesh.collectives import psum
 from funrl.mesh.exchange import exchange
 from funrl.mesh.mesh import Axes, Mesh, coordinates

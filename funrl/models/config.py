@@ -327,7 +327,6 @@ def _refuse(family: HFFamily, got: Mapping[str, Any]) -> None:
         "hidden_act": ("silu",),
         "mlp_bias": (False, None),
         "partial_rotary_factor": (1, 1.0, None),
-        "pretraining_tp": (1, None),
         "quantization_config": (None,),
     }
     for name, values in (supported | dict(family.supported)).items():
@@ -384,8 +383,9 @@ def _rope(
     missing = [field for field in wanted.values() if field not in given]
     if missing:
         raise ModelError(f"{name}.{missing[0]} is missing; rope_type {kind!r} needs it")
-    if kind == "yarn" and "attention_factor" in given:
-        raise ModelError(f"{name}.attention_factor is {given['attention_factor']!r}, supported is None")
+    for factor in ("attention_factor", "attn_factor"):  # of transformers, and of vLLM
+        if kind == "yarn" and factor in given:
+            raise ModelError(f"{name}.{factor} is {given[factor]!r}, supported is None")
     if kind == "yarn" and not given.get("truncate", True):
         raise ModelError(f"{name}.truncate is {given['truncate']!r}, supported is True")
     return theta, RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})

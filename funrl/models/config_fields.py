@@ -118,7 +118,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (COUNTS, "a whole number of at least 1", _count),
     (SWITCHES, "true or false", lambda value: isinstance(value, bool)),
     (
-        ("max_window_layers", "first_k_dense_replace"),
+        ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"),
         "a whole number of at least 0",
         lambda value: value == 0 or _count(value),
     ),

@@ -70,7 +70,7 @@ class HFFamily(NamedTuple):
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[Any], dict[str, Any]] = _nothing
     kinds: Callable[[Mapping[str, Any], int], list[str]] = upper_layers
-    rope_types: Sequence[str] = ("default", "linear", "llama3")
+    rope_types: Sequence[str] = ("default", "linear", "llama3", "yarn")
     fused: Mapping[str, Sequence[str]] = {}
     names: Mapping[str, str] = {}
 

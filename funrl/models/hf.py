@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,17 +23,19 @@ from funrl.models.config import Config, ModelError, architecture, config_from_hf
 from funrl.models.config_fields import check_config_fields
 from funrl.models.decoder import decoder_model
 from funrl.models.families import FAMILIES
+from funrl.models.fp8_files import FP8, check_scales, fp8_blocks, is_beside_fp8, without_quantization
 from funrl.models.generation_config import GENERATION, with_generation_config
+from funrl.models.left_out import is_redundant
 from funrl.models.model import Model
 from funrl.models.names import UNEMBED, Stored, by_expert, fused, stored_in
 from funrl.models.resize import extended, is_of_vocabulary
 from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.models.weight_files import INDEX, WHOLE, read_json, weight_tables
+from funrl.models.weight_slices import check_tied, read_part, tensor_slices
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"  # classes of models with a value head
-TIED_ROWS = 4096  # compared at a time
 
 
 def load_model(path: str | Path, code: str = "native") -> Model:
@@ -57,6 +58,7 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     raw = read_json(file)
     try:
         check_config_fields(raw)
+        raw = without_quantization(raw)
         if (head := _head_of(raw)) is not None:
             return _classifier(raw, code, *head)
         config, make = _config_of(raw, code)
@@ -142,22 +144,28 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
             found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
     expected = {name: shape for one in _stored(model, found).values() for name, shape in one.tensors.items()}
     missing = sorted(set(expected) - set(found))
-    extra = sorted(n for n in set(found) - set(expected) if not _redundant(n, config))
+    dtypes = {name: dtype for name, (_, dtype, _) in found.items()}
+    extra = [n for n in set(found) - set(expected) if not is_redundant(n, config) and not is_beside_fp8(n, dtypes)]
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if extra:
         raise ModelError(
-            f"{folder}: {len(extra)} tensors have no place in a {_architecture(model)}, the first is {extra[0]}"
+            f"{folder}: {len(extra)} tensors have no place in a {_architecture(model)}, the first is {min(extra)}"
         )
+    blocks = fp8_blocks(read_json(folder / "config.json"))
     for name, shape in expected.items():
         got, dtype, file = found[name]
         if got != shape:
             raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
-        if dtype not in FLOATS:
+        if dtype == FP8:
+            check_scales(name, found, blocks, folder)
+        elif dtype not in FLOATS:
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
     if config.tied and model.unembed is not None and not config.module and UNEMBED in found:
+        if found[UNEMBED][1] == FP8:
+            check_scales(UNEMBED, found, blocks, folder)
         embed = model.names["embed"][0]
-        _check_tied(folder / found[embed][2], folder / found[UNEMBED][2], embed)
+        check_tied(folder / found[UNEMBED][2], embed, tensor_slices(folder))
     return model
 
 
@@ -200,15 +208,9 @@ def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callabl
       path: a Hugging Face directory.
       model: by `check_directory`; `with_vocabulary` may have given it more token ids.
     """
-    where = {name: file for file, table in weight_tables(Path(path)).items() for name in table}
-    opened: dict[Path, Any] = {}
-    stored, shapes = _stored(model, where), {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
-
-    def tensor(name: str) -> Any:
-        file = where[name]
-        if file not in opened:
-            opened[file] = safe_open(file, framework="pt")
-        return opened[file].get_slice(name)
+    tables = weight_tables(Path(path))
+    stored = _stored(model, {name for table in tables.values() for name in table})
+    tensor, shapes = tensor_slices(Path(path), tables), {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
 
     def read(name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
         one, kind = stored[name], weight_dtype(name, dtype)
@@ -219,7 +221,7 @@ def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callabl
         held = tensor(one.name)
         if is_of_vocabulary(name) and held.get_shape()[0] < shapes[name][0]:
             return extended(held, box, kind)
-        return _slice(held, one, shapes[name], box).to(kind)
+        return read_part(held, one, shapes[name], box).to(kind)
 
     return read
 
@@ -358,30 +360,6 @@ def _class_of_heads(model: Model) -> str:
     return name
 
 
-def _check_tied(embed_file: Path, file: Path, embed: str) -> None:
-    """Raise ModelError where a second copy of tied embeddings is not a copy. Both are read, some rows at a time."""
-    with safe_open(embed_file, framework="pt") as first, safe_open(file, framework="pt") as second:
-        one, other = first.get_slice(embed), second.get_slice(UNEMBED)
-        shapes = [tuple(part.get_shape()) for part in (one, other)]
-        rows = range(0, shapes[0][0], TIED_ROWS) if shapes[0] == shapes[1] else ()
-        if rows and all(torch.equal(one[i : i + TIED_ROWS], other[i : i + TIED_ROWS]) for i in rows):
-            return
-    raise ModelError(
-        f"{file}: {UNEMBED} is not {embed}, but config.json has tie_word_embeddings: true; set it to false to use "
-        f"both, or take {UNEMBED} out of the file"
-    )
-
-
-def _redundant(name: str, config: Config) -> bool:
-    """True of tensors that some files have for nothing: rotary frequencies, masks, a second copy of tied embeddings,
-    layers behind the last."""
-    ends = (".rotary_emb.inv_freq", *((".attn.bias", ".attention.bias", ".masked_bias") if config.module else ()))
-    extra = config.latent is not None and re.match(r"model\.layers\.(\d+)\.", name)  # layers that guess further tokens
-    if extra and int(extra[1]) >= config.layers:
-        return True
-    return name.endswith(ends) or (config.tied and name in (UNEMBED, "embed_out.weight"))
-
-
 def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
     """Place of each weight in files with tensors of the names `found`.
 
@@ -394,33 +372,6 @@ def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
 
     there = names_in_files(skeleton(model.config, CPU, False), [one.name for one in stored.values()], found)
     return {name: one._replace(name=there.get(one.name, one.name)) for name, one in stored.items()}
-
-
-def _slice(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:
-    """The part `box` of our tensor of `shape`, read from rows of a stored one in which some neighbouring dims are one.
-
-    Args:
-      tensor: a slice object of safetensors.
-    """
-    index, part, rest, dim = [], [], [], 0
-    begin, end = stored.rows
-    for length in (end - begin, *stored.shape[1:]):
-        low, high = 0, 1  # of the dims that are one in the file, up to `dim`
-        merged = 1
-        first = dim
-        while merged < length or dim == first:
-            only, inner = (
-                high - low == 1,
-                shape[dim],
-            )  # of one index of the dims before, only a part of this one is read
-            inside = box[dim] if only else (0, inner)
-            low, high = low * inner + inside[0], (high - 1) * inner + inside[1]
-            part.append(inside[1] - inside[0])
-            rest.append(slice(None) if only else slice(*box[dim]))
-            merged, dim = merged * inner, dim + 1
-        index.append(slice(begin + low, begin + high))
-        begin = 0  # of the dims behind the first
-    return tensor[tuple(index)].reshape(part)[tuple(rest)]
 
 
 def _split(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

@@ -22,6 +22,7 @@ from funrl.mesh.plan import Box, slices, volume
 from funrl.mesh.rules import Layout
 from funrl.models.hf import weight_reader
 from funrl.models.model import Model
+from funrl.models.weight_dtypes import weight_dtype
 from funrl.models.weight_files import weight_tables
 
 TOGETHER_BYTES = 512 << 20  # of a rank's parts that are made at once
@@ -40,11 +41,14 @@ def load_shared(path: str | Path, model: Model, dtype: torch.dtype, mesh: Mesh, 
     """
     sent, targets, made = sent_dtype(path, dtype), dict(trees.named(layouts)), dict[str, Tensor]()
     read = weight_reader(path, model, sent)
-    for names in _windows(targets, sent.itemsize):
-        wanted = {name: targets[name] for name in names}
-        source = {name: reading_layout(layout) for name, layout in wanted.items()}
-        local = {name: _part(read, name, layout, mesh, sent) for name, layout in source.items()}
-        made |= {name: x.to(dtype) for name, x in _exchanged(local, source, wanted, mesh).items()}
+    kinds = {name: weight_dtype(name, sent) for name in targets}
+    for kind in dict.fromkeys(kinds.values()):  # an exchange is of numbers of one dtype
+        for names in _windows({name: targets[name] for name in targets if kinds[name] == kind}, kind.itemsize):
+            wanted = {name: targets[name] for name in names}
+            source = {name: reading_layout(layout) for name, layout in wanted.items()}
+            local = {name: _part(read, name, layout, mesh, kind) for name, layout in source.items()}
+            found = _exchanged(local, source, wanted, mesh)
+            made |= {name: x.to(weight_dtype(name, dtype)) for name, x in found.items()}
     return trees.map_named(lambda name, _: made.pop(name), model.shapes)
 
 

@@ -15,55 +15,14 @@ from torch import Tensor
 
 from funrl.rollout.backends import Backend
 from funrl.rollout.host_copy import HostCopy
+from funrl.rollout.live_request import LiveRequest
 from funrl.rollout.prompt_lookup import PromptLookup
 from funrl.rollout.requests import Completion, Finish, Request
-from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.seat_noise import NOISE_STEPS, SeatNoise
 
-NOISE_STEPS = 64  # numbers of each stream that are made at a time
 STOPS = 4  # columns for stop tokens at first
 NO_HOLDER = -1  # serial of a seat that nobody has
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class LiveRequest:
-    """A request in flight.
-
-    Attributes:
-      request: as it was submitted.
-      text: tokens of prompt and completion, as far as they were known when it last had no seat.
-      logps: [2, T] log-probabilities of the completion's tokens so far, sampling and raw, likewise.
-      versions: (first token of the completion, version of the weights) pairs, ascending.
-      seat: its row of the arrays; -1: it waits for one.
-      pages: that hold its keys and values, in order.
-      siblings: requests of the same prompt that begin when its prompt is computed.
-      computed: whether its pages hold all its tokens but the last, which nothing was drawn behind.
-      lookup: its text, where drafts are made of it.
-    """
-
-    request: Request
-    text: np.ndarray
-    logps: np.ndarray
-    versions: list[tuple[int, int]]
-    seat: int = -1
-    pages: list[int] = dataclasses.field(default_factory=list)
-    siblings: list[LiveRequest] = dataclasses.field(default_factory=list)
-    computed: bool = False
-    lookup: PromptLookup | None = None
-
-    @property
-    def untouched(self) -> bool:
-        """True if nothing has been written behind its prompt."""
-        return len(self.text) == len(self.request.prompt)
-
-    @property
-    def limit(self) -> int:
-        """Tokens of prompt and completion at which it ends."""
-        sampling, begun, most = self.request.sampling, self.request.begun, self.request.most
-        count = sampling.max_new_tokens
-        if most is not None:
-            count = min(count, most + (0 if begun is None else len(begun.tokens)))
-        return len(self.request.prompt) + count
 
 
 class _Drawn(NamedTuple):
@@ -116,14 +75,13 @@ class Flights:
         self._pending: list[_Drawn] = []
         self._kinds: dict[Sampling, int] = {}
         self._prompts, self._limits, self._kind = (self.lengths.copy() for _ in range(3))
-        self._seeds, self._noise_block = self.lengths.copy(), self.lengths.copy()
         self._stops = np.full((0, STOPS), -1, dtype=np.int64)
         self._has_strings = np.zeros(0, dtype=bool)
         self._strings: list[tuple[str, ...]] = []
         self._tokens = np.zeros((0, 0), dtype=np.int64)
         self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
         self._last = torch.zeros(0, dtype=torch.int64, device=device)
-        self._noise = torch.zeros(0, NOISE_STEPS, dtype=torch.float64, device=device)
+        self._noise = SeatNoise(device)
         self.serials, self._seatings = self.lengths.copy(), 0
         self.must_look = self.some_full = False
         if seats:
@@ -172,7 +130,7 @@ class Flights:
         self._tokens[seat, :length] = flight.text
         self._logps[:, seat, : flight.logps.shape[1]] = flight.logps
         self.lengths[seat], self._prompts[seat], self._limits[seat] = length, len(request.prompt), flight.limit
-        self._seeds[seat], self._noise_block[seat] = request.seed, -1
+        self._noise.begin(seat, request.seed)
         self._last[seat] = int(flight.text[-1])
         self._kind[seat] = self._kinds.setdefault(_drawing(request.sampling), len(self._kinds))
         self._strings[seat] = request.sampling.stop_strings
@@ -202,7 +160,7 @@ class Flights:
 
     def numbers_of(self, seats: np.ndarray) -> np.ndarray:
         """Numbers of some seats that a pass on the device has to know: columns as in `decode_state`."""
-        rows = (self.lengths, self._prompts, self._limits, self._seeds, self._kind, np.zeros_like(self.lengths))
+        rows = (self.lengths, self._prompts, self._limits, self._noise.seeds, self._kind, np.zeros_like(self.lengths))
         return np.concatenate([np.stack([x[seats] for x in rows]), self._stops[seats].T])
 
     @property
@@ -261,7 +219,8 @@ class Flights:
         at_R = np.asarray(seats, dtype=np.int64)
         ahead_R = np.zeros_like(at_R) if ahead is None else np.asarray(ahead, dtype=np.int64)
         lengths_R = self.lengths[at_R] + ahead_R
-        source_R, noise_R = torch.tensor(sources, device=self._device), self._noise_of(at_R, lengths_R)
+        source_R = torch.tensor(sources, device=self._device)
+        noise_R = self._noise.at(at_R, lengths_R - self._prompts[at_R])
         kinds = list(self._kinds)
         used, parts, order = np.unique(self._kind[at_R]), [], []
         for kind in used:  # nearly always there is one
@@ -416,19 +375,6 @@ class Flights:
             row[torch.from_numpy(self._tokens[seat, :length])] = True
         return seen.to(self._device)
 
-    def _noise_of(self, seats: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """The number of each seat's stream for the token behind so many."""
-        steps = lengths - self._prompts[seats]
-        lacking = self._noise_block[seats] != steps // NOISE_STEPS
-        old, seats_R = seats[lacking], torch.from_numpy(seats).to(self._device)
-        if len(old):
-            block = steps[lacking] // NOISE_STEPS
-            steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
-            fresh = stream_noise(torch.from_numpy(self._seeds[old])[:, None], steps_RS)
-            self._noise[torch.from_numpy(old).to(self._device)] = fresh.to(self._device)
-            self._noise_block[old] = block
-        return self._noise[seats_R, torch.from_numpy(steps % NOISE_STEPS).to(self._device)]
-
     def _not_finite(self, seat: int, at: int) -> None:
         flight = self._seated[seat]
         assert flight is not None
@@ -443,7 +389,7 @@ class Flights:
         more = more or max(8, old)
         self._seated += [None] * more
         self._strings += [()] * more
-        for name in ("lengths", "serials", "_prompts", "_limits", "_seeds", "_kind", "_noise_block", "_has_strings"):
+        for name in ("lengths", "serials", "_prompts", "_limits", "_kind", "_has_strings"):
             x = getattr(self, name)
             setattr(self, name, np.concatenate([x, np.zeros(more, dtype=x.dtype)]))
         self.serials[old:] = NO_HOLDER
@@ -451,7 +397,7 @@ class Flights:
         self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
         self._logps = np.pad(self._logps, ((0, 0), (0, more), (0, 0)))
         self._last = torch.cat([self._last, self._last.new_zeros(more)])
-        self._noise = torch.cat([self._noise, self._noise.new_zeros(more, NOISE_STEPS)])
+        self._noise.more(more)
         self._free = list(range(old + more - 1, old - 1, -1))
 
     def _stop_at(self, seat: int, stop: Sequence[int]) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
 from funrl.rollout.backends import PassWork
-from funrl.rollout.flights import Flights, LiveRequest
+from funrl.rollout.flights import Flights
+from funrl.rollout.live_request import LiveRequest
 from funrl.rollout.pages import PagePool
 
 

@@ -15,21 +15,17 @@ from typing import Any
 from funrl.track.charts import Series, line_chart
 from funrl.track.report import (
     ORDER,
-    ReportError,
-    RunFiles,
     escaped,
-    finite_values,
     is_embedded,
-    is_supervised,
-    read_run,
     sample_card,
     section,
     shown_value,
-    tiles_of,
     whole_page,
 )
 from funrl.track.report_charts import CHARTS, LOSS, PAIR_CHARTS, REWARD_CHARTS, Chart
+from funrl.track.report_headline import tiles_of
 from funrl.track.run_directory import RunDirectory, write_text
+from funrl.track.run_files import ReportError, RunFiles, finite_values, is_supervised, read_run
 
 MOST_RUNS = 8  # colours that differ well
 SAMPLE_PROMPTS = 6

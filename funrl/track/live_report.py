@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.track.report import ReportError, escaped, read_run, render, whole_page
+from funrl.track.report import escaped, render, whole_page
 from funrl.track.run_directory import RunDirectory
+from funrl.track.run_files import ReportError, read_run
+from funrl.track.run_lock import is_owned
 
 LOOK_S = 1.0  # between two looks at the files
 NEWS_S = 25.0  # until a page that waits for news is told that there are none
@@ -96,7 +98,7 @@ class LivePage:
         return self.now()
 
     def tag(self) -> str:
-        """Sizes and times of the files that the page is made of."""
+        """Sizes and times of the files that the page is made of, and whether the run goes on."""
         run, parts = self.run, []
         for path in (run.config, run.metrics, run.samples, run.eval_samples):
             try:
@@ -104,7 +106,7 @@ class LivePage:
                 parts.append(f"{found.st_ino:x}.{found.st_size:x}.{found.st_mtime_ns:x}")
             except OSError:
                 parts.append("-")
-        return "_".join(parts) + f"_{self.run.path.is_dir():d}"
+        return "_".join(parts) + f"_{self.run.path.is_dir():d}{is_owned(self.run.path):d}"
 
     def _made(self, tag: str) -> str:
         try:

@@ -10,22 +10,31 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import weighted_files
 from funrl.track.charts import Band, Series, line_chart, number, smoothing, stacked_chart
 from funrl.track.guards import findings
 from funrl.track.report_charts import CHARTS, LIKELIHOOD, LOSS, PAIR_CHARTS, REWARD_CHARTS, Chart
-from funrl.track.report_evaluation import evaluation_table, newest_table
+from funrl.track.report_evaluation import evaluation_table
+from funrl.track.report_headline import headline, tiles_of
 from funrl.track.report_style import STYLE
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, read_lines, write_text
-from funrl.track.samples import Sample, first_and_last, read_samples
+from funrl.track.run_directory import RunDirectory, write_text
+from funrl.track.run_files import (
+    ReportError,
+    RunFiles,
+    finite_values,
+    has_pairs,
+    is_supervised,
+    read_run,
+    seconds_of,
+)
+from funrl.track.samples import Sample, first_and_last
 
 PHASES = {  # in the order of a step, with the page's colour of each
     "generate": 0, "reward": 5, "score_policy": 2, "score_reference": 6, "score_critic": 4, "advantage": 7,
@@ -36,55 +45,22 @@ LONGEST_TEXT = 4000  # characters of a prompt or completion on the page
 SAMPLES = 5  # from the start, and from the end
 
 
-class ReportError(ValueError):
-    """A run directory that no report can be made of; the message says which file and why."""
-
-
-class RunFiles(NamedTuple):
-    """Content of a run directory: its config.json, its metrics in the order of steps, its samples, and rows of the
-    newest evaluation."""
-
-    config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    samples: list[Sample]
-    evaluation: list[dict[str, Any]]
-
-
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, running: bool | None = None) -> Path:
     """Write report.html from the files of a run and return its path.
+
+    Args:
+      running: whether the run goes on; None: as the lock of its directory tells.
 
     Raises:
       ReportError: the directory or one of its files is missing, empty or broken.
     """
     directory = RunDirectory(Path(run_dir))
-    page = render(read_run(directory))
+    run = read_run(directory)
     try:
-        write_text(directory.report, page)
+        write_text(directory.report, render(run if running is None else run._replace(running=running)))
     except OSError as error:
         raise ReportError(f"{directory.report}: cannot be written: {error.strerror}") from None
     return directory.report
-
-
-def read_run(directory: RunDirectory) -> RunFiles:
-    """Read the files of a run. Of a step that was written twice (a resumed run), the later line counts."""
-    if not directory.path.is_dir():
-        raise ReportError(f"{directory.path}: no such directory")
-    for path in (directory.config, directory.metrics):
-        if not path.is_file():
-            raise ReportError(f"{directory.path}: is not the directory of a run: it has no {path.name}")
-    try:
-        config = json.loads(directory.config.read_bytes())
-        rows = {row["step"]: row for row in read_lines(directory.metrics) if isinstance(row.get("step"), int)}
-        samples, evaluation = read_samples(directory.samples), newest_table(directory.eval_samples)
-    except RunDirectoryError as error:
-        raise ReportError(str(error)) from None
-    except ValueError as error:
-        raise ReportError(f"{directory.config}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
-    if not rows:
-        raise ReportError(f"{directory.metrics}: no step has been written yet")
-    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation)
 
 
 def render(run: RunFiles) -> str:
@@ -119,25 +95,10 @@ def whole_page(title: str, body: str) -> str:
     )
 
 
-def is_supervised(run: RunFiles) -> bool:
-    """True if a run learns from given texts."""
-    return any("train/loss" in row for row in run.rows)
-
-
-def _has_pairs(run: RunFiles) -> bool:
-    return is_supervised(run) and any("preference/accuracy" in row for row in run.rows)
-
-
 def _headline_charts(run: RunFiles) -> tuple[Chart, ...]:
     if not is_supervised(run):
         return REWARD_CHARTS
-    return PAIR_CHARTS if _has_pairs(run) else (LOSS, LIKELIHOOD)
-
-
-def finite_values(run: RunFiles, key: str) -> list[tuple[int, float]]:
-    """The finite values of a metric with their steps."""
-    points = ((row["step"], row.get(key)) for row in run.rows)
-    return [(step, float(v)) for step, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
+    return PAIR_CHARTS if has_pairs(run) else (LOSS, LIKELIHOOD)
 
 
 def _chart(run: RunFiles, chart: Chart) -> str:
@@ -196,7 +157,7 @@ def _header(run: RunFiles, title: str) -> str:
     )
     return (
         f'<header><p class="over">funrl run</p><h1>{escaped(title)}</h1><ul class="chips">{chips}</ul>'
-        f'<p class="headline">{_headline(run)}</p><dl class="tiles">{tiles}</dl></header>'
+        f'<p class="headline">{headline(run)}</p><dl class="tiles">{tiles}</dl></header>'
     )
 
 
@@ -216,87 +177,6 @@ def _files(text: Any) -> str:
         return _base(text)
 
 
-def _headlines(run: RunFiles) -> list[tuple[str, str]]:
-    """The metrics that say best how a run went, with their names, the best of them first.
-
-    Of a run with rewards: the share of problems solved, or the reward where there is something between.
-    """
-    if _has_pairs(run):
-        return [("eval/accuracy", "held-out pair accuracy"), ("eval/loss", "held-out loss")]
-    if is_supervised(run):
-        return [("eval/loss", "held-out loss"), ("train/loss", "training loss")]
-    between = any(
-        abs(row["eval/reward"] - row["eval/accuracy"]) > 1e-9
-        for row in run.rows
-        if row.get("eval/reward") is not None and row.get("eval/accuracy") is not None
-    )
-    held_out = ("eval/reward", "held-out reward") if between else ("eval/accuracy", "held-out accuracy")
-    return [held_out, ("reward/mean", "reward")]
-
-
-def _headline(run: RunFiles) -> str:
-    last, total = run.rows[-1]["step"], _total(run)
-    duration = _duration(_seconds(run))
-    when = f"in {last} steps" + (f" and {duration}" if duration else "")
-    sentence = f"The run took {when.removeprefix('in ')}."
-    for key, name in _headlines(run):
-        values = finite_values(run, key)
-        if len(values) > 1:
-            ends = _ends(values, smooth=not key.startswith("eval/"))
-            before, after = (number(value) for value in ends)
-            verb = "stayed at" if before == after else "rose from" if ends[1] > ends[0] else "fell from"
-            rest = f"<b>{before}</b>" if before == after else f"<b>{before}</b> to <b>{after}</b>"
-            sentence = f"{name.capitalize()} {verb} {rest} {when}."
-            break
-    if total and last < total:
-        sentence += f" <mark>Ended at step {last} of {total}.</mark>"
-    return sentence
-
-
-def tiles_of(run: RunFiles) -> list[tuple[str, str, str]]:
-    """Label, value and what stands below it, for whatever the run has measured."""
-    tiles = []
-    margin = [("eval/margin", "held-out margin")] if _has_pairs(run) else []
-    for key, name in (*_headlines(run), *margin):
-        values = finite_values(run, key)
-        if values:
-            before, after = _ends(values, smooth=not key.startswith("eval/"))
-            best = (min if key.endswith("/loss") else max)(value for _, value in values)
-            below = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
-            tiles.append((name.capitalize(), number(after), below))
-    seconds, steps = _seconds(run), [value for _, value in finite_values(run, "time_s/step")]
-    if seconds:
-        middle = sorted(steps)[len(steps) // 2]
-        tiles.append(("Time", _duration(seconds), f"{number(middle)} s a step (median)"))
-    speed = [value for _, value in finite_values(run, "perf/tokens_per_s")]
-    if speed:
-        tiles.append(("Throughput", number(sorted(speed)[len(speed) // 2]), "tokens a second (median)"))
-    gap = finite_values(run, "rollout/logprob_gap_max")
-    if gap:
-        step, worst = max(gap, key=lambda point: point[1])
-        tiles.append(("Log-prob gap", number(worst), f"nats, the largest, at step {step}"))
-    memory = [value for _, value in finite_values(run, "memory/peak_gb")]
-    if memory:
-        tiles.append(("Memory", f"{number(max(memory))} GB", "at its peak"))
-    return tiles
-
-
-def _ends(values: list[tuple[int, float]], smooth: bool) -> tuple[float, float]:
-    """The first and the last value; of a noisy metric the means of the first and last twentieth."""
-    count = max(1, len(values) // 20) if smooth else 1
-    first, last = values[:count], values[-count:]
-    return sum(v for _, v in first) / count, sum(v for _, v in last) / count
-
-
-def _seconds(run: RunFiles) -> float:
-    return sum(value for _, value in finite_values(run, "time_s/step"))
-
-
-def _total(run: RunFiles) -> int | None:
-    total = (run.config.get("flags") or {}).get("steps")
-    return total if isinstance(total, int) else None
-
-
 def _time(run: RunFiles) -> str:
     """Time by phase: one bar for the whole run, and every step."""
     rows = [row for row in run.rows if isinstance(row.get("time_s/step"), (int, float))]
@@ -309,7 +189,7 @@ def _time(run: RunFiles) -> str:
         Band(name, [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows], colours[name]) for name in names
     ]
     rest = [row["time_s/step"] - sum(layer.values[i] for layer in layers) for i, row in enumerate(rows)]
-    if sum(rest) > 0.005 * _seconds(run):
+    if sum(rest) > 0.005 * seconds_of(run):
         layers.append(Band("other", [max(0.0, value) for value in rest], PHASES["other"]))
     shares = _shares(layers, len(rows))
     steps = [row["step"] for row in rows]
@@ -410,13 +290,6 @@ def _cut(text: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.01 else "&lt;1%"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{number(seconds)} s" if seconds else ""
-    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if seconds >= 3600 else f"{minutes} min {int(seconds % 60)} s"
 
 
 def _base(path: Any) -> str:

@@ -68,11 +68,38 @@ def _locked(folder: Path, wait_s: float) -> Iterator[None]:
 
 
 def _lock(number: int, folder: Path) -> bool:
-    """Try to take the lock; false where another has it."""
+    """Try to take the lock; false where another run has it."""
+    deadline = time.monotonic() + WAIT_S
+    while not _flock(number, fcntl.LOCK_EX, folder):
+        if not _flock(number, fcntl.LOCK_SH, folder) or time.monotonic() >= deadline:
+            return False
+        fcntl.flock(number, fcntl.LOCK_UN)  # nobody owns it: `is_owned` looks at it, for an instant
+        time.sleep(0.01)
+    return True
+
+
+def _flock(number: int, how: int, folder: Path) -> bool:
+    """Try to take the lock alone (LOCK_EX) or with others (LOCK_SH); false where that cannot be now."""
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(number, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise RunDirectoryError(f"--run_dir={folder}: its file system has no locks: {error.strerror}") from None
     return True
+
+
+def is_owned(folder: Path) -> bool:
+    """True while a run owns a directory; false where that cannot be told, as without locks."""
+    try:
+        number = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        free = _flock(number, fcntl.LOCK_SH, folder)
+        fcntl.flock(number, fcntl.LOCK_UN)  # also for a process that another thread forks now
+        return not free
+    except RunDirectoryError:
+        return False
+    finally:
+        os.close(number)

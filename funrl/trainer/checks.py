@@ -17,8 +17,9 @@ from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks import arithmetic
 from funrl.trainer.declaration import SettingsError, parts
+from funrl.trainer.output_settings import PROFILE
 from funrl.trainer.scorers import SCORERS, model_path, scorers_of, weights_by_name
-from funrl.trainer.settings import PROFILE, TOKEN_MULTIPLE, Settings, check_values, mesh_sizes, settings_flags
+from funrl.trainer.settings import TOKEN_MULTIPLE, Settings, check_values, mesh_sizes, settings_flags
 
 LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
@@ -278,7 +279,10 @@ def _check_critic_warmup(settings: Settings) -> None:
 def _check_minibatches(settings: Settings) -> None:
     rows = settings.batch_prompts * settings.samples_per_prompt
     if settings.minibatches > rows:
-        raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
+        raise SettingsError(
+            f"--minibatches={settings.minibatches}: a batch has only {rows} {'rows' if rows > 1 else 'row'}, "
+            f"--batch_prompts x --samples_per_prompt; give --minibatches={rows} or fewer"
+        )
 
 
 def _check_generate_mesh(settings: Settings) -> None:

@@ -5,6 +5,7 @@ What is remembered is in the source's state and so in checkpoints: two numbers a
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import traceback
@@ -79,62 +80,99 @@ def weighing(
     """
     names = names_taken(function) if function is not None else ()
     rates = difficulty is not None or "pass_rates" in names
-    full = sum(max(weight, 0.0) for weight in reward_weights)
-    if rates and full <= 0:
+    if rates and sum(max(weight, 0.0) for weight in reward_weights) <= 0:
         raise SettingsError(
             "pass rates (--difficulty, or a curriculum that takes pass_rates) need a --reward of positive weight"
         )
     if not rates and function is None:
         return UNWEIGHTED
     records = [{"prompt": one.text, **one.fields} for one in prompts] if "prompts" in names else []
+    how = _Curriculum(len(prompts), function, names, records, rates, difficulty, tuple(reward_weights), mesh)
+    return Weighing(
+        functools.partial(_begun, how),
+        functools.partial(_weights, how),
+        functools.partial(_measured, how),
+        functools.partial(_observed, how),
+    )
 
-    def init() -> dict[str, trees.Tree]:
-        count = len(prompts)
-        measured = {name: torch.zeros(count, dtype=torch.float64) for name in ("passes", "samples")} if rates else {}
-        return measured | ({} if function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
-    def weights(told: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
-        found_N, metrics = np.ones(len(prompts)), {}
-        rate_N = (told["passes"] / told["samples"]).numpy() if rates else None
-        if difficulty is not None:
-            assert rate_N is not None
-            outside_N = (rate_N < difficulty.low) | (rate_N > difficulty.high)  # NaN is neither
-            found_N[outside_N] = difficulty.rest
-            measured = int((~np.isnan(rate_N)).sum())
-            metrics = {
-                "difficulty/measured_share": measured / len(rate_N),
-                "difficulty/outside_share": int(outside_N.sum()) / max(1, measured),
-            }
-        if function is not None:
-            before = _unpacked(told["curriculum"])
-            given = {"prompts": records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
-            own_N, state = _called(function, names, given | {"state": before["state"]}, len(prompts), mesh)
-            found_N, told = found_N * own_N, {**told, "curriculum": _packed(before["metrics"], state)}
-            metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
-        if not found_N.any():
-            raise CurriculumError(
-                f"step {step}: every prompt has weight 0; let the curriculum give some of them more, or --difficulty "
-                "have wider bounds or a third number above 0"
-            )
-        return found_N, told, metrics
+class _Curriculum(NamedTuple):
+    """Sources of weights.
 
-    def measured(told: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None) -> Any:
-        if not rates or scores_RK is None:
-            return told
-        own_RK = scores_RK[:, : len(reward_weights)].double().cpu()
-        score_R = (own_RK * torch.tensor(list(reward_weights), dtype=torch.float64)).nansum(1)
-        scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-        return {**told, **_counted(told, places, (score_R / full).clamp(0, 1), scored_R.double())}
+    Attributes:
+      count: of prompts.
+      function, names: a user's function and the arguments that it takes; None, (): there is none.
+      records: the prompts as it is given them.
+      rates: whether pass rates are measured.
+      difficulty, reward_weights, mesh: as in `weighing`.
+    """
 
-    def observed(told: Any, metrics: Mapping[str, float]) -> Any:
-        if function is None:
-            return told
+    count: int
+    function: Callable[..., Any] | None
+    names: tuple[str, ...]
+    records: list[dict[str, Any]]
+    rates: bool
+    difficulty: Difficulty | None
+    reward_weights: tuple[float, ...]
+    mesh: Mesh
+
+
+def _begun(how: _Curriculum) -> dict[str, trees.Tree]:
+    names = ("passes", "samples") if how.rates else ()
+    measured = {name: torch.zeros(how.count, dtype=torch.float64) for name in names}
+    return measured | ({} if how.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
+
+
+def _weights(how: _Curriculum, told: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
+    found_N, metrics = np.ones(how.count), {}
+    rate_N = (told["passes"] / told["samples"]).numpy() if how.rates else None
+    if how.difficulty is not None:
+        assert rate_N is not None
+        found_N, metrics = _weights_by_rate(how.difficulty, rate_N)
+    if how.function is not None:
         before = _unpacked(told["curriculum"])
-        held_out = {name: value for name, value in before["metrics"].items() if name.startswith("eval/")}
-        newest = from_first_rank({name: float(value) for name, value in metrics.items()}, mesh)
-        return {**told, "curriculum": _packed(held_out | newest, before["state"])}
+        given = {"prompts": how.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
+        own_N, state = _called(how.function, how.names, given | {"state": before["state"]}, how.count, how.mesh)
+        found_N, told = found_N * own_N, {**told, "curriculum": _packed(before["metrics"], state)}
+        metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
+    if not found_N.any():
+        raise CurriculumError(
+            f"step {step}: every prompt has weight 0; let the curriculum give some of them more, or --difficulty "
+            "have wider bounds or a third number above 0"
+        )
+    return found_N, told, metrics
 
-    return Weighing(init, weights, measured, observed)
+
+def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """Weights by pass rates, NaN where none is measured, and metrics."""
+    found_N, outside_N = np.ones(len(rate_N)), (rate_N < difficulty.low) | (rate_N > difficulty.high)  # NaN is neither
+    found_N[outside_N] = difficulty.rest
+    measured = int((~np.isnan(rate_N)).sum())
+    return found_N, {
+        "difficulty/measured_share": measured / len(rate_N),
+        "difficulty/outside_share": int(outside_N.sum()) / max(1, measured),
+    }
+
+
+def _measured(
+    how: _Curriculum, told: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
+) -> Any:
+    if not how.rates or scores_RK is None:
+        return told
+    own_RK, weights = scores_RK[:, : len(how.reward_weights)].double().cpu(), list(how.reward_weights)
+    full = sum(max(weight, 0.0) for weight in weights)
+    rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
+    scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
+    return {**told, **_counted(told, places, rate_R, scored_R.double())}
+
+
+def _observed(how: _Curriculum, told: Any, metrics: Mapping[str, float]) -> Any:
+    if how.function is None:
+        return told
+    before = _unpacked(told["curriculum"])
+    held_out = {name: value for name, value in before["metrics"].items() if name.startswith("eval/")}
+    newest = from_first_rank({name: float(value) for name, value in metrics.items()}, how.mesh)
+    return {**told, "curriculum": _packed(held_out | newest, before["state"])}
 
 
 def _counted(told: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
@@ -34,6 +35,15 @@ def run_kind(algorithm: Any, data: str | None) -> str:
 
 class SettingsError(ValueError):
     """A flag whose value cannot work; the message names it, its value and what would be right."""
+
+
+@contextlib.contextmanager
+def blaming(flag: str) -> Iterator[None]:
+    """Put the flag that led to an error before its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
 
 
 class Bound(NamedTuple):

@@ -22,7 +22,7 @@ from funrl.models.resize import with_vocabulary
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.trainer.base_model import base_directory, check_base, lora_in
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
-from funrl.trainer.job import TORCH_DTYPES
+from funrl.trainer.job_models import TORCH_DTYPES
 from funrl.trainer.shard_server import CheckpointError
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 from funrl.trainer.weight_digests import weight_digests

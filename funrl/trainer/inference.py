@@ -26,19 +26,10 @@ from funrl.trainer.build import Parts, build, sync
 from funrl.trainer.checkpoint import Recorded
 from funrl.trainer.checks import check_together, data_files, names_of_fields
 from funrl.trainer.clock import Clock
-from funrl.trainer.declaration import SettingsError
+from funrl.trainer.declaration import SettingsError, blaming
 from funrl.trainer.export import OUTLINE, checkpoint_of, lead_weights
-from funrl.trainer.job import (
-    Job,
-    Models,
-    blaming,
-    check_code,
-    check_meshes,
-    devices_of,
-    job_of,
-    located,
-    models_of,
-)
+from funrl.trainer.job import Job, devices_of, job_of
+from funrl.trainer.job_checks import check_code, check_meshes
 from funrl.trainer.job_data import (
     Given,
     Task,
@@ -48,6 +39,7 @@ from funrl.trainer.job_data import (
     prompts_of,
     rewarded_task,
 )
+from funrl.trainer.job_models import Models, located, models_of
 from funrl.trainer.job_source import generation_of
 from funrl.trainer.observing import Show
 from funrl.trainer.prompt_data import format_of, with_chat_template

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from funrl.algos.checking import check
 from funrl.algos.core import Algorithm, reads
-from funrl.batch import FIELDS, fields_by
-from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
-from funrl.models import Config, Model, decoder_model, hf, with_value_head
-from funrl.models.config import ModelError, architecture
-from funrl.models.generation_config import GENERATION, sampling_defaults
-from funrl.models.lora import targets_of, with_lora
+from funrl.models import Model, hf
+from funrl.models.generation_config import sampling_defaults
 from funrl.models.model import Lora
-from funrl.models.resize import with_vocabulary
 from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm_core import check_vllm
 from funrl.tasks import arithmetic
 from funrl.trainer.checks import check_settings
-from funrl.trainer.declaration import SettingsError, parts, run_kind
+from funrl.trainer.declaration import SettingsError, blaming, run_kind
+from funrl.trainer.job_checks import check_algorithm, check_code, check_engine, check_meshes, check_readers
 from funrl.trainer.job_data import (
     Given,
     Task,
@@ -41,25 +33,15 @@ from funrl.trainer.job_data import (
     task_of_prompts,
     texts_of,
 )
+from funrl.trainer.job_models import TORCH_DTYPES, Models, first_model, located, lora_of, models_of, reads_policys
+from funrl.trainer.job_sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
 from funrl.trainer.judging import JudgeJob, judge_job
 from funrl.trainer.learning_rates import learning_rates
-from funrl.trainer.own_texts import reads_tokens
 from funrl.trainer.prompt_data import with_chat_template
-from funrl.trainer.roles import READERS, VALUES, WRITES, reads_scores, role_names
-from funrl.trainer.scorers import SCORERS, model_path, scorers_of
-from funrl.trainer.settings import Settings, for_kind, resolved
-from funrl.trainer.sharding import (
-    check_experts,
-    check_forms,
-    check_layouts,
-    check_roles,
-    generate_sizes,
-    rank_memory,
-)
-
-EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
-TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+from funrl.trainer.roles import reads_scores
+from funrl.trainer.scorers import model_path, scorers_of
+from funrl.trainer.settings import Settings, for_kind
+from funrl.trainer.sharding import generate_sizes, rank_memory
 
 
 class Job(NamedTuple):
@@ -155,20 +137,6 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     return job_of(settings, algorithm, roles, sizes, generating, device, task)._replace(warmstart_steps=warmstart)
 
 
-class Models(NamedTuple):
-    """Models of a job.
-
-    Attributes:
-      first, tokenizer: that the run begins with.
-      models, directories: as in `Job`.
-    """
-
-    first: Model
-    tokenizer: Any
-    models: dict[str, Model]
-    directories: dict[str, str]
-
-
 def job_of(
     settings: Settings, algorithm: Algorithm, roles: Models, sizes: dict[str, int], generating: dict[str, int],
     device: str, task: Task | Texts,
@@ -214,188 +182,6 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     return sizes, device
 
 
-def located(settings: Settings) -> Settings:
-    """The settings with directories instead of names of models in the local Hugging Face cache."""
-    found = {}
-    for name in ("model", "teacher", *SCORERS):
-        path = model_path(settings, name)
-        if path is not None:
-            found[name] = str(hf.find_directory(path)) + getattr(settings, name).removeprefix(path)  # DIR@0.5
-    return dataclasses.replace(settings, **found)
-
-
-def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
-    """The model that a run begins with, and its tokenizer."""
-    if given.model is not None:
-        return given.model, given.tokenizer or arithmetic.tokenizer()
-    if settings.model is None:
-        head = arithmetic.VLLM_HEAD if settings.engine in ("vllm", "vllm_server") else arithmetic.HEAD
-        return decoder_model(arithmetic.model_config(head, settings.task)), arithmetic.tokenizer()
-    with blaming("model"):
-        model, tokenizer = hf.check_directory(settings.model, settings.model_code), load_tokenizer(settings.model)
-    if settings.resize_vocab:
-        with blaming("resize_vocab"):
-            model = with_vocabulary(model, 1 + max(tokenizer.get_vocab().values(), default=0))
-    return model, tokenizer
-
-
-def models_of(
-    algorithm: Algorithm,
-    settings: Settings,
-    model: Model,
-    tokenizer: Any,
-    read: Callable[[str, str], Model] = hf.check_directory,
-) -> tuple[dict[str, Model], dict[str, str]]:
-    """The model of every role of a run, and the directories of those that do not begin as `model`.
-
-    Args:
-      tokenizer: of `model`; None: other models' tokenizers are not looked at.
-      read: (directory, --model_code) -> model.
-    """
-    models, directories, lora = {}, {}, lora_of(settings, model)
-    names = role_names(algorithm)
-    names += tuple(name for name in READERS if getattr(settings, name) is not None and name not in names)
-    for name in names:
-        path = model_path(settings, name) if name in ("teacher", *READERS) and name not in algorithm.losses else None
-        if path is not None:
-            with blaming(name):
-                models[name] = read(path, settings.model_code)
-            directories[name] = path
-            if (models[name].value is None) == (name in VALUES):
-                lacking = f"value head, which `funrl {name}` trains" if name in VALUES else "unembedding"
-                raise SettingsError(f"--{name}={path}: this model has no {lacking}")
-            own = name in READERS  # which may have another tokenizer
-            if tokenizer is not None and not own and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-                raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
-        else:
-            if name not in VALUES and model.unembed is None:
-                raise SettingsError(f"--model={settings.model}: it has a value head; a {name} gives probabilities")
-            models[name] = with_head_of(name, model) if name in VALUES and model.value is None else model
-            if lora is not None and name in algorithm.losses:
-                models[name] = with_lora(models[name], lora)
-    if algorithm.divergence is not None and "teacher" in models:
-        sizes = [models[name].config.vocab for name in ("teacher", "policy")]
-        if sizes[0] != sizes[1]:
-            raise SettingsError(
-                f"--teacher={settings.teacher}: its vocabulary has {sizes[0]} rows and the policy's {sizes[1]}; a "
-                "divergence over the whole vocabulary needs as many"
-            )
-    return models, directories
-
-
-def lora_of(settings: Settings, model: Model) -> Lora | None:
-    """The adapters that the flags describe; None: all weights learn.
-
-    Args:
-      model: the one that the run begins with.
-
-    Raises:
-      SettingsError: the model has no such projections, or takes no adapters.
-    """
-    rank = settings.lora_rank
-    if rank is None:
-        return None
-    if model.config.module:
-        raise SettingsError(
-            f"--lora_rank={rank}: the model is {architecture(model.config)}, transformers' own code, which takes no "
-            "adapters here; leave it out"
-        )
-    with blaming(f"lora_targets={settings.lora_targets}"):
-        return Lora(rank, settings.lora_alpha or float(rank), targets_of(settings.lora_targets, model))
-
-
-def with_head_of(name: str, model: Model) -> Model:
-    """A model with the value head of a role: that of a token classifier where steps are scored, if there is such."""
-    if name == "process_reward_model" and hf.has_token_classifier(model.config):
-        return with_value_head(model, labels=2, bias=True)
-    return with_value_head(model)
-
-
-def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
-    """Compare what an algorithm reads with what a run of these settings provides.
-
-    Args:
-      source: fields that the source writes; None: all that a source may write.
-
-    Raises:
-      SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
-    """
-    learning = set(algorithm.losses)
-    writers = {"policy", "reference"} | learning | ({"teacher"} if settings.teacher is not None else set())
-    available = {name for name, field in FIELDS.items() if field.writer in ("step", *writers)}
-    available |= set(fields_by("source") if source is None else source)
-    if settings.teacher is None:
-        available.discard("divergence")  # the step computes it with a teacher beside the policy
-    if settings.new_tokens_per_step is None:
-        available.discard("version")  # all tokens of a step are of the same weights
-    if settings.on_reward_error == "stop":
-        available.discard("failed")
-    try:
-        check(algorithm, available)
-    except ValueError as error:
-        teacher = "" if settings.teacher is not None or "teacher" not in str(error) else "; give --teacher=DIR"
-        raise SettingsError(f"{error}{teacher}") from error
-    names = role_names(algorithm)
-    if settings.teacher is not None and "teacher" not in names:
-        raise SettingsError(f"--teacher={settings.teacher}: the algorithm reads nothing that a teacher writes")
-    if settings.critic_warmup_steps and "critic" not in learning:
-        raise SettingsError(f"--critic_warmup_steps={settings.critic_warmup_steps}: the algorithm has no critic")
-    if settings.implicit_reward_lr is not None and "implicit_reward" not in learning:
-        raise SettingsError(f"--implicit_reward_lr={settings.implicit_reward_lr}: the algorithm trains no such model")
-    unknown = sorted(learning - set(WRITES))
-    if unknown:
-        raise SettingsError(f"the algorithm has a loss for {unknown[0]!r}, which is not one of {', '.join(WRITES)}")
-
-
-def check_meshes(
-    settings: Settings, models: Mapping[str, Model], sizes: dict[str, int], memory: float
-) -> dict[str, int]:
-    """The mesh to generate on, after checking that all models can be laid out.
-
-    Args:
-      memory: bytes that one rank may use.
-
-    Raises:
-      SettingsError, MeshError: naming the flag, the sizes and the way out.
-    """
-    check_roles(settings, tuple(models))
-    check_experts(settings, models.values())
-    lead = models.get("policy") or next(iter(models.values()))
-    generating = generate_sizes(settings, sizes, lead, memory) if "policy" in models else sizes
-    with blaming(f"mesh={settings.mesh}"):
-        check_layouts(models, settings, sizes, generating)
-    check_forms(models, settings, sizes)
-    return generating
-
-
-def reads_policys(name: str, task: Task | Texts, tokenizer: Any, directories: Mapping[str, str]) -> bool:
-    """True if a role reads the policy's tokens, and not texts in tokens of its own."""
-    if name not in READERS or name not in directories or not isinstance(task, Task):
-        return True
-    own = load_tokenizer(directories[name])
-    return name == "reward_model" and reads_tokens(own, tokenizer, task.prompts)
-
-
-def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:
-    """Check that the models that score completions can read the prompts, and that their scores are of use.
-
-    Raises:
-      SettingsError: naming the flag.
-    """
-    chats = any(example.messages for example in task.prompts)
-    for name in READERS:
-        if chats and name in directories and load_tokenizer(directories[name]).chat_template is None:
-            raise SettingsError(
-                f"--{name}={directories[name]}: prompts are chats, but its tokenizer has no chat template; add one to "
-                "its tokenizer_config.json"
-            )
-    if settings.process_reward == "each" and "token_reward" not in reads(algorithm).optional:
-        raise SettingsError(
-            "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min "
-            "or another that makes one number of a completion's steps"
-        )
-
-
 def judge_of(settings: Settings, task: Task, sizes: dict[str, int], memory: float) -> JudgeJob | None:
     """The judge of a flag, if one is given. Raises: SettingsError."""
     directory, given = model_path(settings, "judge"), settings
@@ -406,66 +192,6 @@ def judge_of(settings: Settings, task: Task, sizes: dict[str, int], memory: floa
             directory, given.model_code, given.judge_template, given.judge_pattern, given.judge_max_new_tokens,
             lambda model: generate_sizes(given, sizes, model, memory), (*task.prompts, *task.heldout),
         )  # fmt: skip
-
-
-def check_code(settings: Settings, models: Mapping[str, Model], generates: str | None) -> None:
-    """Check what transformers' own code cannot do.
-
-    Args:
-      generates: the role that generates, if one does.
-
-    Raises:
-      SettingsError: naming the flag.
-    """
-    for name, model in models.items():
-        if not model.config.module:
-            continue
-        what = f"the {name} is {architecture(model.config)}, transformers' own code"
-        if settings.compile == "on":
-            raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
-        if name == generates and settings.engine != "hf":
-            raise SettingsError(f"--engine={settings.engine}: {what}, which has no pages of keys; give --engine=hf")
-
-
-def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
-    """Check that the engine of a flag can generate with the model.
-
-    Args:
-      mesh: the generate mesh.
-      sampling, eval_sampling: of the completions to train on, and of those to evaluate.
-
-    Raises:
-      SettingsError: it cannot, or is not installed.
-    """
-    if settings.engine == "vllm_server":
-        given, replicas = len(parts(settings.engine_url)), mesh.size(mesh.row_axes)
-        if given != replicas or mesh.size("tensor") > 1:
-            raise SettingsError(
-                f"--engine_url={settings.engine_url}: {given} servers, which hold whole models, for the generate mesh "
-                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
-            )
-        return  # the rest is for the server to say, which may have another device
-    if settings.engine == "hf":
-        if settings.dtype == "float64":
-            raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
-        if settings.new_tokens_per_step is not None:
-            raise SettingsError(
-                f"--new_tokens_per_step={settings.new_tokens_per_step}: --engine=hf writes whole completions only"
-            )
-        penalties = {one.repetition_penalty for one in (sampling, eval_sampling)} - {1.0}
-        if penalties:
-            raise SettingsError(
-                f"--engine=hf: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; "
-                "leave it out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
-            )
-        if mesh.size("tensor") > 1:
-            raise SettingsError(f"--engine=hf holds whole weights; generate on a mesh without tp instead of {mesh}")
-        return
-    cache_bytes = round((settings.kv_cache_gb or 0) * 1e9)
-    try:
-        check_vllm(model.config, mesh.device.type, TORCH_DTYPES[settings.dtype], mesh.size("tensor"), cache_bytes)
-    except (ModelError, ImportError) as error:
-        raise SettingsError(f"--engine={settings.engine}: {error}") from error
 
 
 def task_of(
@@ -495,58 +221,8 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
     return steps
 
 
-def new_tokens(settings: Settings, task: Task | Texts | None = None) -> int:
-    """Tokens that a completion may have."""
-    default = task.max_new_tokens if isinstance(task, Task) else resolved(settings).max_new_tokens
-    return settings.max_new_tokens or default or 1
-
-
-def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Config) -> tuple[Sampling, Sampling]:
-    """Sampling of the completions to train on, and of those to evaluate.
-
-    Args:
-      count: tokens that a completion may have.
-      stop: tokens that end a completion.
-      config: of the model that the run begins with.
-
-    Raises:
-      SettingsError: the model's generation_config.json has a number out of its range, or a flag does nothing.
-    """
-    train = Sampling(
-        settings.temperature, settings.top_k, settings.top_p, count, stop, settings.samples_per_prompt,
-        min_p=settings.min_p, repetition_penalty=settings.repetition_penalty,
-    )  # fmt: skip
-    given: dict[str, Any] = {name: getattr(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
-    how = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
-    greedy = how["temperature"] == 0
-    idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
-    if idle:
-        raise SettingsError(
-            f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
-        )
-    if greedy and settings.eval_samples > 1:
-        raise SettingsError(
-            f"--eval_samples={settings.eval_samples}: evaluation is greedy, so all would be the same; give "
-            "--eval_temperature too"
-        )
-    try:
-        numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
-        return train, Sampling(**numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.eval_samples)
-    except ValueError as error:
-        raise SettingsError(f"{GENERATION} of the model: {error}") from error
-
-
 def inherited(job: Job) -> dict[str, float]:
     """Numbers that evaluation takes from the model's generation_config.json, where no flag says otherwise."""
     found = {name: x for name, x in sampling_defaults(job.model.config).items() if x != EVAL_DEFAULTS[name]}
     idle = IDLE_IF_GREEDY if job.eval_sampling.greedy else ()
     return {name: x for name, x in found.items() if getattr(job.settings, f"eval_{name}") is None and name not in idle}
-
-
-@contextlib.contextmanager
-def blaming(flag: str) -> Iterator[None]:
-    """Put the flag that led to an error before its message."""
-    try:
-        yield
-    except ValueError as error:
-        raise SettingsError(f"--{flag}: {error}") from error

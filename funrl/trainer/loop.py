@@ -186,12 +186,17 @@ def run_steps(
             saver.save(held.state, done)
     finally:
         profiler.close()
+    return Outcome(*done, error, stopped), to_save(trainer, state, move, held, done)
+
+
+def to_save(trainer: Trainer, state: State, move: offload.Mover, held: WholeState, done: Evaluations) -> State:
+    """The state with its weights where they can be saved; if it is whole, so it is held."""
     whole = held.state
     held.release()
     _, state = move(trainer, state, "save")
     if whole is not None:
         held.keep(whole._replace(roles=state.roles), done)
-    return Outcome(*done, error, stopped), state
+    return state
 
 
 def begin_run(

@@ -30,11 +30,11 @@ from funrl.trainer.checkpoint import (
 )
 from funrl.trainer.export import write_outline
 from funrl.trainer.job import Job
+from funrl.trainer.job_settings import save_interval
 from funrl.trainer.observing import Observer
 from funrl.trainer.resumable import check_facts, check_frozen, run_facts
 from funrl.trainer.row_keeper import RowKeeper
 from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards
-from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError, Commit, DamagedError, Reserve, WriteShards
 from funrl.trainer.shards import (
     Memory,

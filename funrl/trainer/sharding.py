@@ -15,7 +15,8 @@ from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
 from funrl.models.config import architecture
 from funrl.trainer.declaration import SettingsError, parts
-from funrl.trainer.settings import ROLES, TOKEN_MULTIPLE, Settings
+from funrl.trainer.device_settings import ROLES
+from funrl.trainer.settings import TOKEN_MULTIPLE, Settings
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:

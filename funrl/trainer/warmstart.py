@@ -32,6 +32,7 @@ from funrl.mesh import collectives
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import shard
 from funrl.models import hf
+from funrl.models.left_out import remarks_on_files
 from funrl.models.placed import Placed
 from funrl.models.shared_reading import load_shared
 from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
@@ -63,6 +64,8 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
     """
     mesh, directory = placed.mesh, kept or job.settings.model
     if directory is not None:
+        for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
+            stage.note(remark)
         dtype = job.master if job.lora is None else job.dtype
         return load_shared(directory, job.model, dtype, mesh, placed.stored)
     generator = torch.Generator().manual_seed(job.settings.seed)
@@ -82,9 +85,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
         return stored
     if any(problems):
         stage.note(f"the cached warm start in {cached} is damaged ({max(problems)}); it is made again")
-    start = time.perf_counter()
     weights = fine_tune(job, placed, weights, stage)
-    stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
     whole = unshard(weights, placed.stored, mesh)
     if mesh.rank == 0 and cached is not None:
         _store(cached, job, whole, stage)

@@ -9,8 +9,9 @@ from pieces import example
 from tables import ROWS
 from test_pieces import fields_of, signal_of
 
+from funrl.across import Across, row_sums
 from funrl.algos import Signal
-from funrl.batch import FIELDS, Across, as_dict, map_fields, row_sums, with_across
+from funrl.batch import FIELDS, as_dict, map_fields, with_across
 
 PIECES = [row for row in ROWS if row.kind == "advantage"]
 WHOLE_GROUPS, ANY = ([3, 0, 2, 4], [6, 1, 5]), ([4, 0, 1], [2], [6, 3, 5])  # rows of each rank

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from packed_rows import draw, offsets_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
@@ -21,18 +22,6 @@ STRUCTURES = {  # tokens of each segment, and padding behind them
     "padding": ([4, 9, 0], 6),
     "nothing but padding": ([0, 0], 5),
 }
-
-
-def draw(T, heads=4, kv_heads=2, N=8, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(T)
-    return [
-        torch.randn(1, T, h, N, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for h in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
-def offsets_of(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -35,7 +35,7 @@ CONFIGS = {
     "llama with scaled rope": {"rope_scaling": RopeScaling("llama3", 4.0, original=64), "tied": True},
     "qwen2": {"family": "qwen2", "attention_bias": True, "windows": (None, 7)},
     "qwen3": {"family": "qwen3", "qk_norm": True, "head": 32, "windows": (5, 20)},
-    "one head each": {"kv_heads": 4, "head": 64},
+    "one head each": {"kv_heads": 4, "head": 64, "rope_scaling": RopeScaling("yarn", 4.0, 1.0, 32.0, original=64)},
     "groups of 7": {"heads": 14, "kv_heads": 2, "head": 8},
     "groups of 10": {"heads": 10, "kv_heads": 1, "head": 18},
     "odd sizes": {"vocab": 101, "embed": 90, "heads": 6, "head": 8, "mlp": 77, "windows": (9, None)},

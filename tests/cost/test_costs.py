@@ -5,10 +5,11 @@ import torch
 from dry_jobs import CPU, H100, small
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from funrl.cost import costs, dry_run, rates
-from funrl.cost.costs import Costs, Tracer, Traffic, after, along, plus, times
+from funrl.cost import dry_run, rates, tracer
+from funrl.cost.costs import Costs, Traffic, after, along, plus, times
 from funrl.cost.hardware import collective_seconds, op_seconds
 from funrl.cost.shape_memo import ShapeMemo, scan
+from funrl.cost.tracer import Tracer
 
 
 def test_the_tracer_counts_what_lives():
@@ -93,7 +94,7 @@ def test_what_is_remembered_of_operators_changes_no_number():
     with_it = dry_run.estimate(job, 8, CPU).phases
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShapeMemo, "run", lambda memo, func, args, kwargs, key: _in_mode(memo.fake, func, args, kwargs))
-        patch.setattr(costs, "_works", dict)
+        patch.setattr(tracer, "_works", dict)
         without = dry_run.estimate(job, 8, CPU).phases
     assert with_it == without
 

@@ -40,8 +40,8 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def free_port(low=0, high=1):
-    """A port that nothing listens at."""
+def free_port(low, high):
+    """A port that nothing listens at, best of those that the system does not give away in the meantime."""
     for port in range(low, high):
         with socket.socket() as one:
             try:
@@ -95,7 +95,7 @@ def start(line, shared, **more):
 def finished(*processes):
     """The texts of processes that have to end well."""
     try:
-        texts = [process.communicate(timeout=240)[0] for process in processes]
+        texts = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -133,7 +133,8 @@ def test_torchrun_on_two_nodes(shared):
     (line,) = [line for line in torchrun_lines() if "--nnodes" in line]
     assert "HOST:29500" in line and line.count("SHARED") == 3
     line = line.replace("--nnodes=8", f"--nnodes={TASKS}").replace("--nproc-per-node=8", "--nproc-per-node=1")
-    line = line.replace("HOST:29500", f"127.0.0.1:{free_port()}").replace("SHARED", str(shared))
+    port = free_port(FIRST_PORT + os.getpid() % 10_000, FIRST_PORT + PORTS)
+    line = line.replace("HOST:29500", f"127.0.0.1:{port}").replace("SHARED", str(shared))
     finished(*(start(line, shared) for _ in range(TASKS)))
     assert steps_of(shared / "runs/first") == [1, 2] and (shared / "runs/first/model/config.json").exists()
 

@@ -37,7 +37,7 @@ def start(run_dir, *flags):
     )  # fmt: skip
     signal.signal(signal.SIGINT, before)
     STARTED.append(run)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(lines(run_dir)) < 2 and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(lines(run_dir)) >= 2, run.communicate()
@@ -68,7 +68,8 @@ def check_readable(run_dir):
     steps = [json.loads(line)["step"] for line in lines(run_dir)]
     assert steps == list(range(1, len(steps) + 1))
     assert json.loads((run_dir / "config.json").read_text())["flags"]["batch_prompts"] == 4
-    assert "reward" in (run_dir / "report.html").read_text()
+    report = (run_dir / "report.html").read_text()
+    assert "reward" in report and "Ended at step" in report and "Running" not in report
 
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
@@ -88,6 +89,7 @@ linux = pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for process
         ),
     ],
 )  # fmt: skip
+@pytest.mark.timed
 def test_an_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_path, mesh, workers, sign):
     """Ctrl-C goes from the terminal to every process of its group; a job scheduler's end to the first."""
     run_dir = tmp_path / "run"
@@ -114,6 +116,7 @@ def ranks_of(run):
 
 
 @linux
+@pytest.mark.timed
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     run_dir = tmp_path / "run"
     run = start(run_dir, "--mesh=dp2", "--reward_workers=1")
@@ -130,12 +133,13 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
 
 @linux
 @pytest.mark.slow
+@pytest.mark.timed
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     run = start(tmp_path / "run", "--mesh=dp2", "--reward_workers=1")
     ranks = ranks_of(run)
     run.kill()
-    run.communicate(timeout=20)
-    deadline = time.monotonic() + 10
+    run.communicate(timeout=120)
+    deadline = time.monotonic() + 120
     while processes(run.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(ranks) == 2
@@ -154,7 +158,7 @@ def test_a_reader_of_the_output_may_leave(tmp_path, mesh):
     assert run.stdout.readline()
     run.stdout.close()
     err = run.stderr.read()
-    assert run.wait(timeout=60) == 0
+    assert run.wait(timeout=300) == 0
     assert err == ""
     assert len(lines(run_dir)) == 12
     assert (run_dir / "report.html").exists()

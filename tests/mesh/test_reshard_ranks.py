@@ -162,6 +162,22 @@ def peak_beyond(run):
     return status("VmHWM") - before, result
 
 
+def map_blocks_from(nbytes):
+    """Have malloc map every block of so many bytes or more by itself, so that one that is freed leaves at once.
+
+    It would still take a block from what is free in the heap, and a block of the heap that is freed stays resident. So
+    what is free there, as earlier tests of this process have left it, is taken here for good, mostly untouched.
+    """
+    m_mmap_threshold, is_mapped = -3, 2  # of glibc: a parameter, and a bit of the word before a block
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.mallopt(m_mmap_threshold, nbytes)
+    while True:
+        block = libc.malloc(ctypes.c_size_t(nbytes))
+        if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & is_mapped:
+            return libc.free(ctypes.c_void_p(block))
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to measure memory")
 @pytest.mark.parametrize("donate", [False, True])
 def test_peak_memory_is_the_result_and_two_buckets(donate):
@@ -169,11 +185,7 @@ def test_peak_memory_is_the_result_and_two_buckets(donate):
     bucket_bytes, slack = 2 << 20, 2 << 20
 
     def program(mesh):
-        # Every tensor in pages of its own, so that one that is freed leaves at once: reshard is measured, not malloc.
-        # What earlier tests have left free in the heap goes back first: it would be handed out without a new page.
-        m_mmap_threshold = -3
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_mmap_threshold, 1 << 16)
+        map_blocks_from(1 << 16)  # reshard is measured, not malloc
         src = {f"w{i:02}": Layout((512, 512), ((), ("data",)), (2, 1, 1, 1)) for i in range(64)}
         made = plan(src, resharding.replicated(src), torch.float32)
 
@@ -184,7 +196,6 @@ def test_peak_memory_is_the_result_and_two_buckets(donate):
         peaks = []
         for _ in range(8):
             tree = given()
-            libc.malloc_trim(0)
             peak, result = peak_beyond(functools.partial(reshard, tree, made, mesh, bucket_bytes, donate))
             assert all(x.shape == (512, 512) for x in result.values())
             peaks.append(peak)

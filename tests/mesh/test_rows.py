@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from funrl.batch import ALONE, row_sums
+from funrl.across import ALONE, row_sums
 from funrl.mesh.collectives import gather_objects, psum
 from funrl.mesh.exchange import exchange
 from funrl.mesh.launch import launch, view

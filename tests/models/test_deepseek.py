@@ -1,5 +1,7 @@
 """DeepSeek-V3 against transformers: gradients of packed and padded rows; its cache; files with more layers."""
 
+import json
+
 import pytest
 import torch
 from hf_peers import peer_of, tokens_of
@@ -10,6 +12,7 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import Inputs, decoder_model, hf
 from funrl.models.config import config_from_hf
+from funrl.models.left_out import remarks_on_files
 from funrl.rollout.native import bytes_of_page
 
 LENGTHS = (13, 40, 27)
@@ -81,12 +84,26 @@ def test_the_cache_is_one_small_vector_a_token_on_every_rank():
     assert round(parameters / 1e9) == 671 and round(model.config.used_parameters(parameters) / 1e9) == 38
 
 
-def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
+FURTHER = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens", "mlp.gate")
+
+
+@pytest.mark.parametrize(
+    "further, said", [((3,), "1 multi-token-prediction layer of"), ((3, 4), "2 multi-token-prediction layers of")]
+)
+def test_layers_that_predict_further_tokens_are_left_out(further, said, tmp_path):
     peer_of(CONFIGS["deepseek_v3"], tmp_path)
-    model, _ = hf.load(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
-    assert hf.check_directory(tmp_path).config == model.config
+    model, params = hf.load(tmp_path)
+    assert not remarks_on_files(tmp_path, model)
+    tensors, raw = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    extra = {f"model.layers.{i}.{name}.weight": torch.zeros(2, 4) for i in further for name in FURTHER}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": len(further)}))
+    again, read = hf.load(tmp_path)
+    assert again.config == model.config
+    assert all(torch.equal(x, y) for x, y in zip(trees.leaves(read), trees.leaves(params), strict=True))
+    assert [remark.startswith(said) for remark in remarks_on_files(tmp_path, again)] == [True]
+    hf.save(tmp_path / "saved", again, read)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(hf.ModelError, match="have no place in a DeepseekV3ForCausalLM"):
         hf.check_directory(tmp_path)

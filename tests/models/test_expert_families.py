@@ -12,7 +12,7 @@ from funrl import trees
 from funrl.compiled_kernels.decode_step import kernel_problem
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh, parse
-from funrl.models import ModelError, hf
+from funrl.models import ModelError, hf, weight_slices
 from funrl.models.config import config_from_hf, config_to_hf
 
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -112,7 +112,7 @@ def test_a_rank_reads_its_own_experts(tmp_path, monkeypatch):
             read.append(name)
             return self.file.get_slice(name)
 
-    monkeypatch.setattr(hf, "safe_open", Watched)
+    monkeypatch.setattr(weight_slices, "safe_open", Watched)
     for rank in range(4):
         read.clear()
         mesh = Mesh(sizes, rank=rank)

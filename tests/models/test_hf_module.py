@@ -192,7 +192,7 @@ REFUSED = {
         "GraniteForCausalLM does more for its logits than multiplying hidden states by its unembedding",
     ),
     "phi": ({"model_type": "phi", "intermediate_size": 48}, "the unembedding of PhiForCausalLM has a bias"),
-    "quantized": ({"model_type": "gpt2", "quantization_config": {"bits": 4}}, "quantized models are not trained"),
+    "quantized": ({"model_type": "gpt2", "quantization_config": {"bits": 4}}, "quant_method is None, supported"),
 }
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-import chex
 import pytest
 import torch
 from paged_rows import Rows
@@ -131,6 +130,7 @@ def test_values_speak_of_the_state_before_the_token(params):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_trees_have_one_structure(tied):
+    chex = pytest.importorskip("chex")  # which imports JAX, and starts none of its threads
     config = Config(
         31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, tied=tied
     )
@@ -148,6 +148,7 @@ def test_init_is_the_same_in_every_dtype():
     assert all(torch.equal(a.double(), b) for a, b in zip(trees.leaves(single), trees.leaves(double), strict=True))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias=True))
 
 
@@ -157,7 +158,10 @@ RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias
         ({"model_type": "mamba"}, "model_type is 'mamba'.*llama.*qwen2.*qwen3"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'.*linear.*llama3"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type is 'longrope'.*linear.*yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings is missing"),
+        ({"rope_scaling": YARN | {"attn_factor": 0.8}}, "rope_scaling.attn_factor is 0.8, supported is None"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate is False, supported is True"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type is 'dynamic'"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},

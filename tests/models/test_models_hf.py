@@ -13,7 +13,7 @@ from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh
-from funrl.models import Config, ModelError, decoder_model, hf, load_model, with_value_head
+from funrl.models import Config, ModelError, decoder_model, hf, load_model, weight_slices, with_value_head
 
 CONFIG = Config(31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, eos=(2, 3))
 MODEL = decoder_model(CONFIG)
@@ -184,7 +184,7 @@ def test_check_reads_no_weights(tmp_path, params, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a file of weights was opened")
 
-    monkeypatch.setattr(hf, "safe_open", refuse)
+    monkeypatch.setattr(weight_slices, "safe_open", refuse)
     assert hf.check_directory(tmp_path).config == CONFIG
     with pytest.raises(AssertionError, match="was opened"):
         hf.load(tmp_path)

@@ -31,7 +31,12 @@ CONFIGS = {
         "tie_word_embeddings": True,
     },
     "llama-bias-free-head": {"model_type": "llama", "attention_bias": True, "head_dim": 20, "num_key_value_heads": 1},
-    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6},
+    "qwen2-tied": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
     "qwen2-window": {"model_type": "qwen2", **WINDOW},
     "qwen3": {"model_type": "qwen3", "head_dim": 20, "rope_theta": 1e6, "tie_word_embeddings": True},
     "qwen3-bias-window": {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, **WINDOW},

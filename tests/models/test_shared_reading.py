@@ -11,7 +11,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import AXES, Mesh, parse
 from funrl.mesh.rules import STORED, Layout, fully_sharded, layouts
-from funrl.models import Config, decoder_model, hf
+from funrl.models import Config, decoder_model, hf, weight_slices
 from funrl.models.families import Experts
 from funrl.models.shared_reading import load_shared, reading_layout
 
@@ -25,7 +25,7 @@ MIXED = Config(
 class CountedFile:
     """A file of weights that notes the bytes of what is read of it, which has to be contiguous."""
 
-    opened, counts = hf.safe_open, list[int]()
+    opened, counts = weight_slices.safe_open, list[int]()
 
     def __init__(self, *args, **kwargs):
         self.file = self.opened(*args, **kwargs)
@@ -50,7 +50,7 @@ def _read(folder, model, table, mesh):
     """The bytes that all ranks have read, and whether this rank has what it would read alone."""
     placed = layouts(model.shapes, model.axes, table, mesh.sizes)
     alone = hf.load(folder, torch.float64, mesh, placed, model)[1]
-    hf.safe_open = CountedFile
+    weight_slices.safe_open = CountedFile
     found = load_shared(folder, model, torch.float64, mesh, placed)
     same = all(torch.equal(x, y) for x, y in zip(trees.leaves(found), trees.leaves(alone), strict=True))
     return gather_objects((sum(CountedFile.counts), same), mesh)

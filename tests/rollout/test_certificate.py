@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from funrl import trees
-from funrl.cost.costs import Tracer
 from funrl.cost.hardware import HARDWARE
+from funrl.cost.tracer import Tracer
 from funrl.mesh.mesh import AXES, parse
 from funrl.mesh.rules import Layout
 from funrl.models import Config, decoder_model, place

@@ -57,12 +57,6 @@ def test_another_model_is_refused_by_a_server_that_has_one():
         vllm_client(engine.core.url, MODEL, max_rows=8)
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 class CountingCore:
     """A core that draws 1, 2, 3 ... for each request, and keeps what it is given."""
 
@@ -112,7 +106,7 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     monkeypatch.setattr(CoreHandler, "do_POST", breaks)
     server, armed = CoreServer(("127.0.0.1", 0), lambda message: core), []
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=20)
+    engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=120)
     armed.append(True)
     params = weights(WIDE)
     load(engine, params, 4)
@@ -146,10 +140,13 @@ def test_without_vllm_a_server_says_so_and_stays():
 
 
 def test_a_server_that_is_not_there_is_waited_for_and_named():
-    url, begin = f"http://127.0.0.1:{free_port()}", time.monotonic()
-    with pytest.raises(EngineServerError, match=f"the server {url} has not answered for 0.3 s .*refused.*--engine_url"):
-        vllm_client(url, MODEL, timeout_s=0.3)
-    assert 0.3 < time.monotonic() - begin < 5
+    with socket.socket() as taken:  # nothing listens there, and nothing else can
+        taken.bind(("127.0.0.1", 0))
+        url, begin = f"http://127.0.0.1:{taken.getsockname()[1]}", time.monotonic()
+        says = f"the server {url} has not answered for 0.3 s .*refused.*--engine_url"
+        with pytest.raises(EngineServerError, match=says):
+            vllm_client(url, MODEL, timeout_s=0.3)
+    assert 0.3 < time.monotonic() - begin < 60
 
 
 def test_a_server_that_says_nothing_is_not_waited_for_forever():

@@ -10,8 +10,8 @@ from test_report import checked
 from funrl.experiments import cli
 from funrl.track.compare import _names, write_comparison
 from funrl.track.observe import RunObserver
-from funrl.track.report import ReportError
 from funrl.track.run_directory import open_run
+from funrl.track.run_files import ReportError
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl
 from funrl.trainer.evaluation import EvalRow

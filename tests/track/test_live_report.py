@@ -14,7 +14,8 @@ import pytest
 
 from funrl.track import live_report
 from funrl.track.live_report import LivePage, is_loopback, open_server
-from funrl.track.report import ReportError
+from funrl.track.run_files import ReportError
+from funrl.track.run_lock import owned_run
 
 
 @contextlib.contextmanager
@@ -27,11 +28,11 @@ def served(run_dir):
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(60)
 
 
 def get(port, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -52,7 +53,7 @@ def write_steps(run_dir, *steps, end="\n"):
 
 def test_a_page_follows_its_run(tmp_path, monkeypatch):
     monkeypatch.setattr(live_report, "LOOK_S", 0.01)
-    monkeypatch.setattr(live_report, "NEWS_S", 5.0)
+    monkeypatch.setattr(live_report, "NEWS_S", 60.0)
     run = tmp_path / "run"
     with served(run) as port:
         status, text = get(port, "/")
@@ -72,6 +73,18 @@ def test_a_page_follows_its_run(tmp_path, monkeypatch):
         shutil.rmtree(run)
         status, text = get(port, f"/news?since={tag_of(text)}")
         assert status == 200 and "no such directory" in text and "Ended at step 3 of 9" in text
+
+
+def test_a_run_says_that_it_goes_on_until_it_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_report, "LOOK_S", 0.01)
+    run = tmp_path / "run"
+    with served(run) as port:
+        with owned_run(run, "ppo", {}):
+            write_steps(run, 1, 2)
+            _, text = get(port, "/")
+            assert "Running, step 2 of 9." in text and "Ended" not in text
+        status, text = get(port, f"/news?since={tag_of(text)}")  # no file has changed
+        assert status == 200 and "Ended at step 2 of 9." in text and "Running" not in text
 
 
 def test_nothing_is_sent_while_nothing_happens(tmp_path, monkeypatch):
@@ -119,7 +132,7 @@ def test_the_command_tells_where_and_ends_cleanly_on_interrupt(tmp_path):
         port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
         assert "is not there yet" in process.stdout.readline() and get(port, "/")[0] == 200
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(10) == 0 and process.stdout.read() == "ended\n"
+        assert process.wait(120) == 0 and process.stdout.read() == "ended\n"
     finally:
         process.kill()
         process.stdout.close()

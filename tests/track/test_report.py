@@ -10,9 +10,11 @@ from html.parser import HTMLParser
 import pytest
 
 from funrl.track import charts
-from funrl.track.report import ReportError, read_run, render, write_report
+from funrl.track.report import render, write_report
 from funrl.track.report_evaluation import newest_table
 from funrl.track.run_directory import open_run
+from funrl.track.run_files import ReportError, read_run
+from funrl.track.run_lock import owned_run
 from funrl.track.samples import Sample, open_samples
 from funrl.track.trackers import jsonl
 
@@ -220,6 +222,18 @@ def test_an_interrupted_run_says_so(tmp_path):
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     run.metrics.write_bytes(b"".join(lines[:30]) + lines[30][:25])
     assert "Ended at step 29 of 60." in checked(write_report(tmp_path).read_text()).text
+
+
+def test_a_run_that_goes_on_says_so(tmp_path):
+    with owned_run(tmp_path / "run", "ppo", {}) as run:
+        run.metrics.write_text('{"step": 3}\n')
+        text = checked(write_report(run.path).read_text()).text
+        assert "The run has taken 3 steps. Running, step 3." in text
+        run.config.write_text('{"flags": {"steps": 40}}')
+        assert "Running, step 3 of 40." in checked(write_report(run.path).read_text()).text
+        text = checked(write_report(run.path, running=False).read_text()).text  # as the run itself writes it at its end
+        assert "The run took 3 steps. Ended at step 3 of 40." in text
+    assert "Ended at step 3 of 40." in checked(write_report(run.path).read_text()).text
 
 
 def test_errors_name_the_file(tmp_path):

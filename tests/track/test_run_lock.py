@@ -1,15 +1,17 @@
 """One owner of a run directory, who leaves nothing where the run is refused."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from funrl.track import run_lock
 from funrl.track.run_directory import RunDirectoryError, expanded
-from funrl.track.run_lock import LOCK, owned_run
+from funrl.track.run_lock import LOCK, is_owned, owned_run
 
 HOLD = "import sys, time; from funrl.track.run_lock import owned_run\n" \
     "with owned_run(sys.argv[1], 'ppo', {}):\n    print('mine', flush=True); time.sleep(60)\n"  # fmt: skip
@@ -29,6 +31,7 @@ def test_a_second_run_is_refused_and_the_first_one_keeps_its_lock(tmp_path):
         pass
 
 
+@pytest.mark.timed
 def test_who_resumes_waits_for_the_end_of_a_run_that_is_killed(tmp_path, monkeypatch):
     held = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert held.stdout is not None and held.stdout.readline() == "mine\n"
@@ -41,6 +44,22 @@ def test_who_resumes_waits_for_the_end_of_a_run_that_is_killed(tmp_path, monkeyp
     with owned_run(tmp_path, "ppo", {}, resume=True):
         assert time.monotonic() - start < 5
     held.communicate()
+
+
+def test_whoever_looks_at_the_lock_refuses_no_run(tmp_path, monkeypatch):
+    assert not is_owned(tmp_path)  # where nobody has ever been
+    with owned_run(tmp_path, "ppo", {}):
+        assert is_owned(tmp_path)
+    assert not is_owned(tmp_path)
+    with open(tmp_path / LOCK) as looked_at:
+        fcntl.flock(looked_at, fcntl.LOCK_SH)
+        monkeypatch.setattr(run_lock, "WAIT_S", 0.05)
+        with pytest.raises(RunDirectoryError, match="another run writes there"), owned_run(tmp_path, "ppo", {}):
+            pass
+        monkeypatch.setattr(run_lock, "WAIT_S", 60.0)
+        threading.Timer(0.05, fcntl.flock, (looked_at.fileno(), fcntl.LOCK_UN)).start()
+        with owned_run(tmp_path, "ppo", {}):
+            assert is_owned(tmp_path)
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ from funrl.track.observe import RunObserver
 from funrl.track.run_directory import open_run
 from funrl.track.services import SERVICES, TrackerError, open_service
 from funrl.trainer.declaration import SettingsError
-from funrl.trainer.settings import TRACKERS, Settings
+from funrl.trainer.output_settings import TRACKERS
+from funrl.trainer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / ".venv-trackers/bin/python"

@@ -13,9 +13,9 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer import loop
 from funrl.trainer.checkpoint import complete_checkpoints
+from funrl.trainer.job_settings import save_interval
 from funrl.trainer.loop import train_loop
 from funrl.trainer.saver import Evaluations, Saver, kept_steps, score_of
-from funrl.trainer.settings import save_interval
 from funrl.trainer.shard_server import CheckpointError
 
 SETTINGS = {"steps": 4, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}

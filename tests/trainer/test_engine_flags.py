@@ -70,13 +70,21 @@ def test_a_cache_that_the_longest_prompt_does_not_fit_into_is_refused_before_the
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("queue", ["tickets", "fixed"])
-def test_ranks_take_prompts_as_they_have_room_or_by_their_numbers(queue):
-    """The first rank takes a hundred times as long for a row as the second."""
+def test_ranks_take_prompts_as_they_have_room_or_by_their_numbers(queue, tmp_path):
+    """From a queue, the second rank has written 16 rows of 24 before the first one has written one."""
     examples = [Example([i], str(i), {}) for i in range(12)]
+
+    def rows_of(rank):
+        return len((tmp_path / str(rank)).read_bytes()) if (tmp_path / str(rank)).exists() else 0
 
     def program(mesh):
         def write(request):
-            time.sleep(0.2 if mesh.rank == 0 else 0.002)
+            with (tmp_path / str(mesh.rank)).open("ab") as rows:
+                rows.write(b".")
+            end = time.monotonic() + 120
+            while queue == "tickets" and rows_of(1 - mesh.rank) < (16 if mesh.rank == 0 else 1):
+                assert time.monotonic() < end, "one rank takes no prompts while the other one writes"
+                time.sleep(0.002)
             return [request.number]
 
         args = (Sampling(samples=2), 0, Pool([]), str, mesh, (), queue)

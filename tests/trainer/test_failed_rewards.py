@@ -152,6 +152,7 @@ batches = []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.timed
 def test_functions_of_every_form_give_a_rollout_the_same_scores(workers):
     examples = [Example([1], "p" * n, {"level": n % 3}) for n in range(8)]
     engine, functions = ScriptedEngine(lambda request: [7]), [plain, batched, awaited, both]

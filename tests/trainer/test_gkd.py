@@ -38,7 +38,7 @@ from funrl.models.placed import Teacher
 from funrl.tasks import arithmetic
 from funrl.trainer import offload
 from funrl.trainer.declaration import kinds_of
-from funrl.trainer.job import check_algorithm
+from funrl.trainer.job_checks import check_algorithm
 from funrl.trainer.roles import reads_scores
 from funrl.trainer.settings import Settings, SettingsError
 

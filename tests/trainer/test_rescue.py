@@ -66,6 +66,7 @@ def raises(*ranks):
     ],
     ids=["dp2, killed", "dp2,tp2, killed", "tp2, one raises", "fsdp, both raise", "rows that are begun, one raises"],
 )
+@pytest.mark.timed
 def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same_bits(
     mesh, settings, fail, said, tmp_path
 ):

@@ -34,9 +34,11 @@ from funrl.models import decoder_model, hf
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
 from funrl.trainer.declaration import run_kind
-from funrl.trainer.job import check_algorithm, prepare
+from funrl.trainer.device_settings import ROLES
+from funrl.trainer.job import prepare
+from funrl.trainer.job_checks import check_algorithm
 from funrl.trainer.roles import WRITES, role_names
-from funrl.trainer.settings import ROLES, Settings, SettingsError
+from funrl.trainer.settings import Settings, SettingsError
 
 TINY = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}

@@ -151,7 +151,7 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     from funrl.models import remat
     from funrl.rewards.call import LARGEST
     from funrl.trainer import checks, offload
-    from funrl.trainer.job import TORCH_DTYPES
+    from funrl.trainer.job_models import TORCH_DTYPES
     from funrl.trainer.roles import WRITES
 
     assert choices("hardware") == tuple(HARDWARE)

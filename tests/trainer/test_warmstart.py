@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_runs import SIZES, Quiet, begin, gap, small_job
 
 from funrl import trees
@@ -274,6 +275,19 @@ def test_weights_from_a_directory(mesh, tmp_path):
     job = job._replace(settings=dataclasses.replace(job.settings, model=str(tmp_path / "model")))
     loaded, _ = start(job)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(one), strict=True))
+
+
+def test_weights_that_are_read_as_something_else_are_said(tmp_path):
+    job, file = small_job(), tmp_path / "model" / "model.safetensors"
+    hf.save(tmp_path / "model", job.model, start(job)[0], job.tokenizer)
+    tensors, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.tensor(0.5)}
+    save_file(tensors, file)
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
+    loaded, show = start(job._replace(settings=dataclasses.replace(job.settings, model=str(tmp_path / "model"))))
+    assert [note.startswith("the files have weights in FP8") for note in show.notes] == [True]
+    assert torch.equal(loaded["layers"][0]["mlp"]["up"], tensors[name].double() / 2)
 
 
 def test_bfloat16_keeps_float32_weights():

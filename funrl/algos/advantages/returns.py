@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.across import CACHED
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.masks import total, where_masked
-from funrl.batch import CACHED, Batch
+from funrl.batch import Batch
 from funrl.compiled_kernels.scan import reverse_linear_scan
 
 Lambda = Callable[[Tensor], Tensor]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from funrl.across import Across
 from funrl.algos.core import Filter, reads
-from funrl.batch import FIELDS, Across, Batch, as_dict, map_fields, with_across
+from funrl.batch import FIELDS, Batch, as_dict, map_fields, with_across
 
 
 def not_truncated() -> Filter:
