@@ -159,17 +159,18 @@ def _sharding(
     (scoring, learning, steps), model, shards = often, job.models[name], shards_of(job, split, name)
     weights, layers, gathering = computed(model, split.experts) / split.tensor, model.config.layers, 0.0
     if shards > 1:
-        near = split.tensor * split.sequence * shards <= RANKS_PER_NODE
+        near = split.reach <= RANKS_PER_NODE
         gathers = scoring + learning * 2
         nbytes = gathers * weights * split.item + learning * weights * 4
         filled = max(1.0, message_bytes(shards, 0) * layers / (weights * split.item))
         count = gathers * math.ceil(layers / filled)
         gathering = collective_seconds(hardware, "gather", count, nbytes, shards, near)
-    if not steps or split.rows <= shards:
+    ranks = split.rows * split.sequence // shards
+    if not steps or ranks == 1:
         return gathering, 0.0
-    near = split.tensor * split.rows <= RANKS_PER_NODE
+    near = split.tensor * split.rows * split.sequence <= RANKS_PER_NODE
     nbytes = steps * 4 * weights / shards * (job.lora is None)
-    return gathering, collective_seconds(hardware, "all_reduce", steps, nbytes, split.rows // shards, near)
+    return gathering, collective_seconds(hardware, "all_reduce", steps * layers, nbytes, ranks, near)
 
 
 def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:

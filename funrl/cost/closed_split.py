@@ -10,7 +10,7 @@ from funrl import trees
 from funrl.cost.estimate import TRACED
 from funrl.cost.hardware import Hardware
 from funrl.cost.row_plan import rows_of_step
-from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
 from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
@@ -25,6 +25,7 @@ class MeshSplit(NamedTuple):
       experts: ranks that have other experts while a layer computes.
       shards: ranks that weights are sharded over; 1: none.
       alone: those of them that have the same experts.
+      reach: neighbours among which the ranks of a shard are.
       generating: (tensor, rows) while generating, where each rank has all experts.
       stream: tensor ranks that share the tokens of the residual stream.
       item: bytes of a number that a forward pass computes in.
@@ -38,6 +39,7 @@ class MeshSplit(NamedTuple):
     experts: int
     shards: int
     alone: int
+    reach: int
     generating: tuple[int, int]
     stream: int
     item: int
@@ -53,7 +55,8 @@ class MeshSplit(NamedTuple):
 def split_of(job: Job, width: int, hardware: Hardware) -> MeshSplit:
     """The split of a job whose rows have `width` tokens."""
     settings = job.settings
-    over = [SHORT[short] for short in parts(settings.fsdp_axes)] or list(ROW_AXES)
+    over = [SHORT[short] for short in parts(settings.fsdp_axes)] or list(TOKEN_AXES)
+    outermost = next((axis for axis in AXES if axis in over and job.sizes[axis] > 1), "tensor")
     return MeshSplit(
         tensor=job.sizes["tensor"],
         rows=devices(job.sizes, ROW_AXES),
@@ -61,6 +64,7 @@ def split_of(job: Job, width: int, hardware: Hardware) -> MeshSplit:
         experts=job.sizes["expert"],
         shards=devices(job.sizes, over) if settings.fsdp else 1,
         alone=devices(job.sizes, [axis for axis in over if axis != "expert"]) if settings.fsdp else 1,
+        reach=devices(job.sizes, AXES[AXES.index(outermost) :]),
         generating=(job.generate_sizes["tensor"], devices(job.generate_sizes, ROW_AXES)),
         stream=job.sizes["tensor"] if splits_residual(settings, job.sizes, hardware.accelerator) else 1,
         item=job.dtype.itemsize,
