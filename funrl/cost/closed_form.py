@@ -70,11 +70,13 @@ def _resting(job: Job, split: MeshSplit) -> float:
 
 
 def _learning(job: Job, split: MeshSplit) -> float:
-    """Bytes of gradients, and of layers that are gathered."""
+    """Bytes of gradients, of the unembedding's in float32 while it is summed, and of layers that are gathered."""
     nbytes = 0.0
     for name, model in job.models.items():
         if name in job.algorithm.losses and job.lora is None:
             nbytes += GRADIENT * stored(job, split, name)
+            if name == job.lead and model.unembed is not None:
+                nbytes += 4 * model.config.vocab * model.config.embed / split.tensor
         if shards_of(job, split, name) > 1:
             nbytes += 2 * split.item * computed(model, split.experts) / (split.tensor * max(model.config.layers, 1))
     return nbytes
