@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from funrl.cost.closed_seconds import generation_seconds, sync_seconds, training_seconds
-from funrl.cost.closed_split import Split, computed, copies_weights, generated, pieces_of, shards_of, split_of, stored
+from funrl.cost.closed_split import (
+    MeshSplit,
+    computed,
+    copies_weights,
+    generated,
+    pieces_of,
+    shards_of,
+    split_of,
+    stored,
+)
 from funrl.cost.hardware import Hardware
 from funrl.models.config import Config
 from funrl.trainer.job import Job
@@ -48,7 +57,7 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
     return Rough(resting + _learning(job, split) + _activations(job, split), seconds)
 
 
-def _resting(job: Job, split: Split) -> float:
+def _resting(job: Job, split: MeshSplit) -> float:
     """Bytes of weights and optimizer states, and of the engine's copy."""
     nbytes = 0.0
     for name in job.models:
@@ -60,18 +69,20 @@ def _resting(job: Job, split: Split) -> float:
     return nbytes + split.item * generated(job, split) * (job.generates and copies_weights(job, split))
 
 
-def _learning(job: Job, split: Split) -> float:
-    """Bytes of gradients, and of layers that are gathered."""
+def _learning(job: Job, split: MeshSplit) -> float:
+    """Bytes of gradients, of the unembedding's in float32 while it is summed, and of layers that are gathered."""
     nbytes = 0.0
     for name, model in job.models.items():
         if name in job.algorithm.losses and job.lora is None:
             nbytes += GRADIENT * stored(job, split, name)
+            if name == job.lead and model.unembed is not None:
+                nbytes += 4 * model.config.vocab * model.config.embed / split.tensor
         if shards_of(job, split, name) > 1:
             nbytes += 2 * split.item * computed(model, split.experts) / (split.tensor * max(model.config.layers, 1))
     return nbytes
 
 
-def _activations(job: Job, split: Split) -> float:
+def _activations(job: Job, split: MeshSplit) -> float:
     """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
     config, settings = job.model.config, job.settings
     layer = split.item * _saved(config, split)
@@ -82,7 +93,7 @@ def _activations(job: Job, split: Split) -> float:
     return max(learned * of_token, scored * layer)
 
 
-def _saved(config: Config, split: Split) -> float:
+def _saved(config: Config, split: MeshSplit) -> float:
     stream, mlp, heads = SAVED_SIZES
     stream = ENTERING + (stream - ENTERING) / split.stream
     if config.experts is None:

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from funrl.cost.closed_split import (
-    Split,
+    MeshSplit,
     computed,
     copies_weights,
     generated,
@@ -71,12 +71,12 @@ class _Pass(NamedTuple):
     width: float
 
 
-def training_seconds(job: Job, split: Split, hardware: Hardware) -> float:
+def training_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     """Seconds of scoring and learning, of kernels and of collectives."""
     return sum(_role_seconds(job, split, hardware, name) for name in job.models)
 
 
-def _role_seconds(job: Job, split: Split, hardware: Hardware, name: str) -> float:
+def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> float:
     settings, model, learns = job.settings, job.models[name], name in job.algorithm.losses
     scored = int(not learns or settings.epochs * settings.minibatches > 1) if job.generates else int(not learns)
     updates, again = settings.epochs * learns, settings.remat != "none"
@@ -120,7 +120,7 @@ def _kernels(one: _Pass, hardware: Hardware) -> tuple[float, float]:
     return products, one.item * one.tokens * moved / _speed(hardware) + one.pieces * count * hardware.launch
 
 
-def _logits(job: Job, split: Split, hardware: Hardware, model: Model, scored: int, updates: int) -> float:
+def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored: int, updates: int) -> float:
     """Seconds of logits, in float32, of the tokens that are scored and learned from."""
     if model.unembed is None:
         return 0.0
@@ -132,7 +132,7 @@ def _logits(job: Job, split: Split, hardware: Hardware, model: Model, scored: in
     return logits * ((scored + 2 * updates) * product + updates * back + moved / _speed(hardware))
 
 
-def _weights(job: Job, split: Split, hardware: Hardware, name: str, often: tuple[float, float, int]) -> float:
+def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: tuple[float, float, int]) -> float:
     """Seconds of reading and writing weights and gradients beside products.
 
     Args:
@@ -149,7 +149,7 @@ def _weights(job: Job, split: Split, hardware: Hardware, name: str, often: tuple
 
 
 def _sharding(
-    job: Job, split: Split, hardware: Hardware, name: str, often: tuple[float, float, int]
+    job: Job, split: MeshSplit, hardware: Hardware, name: str, often: tuple[float, float, int]
 ) -> tuple[float, float]:
     """Seconds of the collectives of sharded weights, and of the sums of gradients once a step.
 
@@ -159,17 +159,18 @@ def _sharding(
     (scoring, learning, steps), model, shards = often, job.models[name], shards_of(job, split, name)
     weights, layers, gathering = computed(model, split.experts) / split.tensor, model.config.layers, 0.0
     if shards > 1:
-        near = split.tensor * split.sequence * shards <= RANKS_PER_NODE
+        near = split.reach <= RANKS_PER_NODE
         gathers = scoring + learning * 2
         nbytes = gathers * weights * split.item + learning * weights * 4
         filled = max(1.0, message_bytes(shards, 0) * layers / (weights * split.item))
         count = gathers * math.ceil(layers / filled)
         gathering = collective_seconds(hardware, "gather", count, nbytes, shards, near)
-    if not steps or split.rows <= shards:
+    ranks = split.rows * split.sequence // shards
+    if not steps or ranks == 1:
         return gathering, 0.0
-    near = split.tensor * split.rows <= RANKS_PER_NODE
+    near = split.tensor * split.rows * split.sequence <= RANKS_PER_NODE
     nbytes = steps * 4 * weights / shards * (job.lora is None)
-    return gathering, collective_seconds(hardware, "all_reduce", steps, nbytes, split.rows // shards, near)
+    return gathering, collective_seconds(hardware, "all_reduce", steps * layers, nbytes, ranks, near)
 
 
 def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
@@ -191,7 +192,7 @@ def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
     return seconds + collective_seconds(hardware, "all_reduce", count, nbytes, one.tensor, near)
 
 
-def sync_seconds(job: Job, split: Split, hardware: Hardware) -> float:
+def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     """Seconds until the engine has the weights: what a rank receives, and the proof that it has them."""
     have, wanted = stored(job, split, "policy"), generated(job, split)
     seconds = message_seconds(hardware, 0, split.item * max(0.0, wanted - have), near=False)
@@ -201,7 +202,7 @@ def sync_seconds(job: Job, split: Split, hardware: Hardware) -> float:
     return seconds
 
 
-def generation_seconds(job: Job, split: Split, hardware: Hardware, resting: float) -> float:
+def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: float) -> float:
     """Seconds of reading prompts and decoding completions, for as many rows together as there is room for.
 
     Args:

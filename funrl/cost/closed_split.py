@@ -10,14 +10,14 @@ from funrl import trees
 from funrl.cost.estimate import TRACED
 from funrl.cost.hardware import Hardware
 from funrl.cost.row_plan import rows_of_step
-from funrl.mesh.text import ROW_AXES, SHORT, devices
+from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
 from funrl.trainer.declaration import parts
 from funrl.trainer.job import Job
 from funrl.trainer.sharding import sharded_roles, splits_residual
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """Split of a job over its mesh.
 
     Attributes:
@@ -25,6 +25,7 @@ class Split(NamedTuple):
       experts: ranks that have other experts while a layer computes.
       shards: ranks that weights are sharded over; 1: none.
       alone: those of them that have the same experts.
+      reach: neighbours among which the ranks of a shard are.
       generating: (tensor, rows) while generating, where each rank has all experts.
       stream: tensor ranks that share the tokens of the residual stream.
       item: bytes of a number that a forward pass computes in.
@@ -38,6 +39,7 @@ class Split(NamedTuple):
     experts: int
     shards: int
     alone: int
+    reach: int
     generating: tuple[int, int]
     stream: int
     item: int
@@ -50,17 +52,19 @@ class Split(NamedTuple):
         return math.ceil(math.ceil(self.count / self.rows) * self.width / self.sequence)
 
 
-def split_of(job: Job, width: int, hardware: Hardware) -> Split:
+def split_of(job: Job, width: int, hardware: Hardware) -> MeshSplit:
     """The split of a job whose rows have `width` tokens."""
     settings = job.settings
-    over = [SHORT[short] for short in parts(settings.fsdp_axes)] or list(ROW_AXES)
-    return Split(
+    over = [SHORT[short] for short in parts(settings.fsdp_axes)] or list(TOKEN_AXES)
+    outermost = next((axis for axis in AXES if axis in over and job.sizes[axis] > 1), "tensor")
+    return MeshSplit(
         tensor=job.sizes["tensor"],
         rows=devices(job.sizes, ROW_AXES),
         sequence=job.sizes["sequence"],
         experts=job.sizes["expert"],
         shards=devices(job.sizes, over) if settings.fsdp else 1,
         alone=devices(job.sizes, [axis for axis in over if axis != "expert"]) if settings.fsdp else 1,
+        reach=devices(job.sizes, AXES[AXES.index(outermost) :]),
         generating=(job.generate_sizes["tensor"], devices(job.generate_sizes, ROW_AXES)),
         stream=job.sizes["tensor"] if splits_residual(settings, job.sizes, hardware.accelerator) else 1,
         item=job.dtype.itemsize,
@@ -69,12 +73,12 @@ def split_of(job: Job, width: int, hardware: Hardware) -> Split:
     )
 
 
-def shards_of(job: Job, split: Split, role: str) -> int:
+def shards_of(job: Job, split: MeshSplit, role: str) -> int:
     """Ranks that the weights of a role are sharded over; 1: none."""
     return split.shards if role in sharded_roles(job.settings) else 1
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """Micro-batches of a rank's rows.
 
     Attributes:
@@ -86,7 +90,7 @@ class Pieces(NamedTuple):
     tokens: float
 
 
-def pieces_of(split: Split, parts: int, budget: int) -> Pieces:
+def pieces_of(split: MeshSplit, parts: int, budget: int) -> RowPieces:
     """Micro-batches of whole rows.
 
     Args:
@@ -98,7 +102,7 @@ def pieces_of(split: Split, parts: int, budget: int) -> Pieces:
     if count <= TRACED:
         count = math.ceil(count)
         most = math.ceil(rows / count)
-    return Pieces(count, most * split.width / split.sequence)
+    return RowPieces(count, most * split.width / split.sequence)
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,7 +111,7 @@ def parameters(model: Model) -> int:
     return trees.count(model.shapes)
 
 
-def stored(job: Job, split: Split, role: str) -> float:
+def stored(job: Job, split: MeshSplit, role: str) -> float:
     """Parameters of a role that a rank stores between steps."""
     model = job.models[role]
     own, sharded = model.config.expert_parameters, shards_of(job, split, role) > 1
@@ -127,12 +131,12 @@ def tables(model: Model) -> int:
     return model.config.vocab * model.config.embed * (1 if one else 2)
 
 
-def generated(job: Job, split: Split) -> float:
+def generated(job: Job, split: MeshSplit) -> float:
     """Parameters that a rank of the engine has."""
     return parameters(job.models["policy"]) / split.generating[0]
 
 
-def copies_weights(job: Job, split: Split) -> bool:
+def copies_weights(job: Job, split: MeshSplit) -> bool:
     """True if the engine has a copy of its own, of the trainer's weights in another dtype or of other parts of them."""
     experts = split.experts > 1 and job.models["policy"].config.experts is not None
     return experts or (split.item, split.shards, job.generate_sizes) != (job.master.itemsize, 1, job.sizes)
