@@ -21,6 +21,7 @@ from funrl.algos.core import (
     described,
     first_signal,
     name_of,
+    reads,
     run_piece,
 )
 from funrl.algos.reading import on_example, run_advantage
@@ -64,6 +65,19 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
             if reading
             else "Algorithm.divergence is given, and no loss reads batch.divergence: divergence_to_teacher() does"
         )
+
+
+def learns_alone(algorithm: Algorithm) -> bool:
+    """True if a completion that is alone in its group can have an advantage other than 0, or no chain makes advantages.
+
+    Args:
+      algorithm: that `check` has passed.
+    """
+    if algorithm.advantage is None:
+        return True
+    names = (reads(algorithm).required | {"tokens", "mask", "score", "group"}) - set(fields_by("step"))
+    alone = example(names)._replace(group=torch.arange(4))
+    return bool(_advantage_on(algorithm.advantage, alone).advantage.any())
 
 
 def check_order(advantage: Advantage) -> None:

@@ -7,6 +7,7 @@ then waves of rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -100,7 +101,8 @@ def _wave(
     table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
     most = pass_tokens(_device(hardware))
     at_once = min(prompt_tokens, most)
-    prompts = min(max(1, most // prompt_tokens), own_prompts(job, generator), count)
+    fresh = count / sampling.samples  # prompts of a wave: what completions of a prompt have in common is computed once
+    prompts = min(max(1, most // prompt_tokens), math.ceil(fresh))
 
     def work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
@@ -118,7 +120,7 @@ def _wave(
             draw(backend.forward(work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
             draw(backend.forward(work(count, 1, prompt_tokens + sampling.max_new_tokens // 2)))
-    passes = -(-own_prompts(job, generator) // prompts) * -(-prompt_tokens // at_once)
+    passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
     whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], sampling.max_new_tokens))
     return plus(whole, {"weights": -float(trees.nbytes(params))})
 

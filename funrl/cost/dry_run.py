@@ -82,11 +82,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
       ValueError: the first thing that cannot work.
     """
     sizes, settings = meshes.parse(settings.mesh), located(settings)
-    model = (
-        decoder_model(arithmetic.model_config(model=settings.task))
-        if settings.model is None
-        else read_model(settings.model, settings.model_code)
-    )
+    model = plain_model(settings)
     kind = run_kind(algorithm, settings.data)
     settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
@@ -110,6 +106,13 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     )  # fmt: skip
 
 
+def plain_model(settings: Settings) -> Model:
+    """The model of --model, or of the embedded task. Raises: ModelError, as `read_model`."""
+    if settings.model is None:
+        return decoder_model(arithmetic.model_config(model=settings.task))
+    return read_model(settings.model, settings.model_code)
+
+
 def read_model(path: str, code: str = "native") -> Model:
     """The model of a directory's config.json, or of such a file. Weights need not be there.
 
@@ -121,12 +124,16 @@ def read_model(path: str, code: str = "native") -> Model:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ModelError(f"{path}: there is no {file}; a dry run needs a config.json and nothing else")
+        raise ModelError(
+            f"{path}: there is no {file}, nor such a model in the local cache; a dry run needs a config.json and "
+            "nothing else: --model=CONFIG.json"
+        )
     return hf.load_model(file, code)
 
 
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
-    """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task."""
+    """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task, else
+    a usual number, for which the model has positions."""
     if run_kind(algorithm, settings.data) == "supervised":
         if settings.text_tokens is not None:
             return settings.text_tokens
@@ -137,7 +144,8 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     if settings.prompt_tokens is not None:
         return settings.prompt_tokens
     if settings.model is not None or settings.prompts is not None:
-        return PROMPT_TOKENS
+        positions = plain_model(located(settings)).config.max_positions
+        return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
     tokenizer, prompts = arithmetic.tokenizer(), arithmetic.heldout_prompts(64)
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
 
@@ -274,6 +282,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
+        resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
         found["generate"] = Costs({"other": {}})
         if not job.models["policy"].config.module:

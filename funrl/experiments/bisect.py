@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.experiments import flags
+from funrl.experiments.usages import COMMANDS, read_places
 from funrl.mesh.mesh import single
 from funrl.track.run_directory import RunDirectory, read_lines
 from funrl.trainer.checkpoint import Recorded, complete_checkpoints, recorded
@@ -36,7 +36,6 @@ from funrl.trainer.saved_rows import STAGES, open_rows, saved_steps
 from funrl.trainer.shard_server import DamagedError
 from funrl.trainer.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 
-BISECT_USAGE = "usage: funrl bisect RUN_DIR OTHER_RUN_DIR"
 ROWS_AT_ONCE = 256
 SHOWN = 20  # differences of the first phase
 PLACES = ("run_dir", "resume")  # flags in which two runs may well differ
@@ -65,10 +64,8 @@ def bisect_command(argv: Sequence[str]) -> int:
       argv: "bisect" and its arguments.
     """
     try:
-        given = flags.read([], argv)
-        if len(given.unknown) != 2 or any(text.startswith("-") for text in given.unknown):
-            raise SettingsError(BISECT_USAGE)
-        one, other = (read_record(Path(place)) for place in given.unknown)
+        places, _ = read_places([], argv, COMMANDS["bisect"].usage, least=2, most=2)
+        one, other = (read_record(Path(place)) for place in places)
         if unlike := flag_differences(one, other):
             print(f"flags that differ: {'; '.join(unlike)}")
         step, found = first_step(one, other)

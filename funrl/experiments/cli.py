@@ -23,15 +23,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import funrl
 from funrl.experiments import flags
 from funrl.experiments.arguments import RECIPES, docstring, first_line, recipe_names
 from funrl.experiments.config_file import read_config
-from funrl.experiments.inference_flags import USAGES, inference_help, read_inference
+from funrl.experiments.inference_flags import inference_help, read_inference
 from funrl.experiments.run import main as run
+from funrl.experiments.usages import COMMANDS, read_places
 from funrl.mesh.output import lasting_output
 from funrl.trainer.declaration import Flag, SettingsError, at_least, at_most
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
+EXPLAINED = ("evaluate", "generate")  # their help lists all of their flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,11 +58,17 @@ def _main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
     name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
-    if name in flags.HELP:
+    if name in (*flags.HELP, "help"):
         print(listing())
+        return 0
+    if name in ("--version", "version"):
+        print(f"funrl {funrl.__version__}")
         return 0
     if name == "flags":
         print(flags.page())
+        return 0
+    if name in COMMANDS and name not in EXPLAINED and any(text in flags.HELP for text in argv[2:]):
+        print(f"{COMMANDS[name].summary}: {COMMANDS[name].usage}")
         return 0
     if name == "export":
         return export(argv[1:])
@@ -71,7 +80,7 @@ def _main(argv: list[str]) -> int:
         return pages(name, argv[1:])
     if name == "watch":
         return watch(argv[1:])
-    if name in USAGES:
+    if name in EXPLAINED:
         return inference(name, argv[1:])
     if name == "replay":
         from funrl.experiments.replay import replay_command
@@ -113,14 +122,11 @@ def export(argv: Sequence[str]) -> int:
     to = Flag("to", None, str, True, "the directory to write")
     adapter = Flag("adapter", False, bool, False, "adapters alone, as PEFT has them, instead of merged")
     try:
-        given = flags.read([step, to, adapter], argv)
-        places = [text for text in given.unknown if not text.startswith("-")]
-        if len(places) != 1 or len(given.unknown) > 1:
-            raise SettingsError("usage: funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter]")
+        (run,), values = read_places([step, to, adapter], argv, COMMANDS["export"].usage)
         from funrl.trainer.export import export_checkpoint
 
-        what = "adapter" if given.values["adapter"] else "model"
-        print(f"the {what} is in {export_checkpoint(places[0], **given.values)}")
+        what = "adapter" if values["adapter"] else "model"
+        print(f"the {what} is in {export_checkpoint(run, **values)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -134,15 +140,12 @@ def pages(name: str, argv: Sequence[str]) -> int:
 
     to = Flag("to", "compare.html", str, False, "the file to write")
     try:
-        given = flags.read([to] if name == "compare" else [], argv)
-        if not given.unknown or any(text.startswith("-") for text in given.unknown):
-            usage = "funrl report RUN" if name == "report" else "funrl compare RUN RUN ... [--to=FILE.html]"
-            raise SettingsError(f"usage: {usage}")
+        runs, values = read_places([to] if name == "compare" else [], argv, COMMANDS[name].usage, most=None)
         if name == "report":
-            for run in given.unknown:
+            for run in runs:
                 print(f"open {write_report(run)}")
         else:
-            print(f"open {write_comparison(given.unknown, given.values['to'])}")
+            print(f"open {write_comparison(runs, values['to'])}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -156,10 +159,8 @@ def watch(argv: Sequence[str]) -> int:
     host = Flag("host", "127.0.0.1", str, False, "address to listen at")
     port = Flag("port", 6007, int, False, "port to listen at; 0: any", bounds=(at_least(0), at_most(65535)))
     try:
-        given = flags.read([host, port], argv)
-        if len(given.unknown) != 1 or given.unknown[0].startswith("-"):
-            raise SettingsError("usage: funrl watch RUN [--host=127.0.0.1] [--port=6007]")
-        serve_report(given.unknown[0], given.values["host"], given.values["port"], lambda text: print(text, flush=True))
+        (run,), values = read_places([host, port], argv, COMMANDS["watch"].usage)
+        serve_report(run, values["host"], values["port"], lambda text: print(text, flush=True))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -181,14 +182,14 @@ def inference(name: str, argv: Sequence[str]) -> int:
         try:
             if name == "evaluate":
                 if texts:
-                    raise SettingsError(f"{texts[0]!r} is not a flag; usage: {USAGES[name]}")
+                    raise SettingsError(f"{texts[0]!r} is not a flag; usage: {COMMANDS[name].usage}")
                 found = evaluate.evaluate(model, **values)
                 if found.directory:
                     print(f"{found}\nresults in {found.directory}")
             else:
                 prompts = values.pop("prompts", None)
                 if (prompts is None) == (not texts):
-                    raise SettingsError(f"give prompts, or --prompts=FILE; usage: {USAGES[name]}")
+                    raise SettingsError(f"give prompts, or --prompts=FILE; usage: {COMMANDS[name].usage}")
                 evaluate.complete_prompts(model, prompts or [{"prompt": text} for text in texts], **values)
         except WorkerError as error:
             print(f"error: {str(error).rstrip()}", file=sys.stderr)
@@ -220,17 +221,7 @@ def listing() -> str:
     column = max(len(name) for name, _ in experiments + recipes) + 2
     parts = [USAGE, "", "Experiments, with defaults for the embedded task:", *_lines(experiments, column)]
     parts += ["", "Other recipes, with their own defaults:", *_lines(recipes, column)]
-    parts += ["", "Evaluation of a model or a run: funrl evaluate MODEL --data=FILE --reward=FILE.py:function"]
-    parts += ["Completions: funrl generate MODEL [PROMPT ...] [--prompts=FILE]"]
-    parts += ["A model of a checkpoint: funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter]"]
-    parts += [
-        "The page of a run, and one of several runs: funrl report RUN; funrl compare RUN RUN ... [--to=FILE.html]"
-    ]
-    parts += ["The page of a run that is under way, with new points: funrl watch RUN [--host=HOST] [--port=N]"]
-    parts += ["A configuration of TRL or verl in this one's names: funrl import FILE [--to=FILE.yaml]"]
-    parts += ["A step made again, bit by bit: funrl replay RUN_DIR --step=N"]
-    parts += ["The first difference between two runs: funrl bisect RUN_DIR OTHER_RUN_DIR"]
-    return "\n".join([*parts, "This machine, and whether a command would run: funrl doctor [NAME --flag=value ...]"])
+    return "\n".join([*parts, "", *(f"{command.summary}: {command.usage}" for command in COMMANDS.values())])
 
 
 def _lines(entries: Sequence[tuple[str, str]], column: int) -> list[str]:

@@ -80,14 +80,15 @@ def _mapping(path: str) -> dict[str, Any]:
         raise SettingsError(f"--config={path}: {problem}; give {CONFIG_FILES}")
     try:
         if file.suffix == ".py":
-            return _names(runpy.run_path(path))
-        text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, _Texts)
+            found = _names(runpy.run_path(path))
+        else:
+            text = file.read_text(encoding="utf-8")
+            found = json.loads(text) if file.suffix == ".json" else yaml.load(text, _Texts)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config={path}: {' '.join(str(error).split())}") from error
     except (Exception, SystemExit) as error:  # of a Python file
         raise SettingsError(f"--config={path}: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not found:
         raise SettingsError(f"--config={path}: names of flags with values are needed, not {found!r:.60}")
     return dict(found)
 

@@ -34,6 +34,8 @@ OPTIONAL = {
     "flash-attn": "faster attention on CUDA",
     "math-verify": "--reward=math, --reward=boxed",
     "jsonschema": "--reward=json",
+    "pyarrow": "parquet files",
+    "datasets": "datasets of the local cache, and saved ones",
     "orbax-checkpoint": "reading checkpoints with orbax",
     "trl": "benchmarks",
 }

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
 from funrl.track.run_directory import Lines, RunDirectory, open_lines, read_lines, valid, write_text
 from funrl.track.run_lock import owned_run
+from funrl.trainer.checks import data_files
 from funrl.trainer.declaration import SettingsError
 from funrl.trainer.evaluation import EvalRow
 from funrl.trainer.generation import Example
@@ -154,11 +156,21 @@ def complete_prompts(
     given = Given(rewards=(), eval_records=None if isinstance(prompts, (str, Path)) else prompts)
     named = {"prompts": str(prompts)} if isinstance(prompts, (str, Path)) else {}
     chosen = settings_of("generate", stored, settings | named, given, seed)
+    if output is not None and any(_is_file(output, file.path) for file in data_files(chosen, "eval_data")):
+        raise SettingsError(f"--output={output}: is the file of the prompts, which would be lost; give another name")
     with _own_names():
         job = prepare_inference(chosen, stored, given, limit or ALL)
     if output is not None and not read_environment():
-        Path(output).write_bytes(b"")  # an error before any work, where it cannot be written
+        try:
+            Path(output).write_bytes(b"")  # an error before any work, where it cannot be written
+        except OSError as error:
+            raise SettingsError(f"--output={output}: cannot be written: {error.strerror}") from None
     launched(functools.partial(_writing_completions, InferenceTask(job, stored, seed), output and str(output)), job)
+
+
+def _is_file(one: str | Path, other: str | Path) -> bool:
+    """True if two paths are of the same file, which is there."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def settings_of(name: str, stored: StoredModel, own: Mapping[str, Any], given: Given, seed: int) -> Settings:

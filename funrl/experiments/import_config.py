@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from funrl.experiments import flags, names_verl
+from funrl.experiments import names_verl
 from funrl.experiments.aliases import DOTTED, flag_in
 from funrl.experiments.arguments import full_source, names_of_arguments, recipe_names
 from funrl.experiments.names_trl import TRL
 from funrl.experiments.names_verl import VERL
 from funrl.experiments.renaming import Convert, DifferentError, NameContext
+from funrl.experiments.usages import COMMANDS, read_places
 from funrl.trainer.declaration import Flag, SettingsError, at_least
 from funrl.trainer.settings import settings_flags
 
-IMPORT_USAGE = "usage: funrl import FILE.yaml|.json|.sh [--to=FILE.yaml] [--recipe=NAME] [--devices=N]"
 TRL_COMMON = {"per_device_train_batch_size": "8", "gradient_accumulation_steps": "1", "num_train_epochs": "3.0",
               "lr_scheduler_type": "linear", "gradient_checkpointing": "true", "bf16": "true"}  # fmt: skip
 TRL_SAMPLED = {"num_generations": "8", "max_completion_length": "512", "num_iterations": "1", "epsilon": "0.2",
@@ -75,22 +75,20 @@ def import_config(argv: Sequence[str]) -> int:
     recipe = Flag("recipe", None, str, True, "of TRL's trainer: grpo, rloo, dpo, sft or reward_model")
     devices = Flag("devices", 1, int, False, "GPUs that TRL's run has", bounds=(at_least(1),))
     try:
-        given = flags.read([to, recipe, devices], argv)
-        if len(given.unknown) != 1 or given.unknown[0].startswith("-"):
-            raise SettingsError(IMPORT_USAGE)
-        found = imported(given.unknown[0], given.values["recipe"], given.values["devices"])
+        (path,), values = read_places([to, recipe, devices], argv, COMMANDS["import"].usage)
+        found = imported(path, values["recipe"], values["devices"])
         text = (
             "\n".join([*(f"# {line}".rstrip() for line in difference_table(found.rows)), "", *written(found.flags)])
             + "\n"
         )
-        if given.values["to"] is None:
+        if values["to"] is None:
             print(text, end="")
             return 0
-        if Path(given.values["to"]).exists():
-            raise SettingsError(f"--to={given.values['to']}: is there already; give another name")
-        Path(given.values["to"]).write_text(text, encoding="utf-8")
+        if Path(values["to"]).exists():
+            raise SettingsError(f"--to={values['to']}: is there already; give another name")
+        Path(values["to"]).write_text(text, encoding="utf-8")
         print("\n".join(difference_table(found.rows)))
-        print(f"\nfunrl --config={given.values['to']} runs it; the table is in the file too")
+        print(f"\nfunrl --config={values['to']} runs it; the table is in the file too")
     except (SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

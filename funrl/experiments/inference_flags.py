@@ -36,7 +36,8 @@ SUMMARY = {
     "evaluate": "Complete and reward prompts. MODEL is a Hugging Face directory, a name in the local cache, or the "
     "directory of a run, whose flags are the defaults and whose held-out prompts are taken without --data.",
     "generate": "Complete prompts. MODEL is a Hugging Face directory, a name in the local cache, or the directory of a "
-    "run. Completions are printed, or written as JSON lines with the columns of their prompts.",
+    "run. Completions are printed, or written as JSON lines with the columns of their prompts. Prompts that begin with "
+    "a dash go behind --.",
 }
 
 
@@ -84,15 +85,16 @@ def read_inference(name: str, argv: Sequence[str]) -> InferenceCommand:
 
     Args:
       name: "evaluate" or "generate".
-      argv: the program's name and its arguments.
+      argv: the program's name and its arguments; what stands behind "--" is no flag.
 
     Raises:
       SettingsError: a flag is not one, a value cannot work, or there is no model.
     """
-    known = inference_flags(name)
-    found = flags.read(known, argv)
+    known, argv = inference_flags(name), list(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    found = flags.read(known, argv[:end])
     flags.refuse_unknown([text for text in found.unknown if text.startswith("-")], [flag.name for flag in known])
-    words = [text for text in found.unknown if not text.startswith("-")]
+    words = [*(text for text in found.unknown if not text.startswith("-")), *argv[end + 1 :]]
     if not words:
         raise SettingsError(f"usage: {USAGES[name]}; funrl {name} --help lists the flags")
     return InferenceCommand(tuple(words), {one: found.values[one] for one in sorted(found.given)})

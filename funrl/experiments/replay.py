@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from funrl.experiments import flags
 from funrl.experiments.arguments import arguments_of, find_recipe, full_source
 from funrl.experiments.command import Command
 from funrl.experiments.run import PLAIN
+from funrl.experiments.usages import COMMANDS, read_places
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.run_directory import RunDirectory
@@ -30,7 +30,6 @@ from funrl.trainer.observing import Observer
 from funrl.trainer.replay_source import Replayed, replay
 from funrl.trainer.settings import Settings, settings_flags
 
-REPLAY_USAGE = "usage: funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
 SHARDING = {"fsdp": False, "fsdp_axes": None, "fsdp_models": None, "generate_mesh": None}  # on another mesh
 HERE = {"run_dir": None, "resume": False, "save_rollouts": 0, "keep_rollouts": None, "save_every": "0"}
 
@@ -47,12 +46,11 @@ def replay_command(argv: Sequence[str]) -> int:
         Flag("tolerance", None, float, True, "largest difference that is no difference", bounds=(above(0),)),
     )
     try:
-        given = flags.read(own, argv)
-        places = [text for text in given.unknown if not text.startswith("-")]
-        if len(places) != 1 or len(given.unknown) > 1 or given.values["step"] is None:
-            raise SettingsError(REPLAY_USAGE)
-        command = recorded_command(places[0], given.values["mesh"])
-        return _replay(command, places[0], given.values["step"], given.values["tolerance"] or 0.0)
+        usage = COMMANDS["replay"].usage
+        (run,), values = read_places(own, argv, usage)
+        if values["step"] is None:
+            raise SettingsError(f"usage: {usage}")
+        return _replay(recorded_command(run, values["mesh"]), run, values["step"], values["tolerance"] or 0.0)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

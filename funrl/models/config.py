@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from funrl.models.config_fields import LARGEST_SIZES
 from funrl.models.families import FAMILIES, FULL, SLIDING, HFFamily
+from funrl.models.fp8_files import fp8_blocks
 from funrl.models.sizes import Experts, Latent, ModelError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -253,6 +254,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     family = FAMILIES[name]
     got = {**family.defaults, **raw}
     _refuse(family, got)
+    fp8_blocks(raw)  # weights that are quantized in another way cannot be read
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     eos = got.get("eos_token_id")
     fields: dict[str, Any] = {
@@ -327,7 +329,6 @@ def _refuse(family: HFFamily, got: Mapping[str, Any]) -> None:
         "hidden_act": ("silu",),
         "mlp_bias": (False, None),
         "partial_rotary_factor": (1, 1.0, None),
-        "quantization_config": (None,),
     }
     for name, values in (supported | dict(family.supported)).items():
         if got.get(name) not in values:

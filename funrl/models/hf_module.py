@@ -75,8 +75,6 @@ def module_config(raw: Mapping[str, Any]) -> Config:
         heads = getattr(theirs, "num_attention_heads", None) or 1
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(f"transformers' config of {name!r} is not that of a causal language model: {error}") from error
-    if raw.get("quantization_config") is not None:
-        raise ModelError("quantization_config is given, quantized models are not trained")
     eos = getattr(theirs, "eos_token_id", None)
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:

@@ -279,7 +279,10 @@ def _check_critic_warmup(settings: Settings) -> None:
 def _check_minibatches(settings: Settings) -> None:
     rows = settings.batch_prompts * settings.samples_per_prompt
     if settings.minibatches > rows:
-        raise SettingsError(f"--minibatches={settings.minibatches}: a batch has only {rows} rows")
+        raise SettingsError(
+            f"--minibatches={settings.minibatches}: a batch has only {rows} {'rows' if rows > 1 else 'row'}, "
+            f"--batch_prompts x --samples_per_prompt; give --minibatches={rows} or fewer"
+        )
 
 
 def _check_generate_mesh(settings: Settings) -> None:

@@ -175,7 +175,7 @@ class JobSettings:
         "job",
         "tokens of a prompt that --dry_run takes",
         at_least(1),
-        chosen="the embedded task's longest, else 512",
+        chosen="the embedded task's longest, else 512, or what the model has positions for",
         kinds=RL,
         requires="dry_run",
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Filter, reads
+from funrl.algos.checking import learns_alone
+from funrl.algos.core import Algorithm, Filter, reads
 from funrl.algos.filters.by_row import every, rewarded
 from funrl.batch import select
 from funrl.data.supervised import mismatched, text_batch
@@ -87,7 +88,8 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         )  # fmt: skip
     generation = generation_of(job, parts, frozen, clock, show)
     repeated = remarks_on_batch(settings.batch_prompts, len(task.prompts), "prompts")
-    for remark in (*task.remarks, *repeated, *remarks_on_sampling(job, "eval_")):
+    alone = remarks_on_groups(job.sampling.samples, job.algorithm)
+    for remark in (*task.remarks, *repeated, *alone, *remarks_on_sampling(job, "eval_")):
         show.note(remark)
     if settings.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
@@ -107,8 +109,22 @@ def remarks_on_batch(batch: int, examples: int, what: str) -> list[str]:
     Args:
       what: name of the examples.
     """
-    said = f"--batch_prompts={batch}: there are {examples} {what} to train on, so a step has some more than once"
+    there = f"there are {examples} {what}" if examples > 1 else f"there is 1 {what.removesuffix('s')}"
+    said = f"--batch_prompts={batch}: {there} to train on, so a step has some more than once"
     return [said] if batch > examples else []
+
+
+def remarks_on_groups(samples: int, algorithm: Algorithm) -> list[str]:
+    """A remark where completions are compared with others of their prompt, and there are none.
+
+    Args:
+      samples: completions of a prompt.
+    """
+    said = (
+        f"--samples_per_prompt={samples}: the algorithm compares a completion with the others of its prompt, so that "
+        "every advantage is 0; give 2 or more"
+    )
+    return [said] if samples == 1 and not learns_alone(algorithm) else []
 
 
 def remarks_on_sampling(job: Job, prefix: str) -> list[str]:

@@ -206,6 +206,7 @@ class ShardServer:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from {shard_server.__name__} import main; main()"],
             stdin=theirs_in, stdout=theirs_out, env=os.environ | {"PYTHONPATH": paths},
+            process_group=0,  # a Ctrl-C of the terminal is for the ranks
         )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)

@@ -85,9 +85,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
         return stored
     if any(problems):
         stage.note(f"the cached warm start in {cached} is damaged ({max(problems)}); it is made again")
-    start = time.perf_counter()
     weights = fine_tune(job, placed, weights, stage)
-    stage.note(f"warm start: {job.warmstart_steps} supervised steps in {time.perf_counter() - start:.0f} s")
     whole = unshard(weights, placed.stored, mesh)
     if mesh.rank == 0 and cached is not None:
         _store(cached, job, whole, stage)

@@ -338,10 +338,15 @@ def test_a_configuration_is_enough_and_must_be_there(tmp_path):
         dry_run.estimate(job, 4090, CPU)
 
 
-def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks():
+def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks(tmp_path):
     ppo, sft = recipe("ppo")(), recipe("sft")()
     tokens = functools.partial(dry_run.tokens_of, algorithm=ppo)
-    assert tokens(settings(prompt_tokens=77)) == 77 and tokens(settings(model="somewhere")) == dry_run.PROMPT_TOKENS
+    path = write_config(tmp_path)  # of a model with 4096 positions
+    assert tokens(settings(prompt_tokens=77)) == 77 and tokens(settings(model=path)) == dry_run.PROMPT_TOKENS
+    assert (
+        tokens(settings(model=path, max_new_tokens=3796)) == 300
+        and tokens(settings(model=path, max_new_tokens=5000)) == 1
+    )
     assert 4 <= tokens(settings()) <= 16
     assert dry_run.tokens_of(settings(text_tokens=55), sft) == 55
     assert dry_run.tokens_of(settings(data="texts.jsonl"), sft) == dry_run.TEXT_TOKENS

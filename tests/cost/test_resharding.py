@@ -105,7 +105,7 @@ def test_the_command_and_its_picture(config, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "funrl.cost.resharding", f"--model={config(SMALL)}", "--mesh=dp4,tp2",
          "--generate_mesh=dp2,tp4", f"--picture={picture}"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "the least possible is" in done.stdout

@@ -95,7 +95,7 @@ def start(line, shared, **more):
 def finished(*processes):
     """The texts of processes that have to end well."""
     try:
-        texts = [process.communicate(timeout=240)[0] for process in processes]
+        texts = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

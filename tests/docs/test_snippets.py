@@ -44,7 +44,7 @@ SHORT = [
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
 
 
 def blocks(page: str, language: str) -> list[tuple[str, str]]:

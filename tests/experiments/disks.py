@@ -18,4 +18,4 @@ def mounted(folder, size):
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a process that ends may still be there

@@ -224,7 +224,7 @@ def test_ten_through_the_command_itself(words, said, own, trained, tmp_path):
     more = " ".join([*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--device=cpu"])
     places = {"own": own, "run": trained, "more": more}
     command = [sys.executable, "-m", "funrl.experiments.cli", *words.format(**places).split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(said.format(**places)), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and list(tmp_path.iterdir()) == []
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import funrl
 from funrl.experiments import cli
 from funrl.experiments.arguments import recipe_names
+from funrl.experiments.usages import COMMANDS
 
 
 def call(capsys, *argv):
@@ -40,6 +42,18 @@ def test_help_lists_every_experiment_and_recipe_in_a_line(capsys, monkeypatch):
 def test_a_name_or_flag_that_is_not_there(argv, says, capsys):
     status, out, err = call(capsys, *argv)
     assert status == 2 and says in err and out == ""
+
+
+def test_help_and_version_are_words_too(capsys):
+    assert call(capsys, "help") == (0, cli.listing() + "\n", "")
+    assert call(capsys, "--version") == call(capsys, "version") == (0, f"funrl {funrl.__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_beside_the_experiments_says_how_it_is_called(name, capsys):
+    status, out, err = call(capsys, name, "--help")
+    assert (status, err) == (0, "") and COMMANDS[name].usage in out and f"funrl {name} " in out
+    assert COMMANDS[name].usage in cli.listing()
 
 
 @pytest.mark.parametrize("name", ["ppo", "dr_grpo"])

@@ -54,6 +54,7 @@ def test_a_file_gives_flags_and_the_command_line_overrides_them(name, text, tmp_
         ("a.yaml", "steps: 3\nsteps: 4", "'steps' is there twice"),
         ("a.yaml", "actor_rollout_ref:\n  actor: {a: 1}", "actor_rollout_ref has entries of its own.*funrl import"),
         ("a.yaml", "- steps", "names of flags with values are needed"),
+        ("a.py", "def reward():\n    pass", "names of flags with values are needed"),
         ("a.yaml", "temperature: 0.5\ntop_k: 3", r"--temperature=0\.5 with --top_k=3"),
         ("a.yaml", "reward: [a.py:f, b.py:g]\nprompts: p.jsonl", r"--prompts: p\.jsonl: no such file"),
         ("a.yaml", "a: [", "a.yaml: while parsing"),

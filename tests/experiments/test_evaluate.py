@@ -95,6 +95,7 @@ def test_from_python_with_prompts_and_rewards_in_memory(tmp_path):
 def test_completions_are_printed_or_written(capsys, tmp_path):
     status, out, _ = call(capsys, "generate", "plain", "12+30=", "--max_new_tokens=4", "--device=cpu")
     assert (status, out) == (0, funrl.generate("plain", ["12+30="], max_new_tokens=4)[0] + "\n")
+    assert call(capsys, "generate", "plain", "--max_new_tokens=4", "--device=cpu", "--", "12+30=")[:2] == (0, out)
     sampled = ["--samples=2", "--temperature=1", "--max_new_tokens=3", "--device=cpu"]
     for mesh in ("dp1", "dp2"):
         assert call(capsys, "generate", "own", "--prompts=p.jsonl", *sampled, f"--mesh={mesh}",
@@ -133,14 +134,15 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
         (["generate", "own"], "give prompts, or --prompts=FILE"),
         (["generate", "own", "x", "--prompts=p.jsonl"], "give prompts, or --prompts=FILE"),
         (["generate", "own", "1+1=", "--max_new_tokens=100"], "leaves none for a prompt"),
-        (["generate", "own", "1+1=", "--output=gone/x.jsonl"], "No such file or directory"),
+        (["generate", "own", "1+1=", "--output=gone/x.jsonl"], "--output=gone/x.jsonl: cannot be written: No such"),
+        (["generate", "own", "--prompts=p.jsonl", "--output=./p.jsonl"], "is the file of the prompts"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_line(argv, says, capsys, home):
-    before = sorted(home.rglob("*"))
+    before = {path: path.stat().st_size for path in home.rglob("*")}
     status, out, err = call(capsys, *argv)
     assert status == 2 and says in err and out == "" and err.count("\n") == 1
-    assert sorted(home.rglob("*")) == before
+    assert {path: path.stat().st_size for path in home.rglob("*")} == before
 
 
 def test_a_run_whose_prompts_were_given_in_python_needs_data(capsys, tmp_path):

@@ -74,7 +74,7 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, monk
         (("RUN", "--step=3"), "--step=3: RUN has checkpoints of steps 1"),
         (("EMPTY",), "EMPTY has no checkpoint"),
         ((), "usage: funrl export RUN_DIR"),
-        (("RUN", "--stpe=3"), "usage: funrl export RUN_DIR"),
+        (("RUN", "--stpe=3"), "--stpe is not a flag; did you mean --step? usage: funrl export RUN_DIR"),
         (("RUN", "--step=-1"), "--step=-1: it must be at least 0"),
     ],
 )

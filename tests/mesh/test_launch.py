@@ -192,7 +192,7 @@ def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0 3") == 2
@@ -332,7 +332,7 @@ assert work() == expected
 def test_a_process_that_has_computed_in_parallel_starts_ranks(fork):
     """From the standard input, as a notebook: what is defined there is in no module."""
     code = PARALLEL.replace("FORK", fork)
-    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -395,7 +395,7 @@ def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(start, 
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     done = subprocess.run(
         [sys.executable, *(torchrun if start == "torchrun" else []), str(script)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line)

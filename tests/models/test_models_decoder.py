@@ -170,7 +170,7 @@ RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters is given per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method is 'gptq'"),
         ({"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
         ({"hidden_size": "16"}, "hidden_size is '16'"),
         ({"vocab_size": None}, "vocab_size is None"),

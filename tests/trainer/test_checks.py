@@ -22,6 +22,10 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
     ({"lr_schedule": "linear", "steps": 3, "critic_warmup_steps": 2, "lr_warmup_steps": 2}, "the run makes 2 updates"),
     ({"steps": 4, "critic_warmup_steps": 4}, "use fewer than --steps=4"),
     ({"minibatches": 9, "batch_prompts": 4, "samples_per_prompt": 2}, "--minibatches=9: a batch has only 8 rows"),
+    (
+        {"batch_prompts": 1, "samples_per_prompt": 1},
+        "only 1 row, --batch_prompts x --samples_per_prompt; give --minibatches=1",
+    ),
     ({"mesh": "dp2", "generate_mesh": "dp3"}, "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has one device over dp,ep"),
     ({"fsdp": True, "mesh": "dp2", "fsdp_axes": "ep"}, "the mesh dp2 has one device over ep"),

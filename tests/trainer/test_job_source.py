@@ -7,12 +7,13 @@ import pytest
 import torch
 from small_runs import begin, small_job
 
+from funrl.algos.recipes import recipe
 from funrl.algos.recipes.sft import sft
 from funrl.data.supervised import DataError, Text, TextExample
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.job_source import verdicts
+from funrl.trainer.job_source import remarks_on_groups, verdicts
 
 
 class Counted(collections.abc.Sequence):
@@ -69,3 +70,9 @@ def test_accuracy_is_of_verdicts_alone_and_not_of_chance_ones_later():
     assert solved(scores).tolist() == [True, False, False, True]
     assert solved(torch.tensor([[1.0, 0.5, 0.0]])) is None
     assert solved(scores) is None  # what gave 0.5 once gives numbers
+
+
+@pytest.mark.parametrize(("name", "compares"), [("grpo", True), ("rloo", True), ("ppo", False), ("sft", False)])
+def test_a_completion_that_has_no_other_to_be_compared_with_is_said(name, compares):
+    assert remarks_on_groups(2, recipe(name)()) == []
+    assert [text[:22] for text in remarks_on_groups(1, recipe(name)())] == ["--samples_per_prompt=1"] * compares

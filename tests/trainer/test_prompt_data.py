@@ -145,7 +145,7 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     said = f"2 of 3 are left out, as --max_prompt_tokens is 4: {path}, line 2, 3"
     assert [note for note in show.notes if "left out" in note] == [f"prompts: {said}", f"held-out prompts: {said}"]
     (repeated,) = (note for note in show.notes if "batch" in note)
-    assert repeated.endswith(": there are 1 prompts to train on, so a step has some more than once")
+    assert repeated.endswith(": there is 1 prompt to train on, so a step has some more than once")
     job = prepared(long_prompts="truncate")
     assert [len(one.tokens) for one in job.task.prompts] == [4, 60, 5] and job.task.prompts[1].text == "1" * 61 + "="
     with pytest.raises(SettingsError, match="--max_new_tokens=64: the model has 64 positions, which leaves none"):

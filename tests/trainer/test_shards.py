@@ -1,6 +1,7 @@
 """Shards on disk: each chunk is written once, by ranks that take turns, and is read in any layout."""
 
 import json
+import os
 import subprocess
 import sys
 import zlib
@@ -237,6 +238,7 @@ def test_a_process_that_is_killed_is_an_answer():
     server = ShardServer()
     server.send(Commit("/nowhere", "/nowhere", 1, {}, {}, (), (), 60.0))
     assert server.process is not None
+    assert os.getpgid(server.process.pid) == server.process.pid  # which the Ctrl-C of a terminal does not reach
     server.process.kill()
     assert server.answers(wait=True) == ["the process that writes shards ended with status -9"]
     server.close()
