@@ -18,9 +18,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos import advantages, baselines, shaping, token_baselines
+from funrl.algos import (
+    fixed_kl,
+    gae,
+    group_center,
+    group_scale,
+    implicit_rewards,
+    importance_weights,
+    kl_in_reward,
+    leave_one_out,
+    length_adaptive,
+    optimal_token_baseline,
+    reward_to_go,
+    to_last_token,
+    to_tokens,
+    whiten,
+)
 from funrl.algos.core import Advantage, Signal, chain
-from funrl.algos.corrections import importance_weights
 from funrl.batch import Batch
 
 
@@ -33,7 +47,7 @@ def make_batch(rows: int, tokens: int) -> Batch:
     old = -torch.randn(rows, tokens, generator=draw).abs()
     near = {
         name: old + 0.1 * torch.randn(rows, tokens, generator=draw)
-        for name in ("ref_logp", "rollout_logp", "reward_logp")
+        for name in ("ref_logp", "rollout_logp", "implicit_logp")
     }
     return Batch(
         tokens=torch.zeros(rows, tokens, dtype=torch.int64),
@@ -127,29 +141,29 @@ def loop_otb(b: Batch) -> Tensor:
 
 
 def cases() -> dict[str, tuple[Advantage, Callable[[Batch], Tensor] | None]]:
-    rewards = shaping.to_last_token()
-    baseline = token_baselines.optimal_token_baseline(raw_tail=True)
+    rewards = to_last_token()
+    baseline = optimal_token_baseline(raw_tail=True)
     return {
-        "ppo: gae, whiten": (chain(rewards, advantages.gae(1.0, 0.95), advantages.whiten()), loop_gae),
-        "reinforce++": (chain(rewards, advantages.reward_to_go(), advantages.whiten()), loop_reinforce),
-        "grpo": (chain(advantages.group_center(), advantages.group_scale(), shaping.to_tokens()), dictionary_grpo),
-        "rloo": (chain(baselines.leave_one_out(), shaping.to_tokens()), dictionary_rloo),
-        "otb": (chain(rewards, advantages.reward_to_go(), baseline), loop_otb),
+        "ppo: gae, whiten": (chain(rewards, gae(1.0, 0.95), whiten()), loop_gae),
+        "reinforce++": (chain(rewards, reward_to_go(), whiten()), loop_reinforce),
+        "grpo": (chain(group_center(), group_scale(), to_tokens()), dictionary_grpo),
+        "rloo": (chain(leave_one_out(), to_tokens()), dictionary_rloo),
+        "otb": (chain(rewards, reward_to_go(), baseline), loop_otb),
         "vapo: two lambdas, whiten": (
-            chain(rewards, advantages.gae(1.0, advantages.length_adaptive(), 1.0), advantages.whiten()),
+            chain(rewards, gae(1.0, length_adaptive(), 1.0), whiten()),
             None,
         ),
         "prime: process rewards": (
             chain(
-                baselines.leave_one_out(),
+                leave_one_out(),
                 rewards,
-                token_baselines.implicit_rewards(),
-                advantages.reward_to_go(),
-                advantages.whiten(),
+                implicit_rewards(),
+                reward_to_go(),
+                whiten(),
             ),
             None,
         ),
-        "KL in the reward": (chain(rewards, shaping.kl_in_reward(shaping.fixed_kl(0.1))), None),
+        "KL in the reward": (chain(rewards, kl_in_reward(fixed_kl(0.1))), None),
         "importance weights": (chain(rewards, importance_weights()), None),
     }
 

@@ -35,7 +35,8 @@ from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.batch import Batch, with_across
 from funrl.data.packing import RowCost, balance, lockstep_work, micro_batches, pack, packed_sizes
-from funrl.data.supervised import check_lengths, load_examples, text_batch
+from funrl.data.supervised import load_examples, text_batch
+from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rows import across, gather_table, move_rows, own_rows

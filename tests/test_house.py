@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from funrl.algos import WHERE
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tools/ is not part of the package
 from tools import house
 
@@ -130,6 +132,28 @@ def test_every_function_that_a_page_links_to_exists(page):
     links = re.findall(r"\[`([\w.]+)`\]\(([\w./]+\.py)\)", file.read_text())
     assert links
     missing = [(name, target) for name, target in links if name not in names_in(file.parent / target)]
+    assert missing == []
+
+
+def names_of_module(file):
+    """Names that can be imported from a file: those that it defines, and those that it imports."""
+    imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom | ast.Import))
+    return {*house.defined(file), *(alias.asname or alias.name for node in imports for alias in node.names)}
+
+
+def test_what_benchmarks_and_examples_import_exists(built):
+    root, missing = Path(__file__).parents[1], []
+    known = {name: names_of_module(file) for name, file in built.files.items()}
+    known["funrl.algos"] |= set(WHERE)
+    for file in (
+        file for folder in ("benchmarks", "examples", "tools") for file in sorted((root / folder).glob("*.py"))
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in known:
+                names = {alias.name for alias in node.names} - known[node.module]
+                missing += [f"{file.name}: {node.module}.{x}" for x in names if f"{node.module}.{x}" not in known]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("funrl"):
+                missing.append(f"{file.name}: {node.module}")
     assert missing == []
 
 

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.models.sizes import ModelError
+
+if TYPE_CHECKING:  # flags are read, and so is config.json, before torch is imported
+    from torch import Tensor
 
 FIELD = "quantization_config"
 FP8 = "F8_E4M3"  # the dtype in the table of a file
