@@ -24,7 +24,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
-from funrl.track.run_directory import Lines, RunDirectory, open_lines, read_lines, valid, write_text
+from funrl.track.run_directory import Lines, RunDirectory, RunDirectoryError, open_lines, read_lines, valid, write_text
 from funrl.track.run_lock import owned_run
 from funrl.trainer.checks import data_files
 from funrl.trainer.declaration import SettingsError
@@ -121,7 +121,9 @@ def evaluate(
     with contextlib.ExitStack() as owned:
         folder = None
         if not read_environment():
-            run = owned.enter_context(owned_run(output and str(output), "evaluate", dataclasses.asdict(chosen) | said))
+            flags = dataclasses.asdict(chosen) | said
+            with _own_names():
+                run = owned.enter_context(owned_run(output and str(output), "evaluate", flags))
             folder = str(run.path)
         begin, program = time.time(), functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
         metrics = launched(program, job)
@@ -223,6 +225,8 @@ def _own_names() -> Any:
         yield
     except SettingsError as error:
         raise SettingsError(str(error).replace("--eval_data", "--data").replace("--eval_", "--")) from error
+    except RunDirectoryError as error:
+        raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
 
 def launched(program: Callable[..., Any], job: Job) -> Any:

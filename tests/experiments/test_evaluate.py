@@ -129,7 +129,7 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
             "--samples=3: evaluation is greedy, so all would be the same; give --temp",
         ),
         (["evaluate", "own", "--mesh=dp0"], "must be at least 1"),
-        (["evaluate", "own", "--output=own"], "holds metrics.jsonl"),
+        (["evaluate", "own", "--output=own"], "--output=own: holds metrics.jsonl"),
         (["evaluate", "own", "--steps=3"], "--steps is not a flag"),
         (["generate", "own"], "give prompts, or --prompts=FILE"),
         (["generate", "own", "x", "--prompts=p.jsonl"], "give prompts, or --prompts=FILE"),
