@@ -114,7 +114,7 @@ def evaluate(
     embedded = chosen.eval_data is None and chosen.prompts is None and given.eval_records is None
     if not embedded and chosen.reward is None and given.rewards is None and not scorers_of(chosen):
         raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
-    with _own_names():
+    with _own_names("data"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     assert isinstance(job.task, Task)
     said = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
@@ -122,7 +122,7 @@ def evaluate(
         folder = None
         if not read_environment():
             flags = dataclasses.asdict(chosen) | said
-            with _own_names():
+            with _own_names("data"):
                 run = owned.enter_context(owned_run(output and str(output), "evaluate", flags))
             folder = str(run.path)
         begin, program = time.time(), functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
@@ -160,7 +160,7 @@ def complete_prompts(
     chosen = settings_of("generate", stored, settings | named, given, seed)
     if output is not None and any(_is_file(output, file.path) for file in data_files(chosen, "eval_data")):
         raise SettingsError(f"--output={output}: is the file of the prompts, which would be lost; give another name")
-    with _own_names():
+    with _own_names("prompts"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     if output is not None and not read_environment():
         try:
@@ -219,12 +219,16 @@ def _holds_out(flags: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _own_names() -> Any:
-    """Call flags in messages as these commands do."""
+def _own_names(data: str) -> Any:
+    """Call flags in messages as these commands do.
+
+    Args:
+      data: the flag of the prompts.
+    """
     try:
         yield
     except SettingsError as error:
-        raise SettingsError(str(error).replace("--eval_data", "--data").replace("--eval_", "--")) from error
+        raise SettingsError(str(error).replace("--eval_data", f"--{data}").replace("--eval_", "--")) from error
     except RunDirectoryError as error:
         raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
