@@ -24,7 +24,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh
 from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
-from funrl.track.run_directory import Lines, RunDirectory, open_lines, read_lines, valid, write_text
+from funrl.track.run_directory import Lines, RunDirectory, RunDirectoryError, open_lines, read_lines, valid, write_text
 from funrl.track.run_lock import owned_run
 from funrl.trainer.checks import data_files
 from funrl.trainer.declaration import SettingsError
@@ -114,14 +114,16 @@ def evaluate(
     embedded = chosen.eval_data is None and chosen.prompts is None and given.eval_records is None
     if not embedded and chosen.reward is None and given.rewards is None and not scorers_of(chosen):
         raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
-    with _own_names():
+    with _own_names("data"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     assert isinstance(job.task, Task)
     said = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
     with contextlib.ExitStack() as owned:
         folder = None
         if not read_environment():
-            run = owned.enter_context(owned_run(output and str(output), "evaluate", dataclasses.asdict(chosen) | said))
+            flags = dataclasses.asdict(chosen) | said
+            with _own_names("data"):
+                run = owned.enter_context(owned_run(output and str(output), "evaluate", flags))
             folder = str(run.path)
         begin, program = time.time(), functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
         metrics = launched(program, job)
@@ -158,7 +160,7 @@ def complete_prompts(
     chosen = settings_of("generate", stored, settings | named, given, seed)
     if output is not None and any(_is_file(output, file.path) for file in data_files(chosen, "eval_data")):
         raise SettingsError(f"--output={output}: is the file of the prompts, which would be lost; give another name")
-    with _own_names():
+    with _own_names("prompts"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     if output is not None and not read_environment():
         try:
@@ -217,12 +219,18 @@ def _holds_out(flags: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _own_names() -> Any:
-    """Call flags in messages as these commands do."""
+def _own_names(data: str) -> Any:
+    """Call flags in messages as these commands do.
+
+    Args:
+      data: the flag of the prompts.
+    """
     try:
         yield
     except SettingsError as error:
-        raise SettingsError(str(error).replace("--eval_data", "--data").replace("--eval_", "--")) from error
+        raise SettingsError(str(error).replace("--eval_data", f"--{data}").replace("--eval_", "--")) from error
+    except RunDirectoryError as error:
+        raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
 
 def launched(program: Callable[..., Any], job: Job) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import functools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from funrl.rollout.native import native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.report import write_report
-from funrl.track.run_directory import expanded
+from funrl.track.run_directory import check_can_go_on, expanded
 from funrl.track.run_files import ReportError
 from funrl.track.run_lock import owned_run
 from funrl.trainer.declaration import Flag, SettingsError, run_kind
@@ -101,9 +102,11 @@ def generate(
     Raises:
       ModelError, ValueError: the model cannot be read, or a text is empty or too long.
     """
+    if isinstance(texts, (str, bytes)):
+        raise SettingsError(f"texts={texts!r}: a list of prompts is needed; write [{texts!r}]")
     stored = find_stored_model(model.directory if isinstance(model, TrainedModel) else model)
     tokenizer = load_tokenizer(stored.directory)
-    examples = [Example(*encode_prompt(tokenizer, text), {}) for text in texts]
+    examples = [_example(tokenizer, text) for text in texts]
     made = read_stored_model(stored, "auto")
     if made.unembed is None:
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
@@ -113,6 +116,16 @@ def generate(
         return []
     program = functools.partial(_completed, stored, made, examples, Sampling(**fields), seed, tokenizer)
     return launch(program, parse(mesh), device_type())
+
+
+def _example(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> Example:
+    """A prompt in tokens. Raises: ValueError."""
+    try:
+        return Example(*encode_prompt(tokenizer, text), {})
+    except ValueError:
+        raise
+    except Exception as error:  # of a tokenizer that knows not all characters
+        raise SettingsError(f"{text!r}: the tokenizer refuses it: {error}") from error
 
 
 def _completed(
@@ -208,6 +221,7 @@ def train(
     chosen = _with_mesh(Settings(**named, **settings), algorithm, isinstance(model, Model))
     job = prepare(chosen, lambda: algorithm, given)
     if chosen.resume:
+        check_can_go_on(expanded(str(chosen.run_dir)))
         check_resume(job, expanded(str(chosen.run_dir)))
     config = dataclasses.asdict(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:
@@ -226,16 +240,21 @@ def _settings_and_arguments(
     known = {*settings_flags(), *arguments}
     unknown = sorted(set(settings) - known)
     if unknown:
-        raise SettingsError(
-            f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; there are {sorted(known)}"
-        )
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {sorted(known)}"
+        raise SettingsError(f"{unknown[0]}={settings[unknown[0]]!r}: there is no such setting; {hint}")
     values = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
     own = {name: values.pop(name) for name in arguments if name in values and name not in settings_flags()}
     return values, own
 
 
 def _objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any) -> Given:
-    """Arguments of `train` that are objects and no texts, which flags cannot name."""
+    """Arguments of `train` that are objects and no texts, which flags cannot name. Raises: SettingsError."""
+    if not (model is None or isinstance(model, (str, Path, Model))):
+        raise SettingsError(f"model={model!r}: a directory, a name, or a Model is needed")
+    for name, given in (("prompts", prompts), ("eval_data", eval_data)):
+        if not (given is None or isinstance(given, (str, Path, Iterable))):
+            raise SettingsError(f"{name}={given!r}: a file, or a list of dicts is needed")
     return Given(
         model if isinstance(model, Model) else None,
         tokenizer,
@@ -304,9 +323,11 @@ def _rank(
 
 
 def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tuple[Reward, ...]:
-    """The functions that a caller gives, with the names of a mapping."""
+    """The functions that a caller gives, with the names of a mapping. Raises: SettingsError, they are none."""
     if isinstance(reward, Mapping):
         return tuple(described_function(function, name) for name, function in reward.items())
+    if not (callable(reward) or isinstance(reward, Iterable)):
+        raise SettingsError(f"reward={reward!r}: a function, several, or FILE.py:function is needed")
     return (reward,) if callable(reward) else tuple(reward)
 
 

@@ -27,7 +27,7 @@ from funrl.mesh.output import lasting_output
 from funrl.mesh.text import MeshError
 from funrl.models.config import ModelError
 from funrl.track.report import write_report
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, expanded
+from funrl.track.run_directory import RunDirectory, RunDirectoryError, check_can_go_on, expanded
 from funrl.track.run_files import ReportError
 from funrl.track.run_lock import owned_run
 from funrl.track.services import TrackerError
@@ -145,7 +145,9 @@ def _check_resume(command: Command) -> None:
     """Check the checkpoint that a run is to go on from, before any work."""
     from funrl.trainer.resumable import check_resume
 
-    check_resume(_job(command), expanded(str(command.settings.run_dir)))
+    folder = expanded(str(command.settings.run_dir))
+    check_can_go_on(folder)
+    check_resume(_job(command), folder)
 
 
 def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:

@@ -308,6 +308,24 @@ def check_unused(run: RunDirectory) -> None:
             )
 
 
+def check_can_go_on(path: Path) -> None:
+    """Raise RunDirectoryError where the run of a directory has made all its steps and has left no checkpoint: beginning
+    anew would lose it."""
+    run = RunDirectory(path)
+    if not run.model.is_dir() or any(run.checkpoints.glob("step-*/complete.json")):
+        return
+    try:
+        steps = json.loads(run.config.read_bytes())["flags"]["steps"]
+        last = max((line.get("step", 0) for line in read_lines(run.metrics)), default=0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if last == steps:
+        raise RunDirectoryError(
+            f"--resume: the run in {path} has made its {steps} steps and has no checkpoint to go on from; give another "
+            f"--run_dir, with --model={run.model} to begin with its weights"
+        )
+
+
 def sweep_drafts(run: RunDirectory) -> None:
     """Remove files that a run that was killed has left half written."""
     drafts = [run.path.glob(pattern) for pattern in (".config.json.*", ".report.html.*", ".probe.*")]

@@ -47,7 +47,9 @@ def checkpoint_of(run_dir: str | Path, step: int | None = None) -> Recorded:
     folder = Path(run_dir) / "checkpoints"
     found = complete_checkpoints(folder)
     if not found:
-        raise CheckpointError(f"{run_dir} has no checkpoint; --save_every makes some")
+        end = Path(run_dir) / "model"
+        rest = f"; the model at its end is {end}" if (end / "config.json").is_file() else ""
+        raise CheckpointError(f"{run_dir} has no checkpoint; --save_every makes some{rest}")
     if step is not None and step not in found:
         raise CheckpointError(f"--step={step}: {run_dir} has checkpoints of steps {', '.join(map(str, found))}")
     return recorded(found[max(found) if step is None else step])

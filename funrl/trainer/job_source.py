@@ -121,10 +121,10 @@ def remarks_on_groups(samples: int, algorithm: Algorithm) -> list[str]:
       samples: completions of a prompt.
     """
     said = (
-        f"--samples_per_prompt={samples}: the algorithm compares a completion with the others of its prompt, so that "
-        "every advantage is 0; give 2 or more"
+        f"--samples_per_prompt={samples}: the algorithm compares completions of the same prompt, and learns nothing "
+        "from the reward of a single one; give 2 or more"
     )
-    return [said] if samples == 1 and not learns_alone(algorithm) else []
+    return [said] if samples == 1 and (algorithm.example == "pair" or not learns_alone(algorithm)) else []
 
 
 def remarks_on_sampling(job: Job, prefix: str) -> list[str]:

@@ -225,7 +225,8 @@ def with_verdicts(
     verdicts = [job.tokenizer.decode(one.written, skip_special_tokens=True) for one in done]
     own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)
     if verdicts and rows.own[0] == 0:
-        note(f"the judge's first verdict is {verdicts[0]!r}, which is read as {own[0]:g}")
+        read = "in which no number is found" if own[0].isnan() else f"which is read as {own[0]:g}"
+        note(f"the judge's first verdict is {verdicts[0]!r}, {read}")
     score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, mesh.row_axes)["score"]
     return with_column(rows, score_B, weight)
 

@@ -140,7 +140,9 @@ class Saver:
             self.saved = state.step
             self.rows.forget(state.step)
             self.observer.resumed(state.step, found.facts.get("metrics"))
-            self.observer.note(f"resumed after step {state.step} from {found.path}")
+            done = state.step >= self.job.settings.steps
+            rest = f"; --steps={self.job.settings.steps}: nothing is left to do" if done else ""
+            self.observer.note(f"resumed after step {state.step} from {found.path}{rest}")
             state = state._replace(source=self.source.restored(state.source))
             return state, Evaluations(found.facts["first"], found.facts["last"])
         if problems:

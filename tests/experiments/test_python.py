@@ -153,6 +153,9 @@ def test_greedy_completions_are_the_likeliest_tokens_and_samples_follow_their_se
     drawn = [funrl.generate(model, ["12+30="] * 8, max_new_tokens=6, temperature=1.0, seed=s) for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) > 1
     assert len(funrl.generate(model, ["1+1="], max_new_tokens=2, temperature=1.0, samples=3)) == 3
+    for texts, says in (("1+1=", r"write \['1\+1='\]"), (["one"], "'one': the tokenizer refuses it")):
+        with pytest.raises(SettingsError, match=says):
+            funrl.generate(model, texts)
 
 
 def test_completions_are_drawn_as_the_models_generation_config_says(model):
@@ -227,7 +230,10 @@ def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"recipe": "grpo", "step": 3}, "step=3: there is no such setting"),
+        ({"recipe": "grpo", "step": 3}, r"step=3: there is no such setting; did you mean steps\?"),
+        ({"recipe": "grpo", "model": 3}, "model=3: a directory, a name, or a Model is needed"),
+        ({"recipe": "grpo", "prompts": 3}, "prompts=3: a file, or a list of dicts is needed"),
+        ({"recipe": "grpo", "prompts": PROMPTS, "reward": 3}, "reward=3: a function, several, or FILE.py:function"),
         ({"recipe": own_algorithm(1.0), "clip_low": 0.1}, "clip_low=0.1: there is no such setting"),
         ({"recipe": "grppo"}, "did you mean grpo"),
         ({"recipe": "grpo", "model": "nowhere/nothing"}, "no such directory, and no such model in the local cache"),

@@ -64,6 +64,9 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, monk
         assert status == 0 and peft == {f.name: f.read_bytes() for f in (tmp_path / "run" / "adapter").iterdir()}
     else:
         assert status == 2 and "step-3 holds all weights and no adapters; leave it out" in capsys.readouterr().err
+    if name == "sft":
+        assert run(name, tmp_path / "run", "--steps=3", "--resume") == 0
+        assert "; --steps=3: nothing is left to do" in capsys.readouterr().out
     if name == "grpo":
         assert lines(tmp_path / "run", "samples.jsonl")[-8:] == lines(tmp_path / "whole", "samples.jsonl")[-8:]
 
@@ -73,6 +76,7 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, monk
     [
         (("RUN", "--step=3"), "--step=3: RUN has checkpoints of steps 1"),
         (("EMPTY",), "EMPTY has no checkpoint"),
+        (("ENDED",), "ENDED has no checkpoint; --save_every makes some; the model at its end is ENDED/model"),
         ((), "usage: funrl export RUN_DIR"),
         (("RUN", "--stpe=3"), "--stpe is not a flag; did you mean --step? usage: funrl export RUN_DIR"),
         (("RUN", "--step=-1"), "--step=-1: it must be at least 0"),
@@ -82,6 +86,8 @@ def test_what_cannot_be_exported(argv, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "RUN/checkpoints/step-1/complete.json").write_text("{}")
+    (tmp_path / "ENDED/model").mkdir(parents=True)
+    (tmp_path / "ENDED/model/config.json").write_text("{}")
     assert cli.main(["funrl", "export", *argv]) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
 

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from funrl.track.run_directory import RunDirectoryError, open_lines, open_run, read_lines, valid
+from funrl.track.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    check_can_go_on,
+    open_lines,
+    open_run,
+    read_lines,
+    valid,
+)
 from funrl.track.samples import Sample, first_and_last, open_samples, read_samples
 
 
@@ -195,3 +203,19 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
         draft.touch()
     open_run(tmp_path, "ppo", {}, resume=True)
     assert not any(draft.exists() for draft in drafts) and run.config.exists()
+
+
+def test_a_run_that_has_ended_without_a_checkpoint_is_not_begun_again(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.config.write_text(json.dumps({"flags": {"steps": 2}}))
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    check_can_go_on(tmp_path)  # it was killed before it wrote its model
+    run.model.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"has made its 2 steps and has no checkpoint .* --model=\S+/model"):
+        check_can_go_on(tmp_path)
+    run.metrics.write_text('{"step": 1}\n')
+    check_can_go_on(tmp_path)  # it stopped early
+    run.metrics.write_text('{"step": 2}\n')
+    (run.checkpoints / "step-2").mkdir(parents=True)
+    (run.checkpoints / "step-2/complete.json").write_text("{}")
+    check_can_go_on(tmp_path)
