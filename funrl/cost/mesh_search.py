@@ -23,7 +23,8 @@ from funrl.mesh.text import AXES, ROW_AXES, SHORT, wanted_devices
 from funrl.models import Model
 from funrl.trainer.checks import check_together
 from funrl.trainer.declaration import SettingsError
-from funrl.trainer.job import Job, check_meshes
+from funrl.trainer.job import Job
+from funrl.trainer.job_checks import check_meshes
 from funrl.trainer.settings import Settings
 
 BEST = 5  # meshes that are traced

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
@@ -45,19 +44,23 @@ class Clock:
 def memory_metrics(mesh: Mesh) -> dict[str, float]:
     """Memory in 10^9 bytes, of the rank that has most: the peak so far, of the device where there is one, and what the
     process holds on the host now."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    peak, now = _resident()
     if mesh.device.type == "cuda":
         peak = float(torch.cuda.max_memory_allocated(mesh.device))
-    held = torch.tensor([peak, _resident()], dtype=torch.float64, device=mesh.device)
+    held = torch.tensor([peak, now], dtype=torch.float64, device=mesh.device)
     peak, now = (collectives.pmax(held, mesh, tuple(mesh.sizes)) / 1e9).tolist()
     return {"memory/peak_gb": peak} | ({"memory/host_gb": now} if now else {})
 
 
-def _resident() -> float:
-    """Bytes that this process holds on the host; 0 where the system does not say."""
+def _resident() -> tuple[float, float]:
+    """Bytes that this process has held on the host at most, and holds now, 0 where Linux's /proc is not.
+
+    On Linux `getrusage` would give a process the peak of the one that has started it, where that is larger.
+    """
     try:
-        with open("/proc/self/statm") as file:
-            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    except OSError:
-        return 0.0
+        with open("/proc/self/status") as file:
+            held = dict(line.split(":", 1) for line in file if line.startswith(("VmHWM:", "VmRSS:")))
+        return float(held["VmHWM"].split()[0]) * 1024, float(held["VmRSS"].split()[0]) * 1024
+    except (OSError, KeyError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), 0.0
