@@ -25,14 +25,16 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Rules
-from funrl.models import decoder_model, place
-from funrl.models.config import Config
+from funrl.models import Model, decoder_model, place
+from funrl.models.decoder.config import Config
 from funrl.models.deployed import deployed
 from funrl.rollout.certificate import compare_weights, probe_gap
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 
 ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
-CONFIG = Config(vocab=10240, embed=512, layers=5, heads=8, kv_heads=8, head=64, mlp=1536, tied=True)  # 22 M numbers
+EMBED = flags.DEFINE_integer("embed", 512, "model width", lower_bound=64)
+LAYERS = flags.DEFINE_integer("layers", 5, "of the model", lower_bound=1)
+LINES = flags.DEFINE_integer("lines", 6, "of the table, from its first", lower_bound=1, upper_bound=6)
 FULLY = rules.fully_sharded(rules.STORED)
 ROWS = [
     ("dp1", "dp1", rules.STORED, torch.float32),
@@ -44,9 +46,15 @@ ROWS = [
 ]
 
 
+def make_model() -> Model:
+    """A decoder; 22 M numbers by default."""
+    sizes = {"embed": EMBED.value, "layers": LAYERS.value, "mlp": 3 * EMBED.value}
+    return decoder_model(Config(vocab=20 * EMBED.value, heads=8, kv_heads=8, head=EMBED.value // 8, tied=True, **sizes))
+
+
 def measure(sizes: str, stored: Rules, dtype: torch.dtype, mesh: Mesh) -> list[float]:
     """Milliseconds of the reshard, the digests and the probe, and CPU-nanoseconds for each number."""
-    placed = place(decoder_model(CONFIG), mesh, stored, dtype=dtype)
+    placed = place(make_model(), mesh, stored, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     params = trees.map(
         lambda x, layout: rules.shard(torch.randn(x.shape, generator=generator) * 0.02, layout, mesh),
@@ -79,10 +87,10 @@ def clock(mesh: Mesh) -> float:
 
 
 def main(_: list[str]) -> None:
-    print(f"{trees.count(decoder_model(CONFIG).shapes) / 1e6:.1f} M weights, medians of {ROUNDS.value - 1} rounds\n")
+    print(f"{trees.count(make_model().shapes) / 1e6:.1f} M weights, medians of {ROUNDS.value - 1} rounds\n")
     print("| train -> generate | engine | reshard, ms | digests, ms | probe, ms | ns a number |")
     print("|---|---|---|---|---|---|", flush=True)
-    for train, generate, stored, dtype in ROWS:
+    for train, generate, stored, dtype in ROWS[: LINES.value]:
         cells = launch(functools.partial(measure, generate, stored, dtype), parse(train), "cpu")
         title = f"{'FSDP ' * (stored is FULLY)}{train} -> {generate} | {str(dtype).removeprefix('torch.')}"
         print(f"| {title} | {' | '.join(f'{x:.0f}' for x in cells[:3])} | {cells[3]:.2f} |", flush=True)

@@ -34,14 +34,15 @@ import torch
 from absl import app, flags
 from torch import Tensor
 
-from funrl.mesh import heartbeat, rules
+from funrl.mesh import rules
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.rules import Layout
-from funrl.trainer.checkpoint import CHECKPOINT_FORMAT, recorded
-from funrl.trainer.shard_server import Commit, Reserve, WriteShards
-from funrl.trainer.shards import Memory, OwnShards, ShardServer, copy_to_memory, own_shards, read_tensors
+from funrl.processes import heartbeat
+from funrl.trainer.checkpoints.checkpoint import CHECKPOINT_FORMAT, recorded
+from funrl.trainer.storage.shard_server import Commit, Reserve, WriteShards
+from funrl.trainer.storage.shards import Memory, OwnShards, ShardServer, copy_to_memory, own_shards, read_tensors
 
 MESH = flags.DEFINE_string("mesh", "dp1", "devices by axis")
 GB = flags.DEFINE_float("gb", 1.0, "size of the checkpoint, in 1e9 bytes", lower_bound=0.01)
@@ -52,46 +53,65 @@ FOLDER = flags.DEFINE_string("folder", None, "where to write; by default a tempo
 WIDTH = 2048  # of the matrices; the rest of the bytes is their number
 
 
-def made(mesh: Mesh, gb: float) -> tuple[dict[str, Tensor], dict[str, Layout]]:
-    """This rank's part of float32 matrices of so many bytes, and their layouts."""
+def random_weights(mesh: Mesh, gb: float) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+    """This rank's part of float32 matrices of `gb` gigabytes, and their layouts."""
     count = max(1, round(gb * 1e9 / (4 * WIDTH * WIDTH)))
     table = rules.fully_sharded(rules.STORED)
-    found = {f"w/{i}": rules.layout("w", (WIDTH, WIDTH), ("embed", "mlp"), table, mesh.sizes) for i in range(count)}
+    layout = rules.layout("w", (WIDTH, WIDTH), ("embed", "mlp"), table, mesh.sizes)
     generator = torch.Generator().manual_seed(mesh.rank)
-    return {name: torch.rand(one.local_shape(mesh.rank), generator=generator) for name, one in found.items()}, found
+    names = [f"w/{i}" for i in range(count)]
+    weights = {name: torch.rand(layout.local_shape(mesh.rank), generator=generator) for name in names}
+    return weights, dict.fromkeys(names, layout)
 
 
 class Bench:
     """The same bytes, written and read in two ways."""
 
     def __init__(self, mesh: Mesh, folder: str, gb: float) -> None:
-        self.mesh, self.folder = mesh, Path(folder)
-        self.tensors, self.layouts = made(mesh, gb)
+        self.mesh = mesh
+        self.folder = Path(folder)
+        self.tensors, self.layouts = random_weights(mesh, gb)
         self.own: OwnShards = own_shards(self.tensors, self.layouts, mesh)
-        self.memory, self.number = Memory(self.own.nbytes), 0
-        self.server, self.reader = ShardServer(), ShardServer()  # a run reads before it writes, at full priority
+        self.memory = Memory(self.own.nbytes)
+        self.number = 0
+        self.server = ShardServer()
+        self.reader = ShardServer()  # a run reads before it writes, at full priority
         self.server.send(Reserve(self.memory.path, self.own.nbytes))
         self.finish()
 
     def copy(self) -> None:
-        copy_to_memory(self.own, self.tensors, self.layouts, self.mesh, self.memory)
+        copy_to_memory(self.own, self.tensors, self.layouts, mesh=self.mesh, memory=self.memory)
 
     def begin_write(self) -> None:
         """Have the copy written to a new checkpoint, which takes the place of the one before."""
         self.number += 1
-        beside, path = self.folder / f".step-{self.number}", self.folder / f"step-{self.number}"
+        draft = str(self.folder / f".step-{self.number}")
         names = {part.name for part in self.own.parts} | self.own.created
         arrays = {name: self.own.arrays[name] for name in names}
         self.server.send(
             WriteShards(
-                str(beside), self.mesh.rank, self.memory.path, arrays, self.own.parts, self.own.created, {}
+                draft,
+                process=self.mesh.rank,
+                memory=self.memory.path,
+                arrays=arrays,
+                parts=self.own.parts,
+                created=self.own.created,
+                numbers={},
             )
-        )  # fmt: skip
+        )
         if self.mesh.rank == 0:
-            old = str(self.folder / f"step-{self.number - 1}")
-            world = self.mesh.world
-            facts = {"format": CHECKPOINT_FORMAT, "step": self.number}
-            self.server.send(Commit(str(beside), str(path), world, self.own.arrays, facts, (old,), (), 600.0))
+            self.server.send(
+                Commit(
+                    draft,
+                    path=str(self.folder / f"step-{self.number}"),
+                    processes=self.mesh.world,
+                    arrays=self.own.arrays,
+                    facts={"format": CHECKPOINT_FORMAT, "step": self.number},
+                    removed=(str(self.folder / f"step-{self.number - 1}"),),
+                    synced=(),
+                    timeout_s=600.0,
+                )
+            )
 
     def finish(self) -> None:
         problems = self.server.answers(wait=True)
@@ -102,8 +122,9 @@ class Bench:
         self.finish()
 
     def read(self) -> None:
-        found = recorded(self.folder / f"step-{self.number}")
-        for name, x in read_tensors(str(found.path), found.arrays, self.tensors, self.layouts, self.mesh, self.reader):
+        database = recorded(self.folder / f"step-{self.number}").database(self.reader)
+        dtypes = {name: x.dtype for name, x in self.tensors.items()}
+        for name, x in read_tensors(database, dtypes, self.layouts, mesh=self.mesh):
             assert x.shape == self.tensors[name].shape
 
     def plain_write(self) -> None:
@@ -114,9 +135,9 @@ class Bench:
             os.fsync(file.fileno())
 
     def plain_read(self) -> None:
-        found = {name: torch.empty_like(x) for name, x in self.tensors.items()}
+        tensors = [torch.empty_like(x) for x in self.tensors.values()]
         with open(self.folder / f"plain-{self.mesh.rank}", "rb") as file:
-            for x in found.values():
+            for x in tensors:
                 file.readinto(x.numpy().data)
 
     def timed(self, run: Callable[[], None]) -> tuple[float, float]:
@@ -125,7 +146,8 @@ class Bench:
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
         gather_objects(None, self.mesh)
-        start, before = time.perf_counter(), self.cpu_s()
+        start = time.perf_counter()
+        before = self.cpu_s()
         run()
         gather_objects(None, self.mesh)
         seconds = time.perf_counter() - start
@@ -147,9 +169,10 @@ def process_s(pid: int) -> float:
 
 
 def products(seconds: float) -> Callable[[], None]:
-    """A step of about so many seconds on an idle core."""
+    """A step of about `seconds` on an idle core."""
     x = torch.rand(512, 512)
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     while time.perf_counter() - start < min(1.0, seconds):
         x @ x
         count += 1
@@ -164,7 +187,8 @@ def products(seconds: float) -> Callable[[], None]:
 
 def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> dict[str, list[tuple[float, float]]]:
     """Seconds and CPU-seconds of every method in every round."""
-    bench, step = Bench(mesh, folder, gb), products(step_s)
+    bench = Bench(mesh, folder, gb)
+    step = products(step_s)
 
     def saves() -> None:
         bench.copy()
@@ -172,9 +196,14 @@ def program(folder: str, gb: float, rounds: int, step_s: float, mesh: Mesh) -> d
         step()
 
     methods: dict[str, Callable[[], None]] = {
-        "copy": bench.copy, "write": bench.write, "plain write": bench.plain_write, "read": bench.read,
-        "plain read": bench.plain_read, "step": step, "step that saves": saves,
-    }  # fmt: skip
+        "copy": bench.copy,
+        "write": bench.write,
+        "plain write": bench.plain_write,
+        "read": bench.read,
+        "plain read": bench.plain_read,
+        "step": step,
+        "step that saves": saves,
+    }
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for _ in range(rounds):
         for name, run in methods.items():

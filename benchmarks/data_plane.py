@@ -1,12 +1,13 @@
 """Cost of the data plane for one rank of 8, 64 or 512: bytes, seconds, and the balance of packed micro-batches.
 
     OMP_NUM_THREADS=1 python benchmarks/data_plane.py [--rows=16384] [--longest=33280] [--budget=65536] [--part=all]
+        [--ranks 8 64 512]
 
 `packing`: useful FLOPs times lockstep efficiency in percent, for lognormal lengths (median 4,096) that are independent
 or correlated by 0.5 within groups of 16. Micro-batch i begins when all ranks have done i - 1; a micro-batch costs its
 padding too, and attention as in a model of 7 billion parameters (28 layers of 28 heads of 128). Beside it: the rows
-where they are, scored with the larger budget of passes that learn nothing; padded rows, balanced by tokens; and the
-bound of rows that cannot be split: the longest, or an equal share of each mini-batch.
+where they are, scored with the larger budget of passes that learn nothing; and the bound of rows that cannot be split:
+the longest, or an equal share of each mini-batch.
 
 `bytes`: one rank's own rows are real, the others' are known by their lengths alone, and a fake process group stands for
 the world. Each line is a process of its own: bytes after the move, the peak over move and advantages, what the rank
@@ -34,17 +35,17 @@ from funrl.algos.core import apply_advantage
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.batch import Batch, with_across
-from funrl.data.packing import RowCost, balance, lockstep_work, micro_batches, pack, packed_sizes
+from funrl.data.packing import RowCost, lockstep_work, pack, packed_sizes
 from funrl.data.supervised import load_examples, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rows import across, gather_table, move_rows, own_rows
-from funrl.trainer.micro import pack_in_place
-from funrl.trainer.settings import SCORE_BUDGETS
+from funrl.trainer.settings.settings import SCORE_BUDGETS
+from funrl.trainer.steps.micro import pack_in_place
 
 COST = RowCost(pair=4 * 28 * 28 * 128 / (2 * 7.6e9))
-RANKS, MINIBATCHES, GROUP, SEGMENTS = (8, 64, 512), (1, 4), 16, 1024
+MINIBATCHES, GROUP, SEGMENTS = (1, 4), 16, 1024
 ROWS = ("data", "expert")
 ALGORITHMS = {"grpo": grpo, "ppo": ppo}
 
@@ -57,27 +58,13 @@ def lengths_of(rows: int, longest: int, correlation: float = 0.0) -> np.ndarray:
     return np.clip(np.rint(4096 * np.exp(normal)), 1, longest).astype(np.int64)
 
 
-def padded_work(lengths: np.ndarray, ranks: int, budget: int) -> int:
-    """Lockstep work of padded rows: shares balanced by tokens, rows of like length together, as wide as the longest."""
-    shares = balance(lengths.tolist(), ranks)
-    plans = [micro_batches([int(lengths[i]) for i in share], budget, 8) for share in shares]
-    total = 0
-    for number in range(max(map(len, plans))):
-        works = []
-        for share, plan in zip(shares, plans, strict=True):
-            rows = [lengths[share[i]] for i in plan[number]] if number < len(plan) else []
-            works.append(len(rows) * int(COST.work(np.array(-(-max(rows) // 8) * 8))) if rows else 0)
-        total += max(works)
-    return total
-
-
 def packing(options: argparse.Namespace) -> None:
-    print("correlation ranks minibatches | packed  scored  padded   bound | seconds a step, sizes used")
+    print("correlation ranks minibatches | packed  scored   bound | seconds a step, sizes used")
     for correlation in (0.0, 0.5):
         lengths = lengths_of(options.rows, options.longest, correlation)
         useful = int(COST.work(lengths).sum())
         sizes = packed_sizes(options.budget, int(lengths.max()))
-        for ranks in RANKS:
+        for ranks in options.ranks:
             for minibatches in MINIBATCHES:
                 parts = np.array_split(np.random.default_rng(1).permutation(len(lengths)), minibatches)
                 start, took, used, to = time.process_time(), 0, set(), np.zeros(len(lengths), dtype=np.int64)
@@ -90,10 +77,9 @@ def packing(options: argparse.Namespace) -> None:
                 scored = lockstep_work(
                     pack_in_place(lengths, to, ranks, SCORE_BUDGETS * options.budget, COST), lengths, COST
                 )
-                padded = sum(padded_work(lengths[part], ranks, options.budget) for part in parts)
                 works = [COST.work(lengths[part]) for part in parts]
                 bound = sum(max(int(work.sum()) / ranks, int(work.max())) for work in works)
-                shares = [100 * useful / ranks / x for x in (took, scored, padded, bound)]
+                shares = [100 * useful / ranks / x for x in (took, scored, bound)]
                 print(
                     f"{correlation:11} {ranks:5} {minibatches:11} | " + " ".join(f"{x:6.1f}%" for x in shares)
                     + f" | {seconds:.3f} s, {len(used)} of {len(sizes)}"
@@ -165,7 +151,7 @@ def resident() -> int:
 def planes(options: argparse.Namespace) -> None:
     print("         ranks   rows     tokens |   MB held   MB peak   MB sent | advantages")
     for algorithm in ALGORITHMS:
-        for ranks in RANKS:
+        for ranks in options.ranks:
             alone(one_rank, algorithm, ranks, options)
 
 
@@ -214,6 +200,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--longest", type=int, default=33280, help="tokens of the longest row")
     parser.add_argument("--budget", type=int, default=65536, help="tokens of a micro-batch")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--part", default="all", choices=("all", *PARTS))
     options = parser.parse_args()
     for name, part in PARTS.items():

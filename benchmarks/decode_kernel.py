@@ -20,6 +20,7 @@ from funrl import trees
 from funrl.compiled_kernels.decode_step import PAGE, PackedDecoder, packed_decoder
 from funrl.compiled_kernels.packed import pack_linear, packed_linear
 from funrl.models import Config, decoder_model
+from funrl.models.decoder.compiled_step import step_sizes
 
 SIZES = {  # layers, embed, heads, key-value heads, mlp, vocabulary
     "4x256": (4, 256, 4, 2, 1024, 2048),
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
         config = Config(**sizes, head=64, qk_norm=True, tied=True, family="qwen3")
         params = decoder_model(config).init(torch.Generator().manual_seed(0))
         for name in DTYPES.value:
-            decoder = packed_decoder(config, params, getattr(torch, name), THREADS.value)
+            decoder = packed_decoder(step_sizes(config), params, getattr(torch, name), THREADS.value)
             for batch in map(int, BATCHES.value):
                 seconds = [cpu_seconds(lambda d=decoder, b=batch: generate(d, b)) for _ in range(REPEATS.value)]
                 tokens = batch * NEW.value
@@ -62,7 +63,7 @@ def generate(decoder: PackedDecoder, batch: int) -> torch.Tensor:
     """Complete random prompts; [B, new tokens]."""
     length, new = PROMPT.value, NEW.value
     generator = torch.Generator().manual_seed(1)
-    prompts_BT = torch.randint(decoder.config.vocab, (batch, length), generator=generator)
+    prompts_BT = torch.randint(decoder.sizes.vocab, (batch, length), generator=generator)
     noise_SB = torch.rand(new, batch, dtype=torch.float64, generator=generator)
     pages = -(-(length + new) // PAGE)
     cache = decoder.init_cache(batch * pages)
@@ -81,7 +82,7 @@ def generate(decoder: PackedDecoder, batch: int) -> torch.Tensor:
 
 def step_bound(decoder: PackedDecoder, parameters: int, batch: int, bandwidth: float, peak: float) -> float:
     """Seconds of one decoding step in the middle of the completion, if memory or arithmetic alone counted."""
-    config = decoder.config
+    config = decoder.sizes
     tokens = PROMPT.value + NEW.value / 2
     numbers = parameters + batch * tokens * 2 * config.layers * config.kv_heads * config.head
     flops = 2 * batch * (parameters + 2 * tokens * config.layers * config.heads * config.head)

@@ -23,17 +23,17 @@ from funrl import trees
 from funrl.algos import ppo
 from funrl.cost import dry_run
 from funrl.cost.full_rows import full_rows
-from funrl.cost.hardware import HARDWARE
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import shard
 from funrl.models import with_value_head
 from funrl.trainer import loop
-from funrl.trainer.build import build, first_state, first_weights, sync
-from funrl.trainer.clock import Clock
-from funrl.trainer.job import Job
-from funrl.trainer.settings import Settings
-from funrl.trainer.sources import Source
+from funrl.trainer.jobs.build import build, first_state, first_weights, sync
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.sources.sources import Source
+from funrl.trainer.steps.clock import Clock
 
 PROMPT, NEW = 64, 64
 SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
@@ -61,7 +61,7 @@ def main() -> None:
         trained = [costs for name, costs in found.phases.items() if name != "generate"]
         worst = max(trained, key=lambda costs: costs.total)
         passing = worst.peak.get("activations", 0) + worst.peak.get("logits", 0)
-        mesh = job.settings.mesh
+        mesh = job.settings.devices.mesh
         cells = (f"{found.parameters / 1e6:.1f} M", mesh, f"{worst.total / 1e6:.0f}", f"{passing / 1e6:.0f}")
         print(f"| {' | '.join(cells)} | {real / 1e6:.0f} | {100 * (worst.total / real - 1):+.1f} % |", flush=True)
 
@@ -71,7 +71,7 @@ def job_of(shape: str) -> Job:
     name, _, mesh = shape.partition("/")
     sizes, rows, budget = SHAPES[name]
     mesh = mesh or "dp1"
-    settings = Settings(
+    settings = settings_of(
         mesh=mesh, generate_mesh=mesh, batch_prompts=rows // 2, samples_per_prompt=2, max_new_tokens=NEW,
         token_budget=budget, minibatches=1,
     )  # fmt: skip

@@ -37,14 +37,14 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from funrl import trees
-from funrl.models import Config, Model, decoder_model, hf
+from funrl.models import Config, Model, decoder_model
+from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
 
-SIZES = {"4x256": (4, 256), "12x768": (12, 768)}
 CASES = flags.DEFINE_list("models", ["4x256:2048", "4x256:32000", "12x768:32000"], "layers x width : vocabulary")
 DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "of weights and activations")
 BATCHES = flags.DEFINE_list("batches", ["1", "16", "64", "tail"], "prompts; tail: 256 of lengths from a long tail")
@@ -81,8 +81,8 @@ import json, sys, torch
 sys.path.insert(0, "benchmarks")
 from generate import engine_turn
 from funrl.mesh.mesh import SINGLE
-from funrl.models import hf
-from funrl.rollout.vllm_engine import vllm_engine
+from funrl.models.huggingface import directories as hf
+from funrl.rollout.vllm.engine import vllm_engine
 folder, name, _, _ = sys.argv[1:]
 dtype = getattr(torch, name)
 model, params = hf.load(folder, dtype)
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
 def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: float) -> list[float]:
     """Measure all batches of a model; the ratios of the native engine to the best of the others."""
     sizes, vocab = case.split(":")
-    layers, embed = SIZES[sizes]
+    layers, embed = (int(size) for size in sizes.split("x"))
     config = Config(
         vocab=int(vocab), embed=embed, layers=layers, heads=embed // 64, kv_heads=embed // 128, head=64, mlp=4 * embed,
         max_positions=2048, family="qwen3", qk_norm=True, dtype=dtype,

@@ -28,7 +28,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Config, Model, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
 

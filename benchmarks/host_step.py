@@ -20,9 +20,9 @@ from weightless import Weightless, smallest_config
 
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Model, decoder_model
-from funrl.rollout.backends import Draw, PassWork
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.native.backends import Draw, PassWork
+from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 

@@ -24,7 +24,8 @@ from funrl.compiled_kernels.linear_logprob import linear_logprob
 from funrl.compiled_kernels.rotary import frequencies, rotary
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, compile_layer, decoder_model
-from funrl.models.decoder import Context
+from funrl.models.decoder.config import layers_of
+from funrl.models.decoder.layers import Context
 from funrl.models.model import Layer
 
 TOKENS = flags.DEFINE_integer("tokens", 1024, "tokens of the row", lower_bound=4)
@@ -60,7 +61,7 @@ def layer_runs() -> dict[str, Callable[[], object]]:
     leaves = [x.requires_grad_() for x in trees.leaves(params)]
     x_BTD = torch.randn(1, 2 * half, EMBED.value, generator=torch.Generator().manual_seed(1)).requires_grad_()
     turns = rotary(torch.arange(2 * half)[None] % half, frequencies(64, 1e4), torch.float32)
-    context = Context(turns, None, True, offsets=torch.tensor([0, half, 2 * half], dtype=torch.int32))
+    context = Context(layers_of(model.config)[0], turns, offsets=torch.tensor([0, half, 2 * half], dtype=torch.int32))
 
     def run(layer: Layer) -> Callable[[], object]:
         def both():

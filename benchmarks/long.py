@@ -31,7 +31,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Config, decoder_model, place
-from funrl.trainer.micro import micro_batch
+from funrl.trainer.steps.micro import micro_batch
 
 SIZES = {"vocab": 512, "embed": 64, "layers": 2, "heads": 1, "kv_heads": 1, "head": 64, "mlp": 192}
 TOKENS = flags.DEFINE_list("tokens", ["4096", "16384", "65536"], "tokens of all rows together")

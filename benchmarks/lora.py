@@ -1,9 +1,9 @@
 """Peak memory of an update with adapters beside one of all weights, on a CPU.
 
-    python benchmarks/lora.py [--rank=16] [--dtype=float32]
+    python benchmarks/lora.py [--rank=16] [--layers=12] [--dtype=float32]
 
-A GRPO job of 12 layers of 768 (random weights, 4 rows of 128 tokens). For each of the two a process of its own learns
-from two batches with the trainer's own functions. What is measured is the growth of its resident memory, from before
+A GRPO job of layers of 768 (random weights, 4 rows of 128 tokens). For each of the two a process of its own learns from
+two batches with the trainer's own functions. What is measured is the growth of its resident memory, from before
 the first weight to the highest point of the second update; memory that is freed goes back to the system at once
 (MALLOC_MMAP_THRESHOLD_). Both hold a reference: a copy of all weights, or the base.
 """
@@ -24,30 +24,33 @@ from funrl import trees
 from funrl.algos import grpo
 from funrl.cost import dry_run
 from funrl.cost.full_rows import full_rows
-from funrl.cost.hardware import HARDWARE
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import single
 from funrl.models.lora import with_lora
 from funrl.trainer import loop
-from funrl.trainer.build import build, first_state, first_weights, frozen_weights
-from funrl.trainer.clock import Clock
-from funrl.trainer.job import Job
-from funrl.trainer.settings import Settings
-from funrl.trainer.sources import Source
+from funrl.trainer.jobs.build import build, first_state, first_weights, frozen_weights
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.sources.sources import Source
+from funrl.trainer.steps.clock import Clock
 
-SIZES = {"vocab": 8192, "embed": 768, "layers": 12, "heads": 12, "kv_heads": 12, "head": 64, "mlp": 3072}
+SIZES = {"vocab": 8192, "embed": 768, "heads": 12, "kv_heads": 12, "head": 64, "mlp": 3072}
 PROMPT, NEW, ROWS = 64, 64, 4
 RANK = flags.DEFINE_integer("rank", 16, "rank of the adapters", lower_bound=1)
+LAYERS = flags.DEFINE_integer("layers", 12, "of the model", lower_bound=1)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "what forward passes compute in")
 MEASURE = flags.DEFINE_enum("measure", None, ["all", "adapters"], "print one measurement as JSON: for this program")
 
 
 def job_of(adapters: bool) -> Job:
-    settings = Settings(
+    settings = settings_of(
         batch_prompts=ROWS // 2, samples_per_prompt=2, max_new_tokens=NEW, token_budget=512, minibatches=1,
         dtype=DTYPE.value, remat="full", lora_rank=RANK.value if adapters else None,
     )  # fmt: skip
     job = dry_run.plain_job(settings, grpo(kl_coef=0.04), HARDWARE["cpu"].memory)
-    model = job.model.rebuild(dataclasses.replace(job.model.config, max_positions=PROMPT + NEW, **SIZES))
+    model = job.model.rebuild(
+        dataclasses.replace(job.model.config, layers=LAYERS.value, max_positions=PROMPT + NEW, **SIZES)
+    )
     adapted = model if job.lora is None else with_lora(model, job.lora)
     return job._replace(model=model, models={name: adapted if name == "policy" else model for name in job.models})
 
@@ -86,7 +89,7 @@ def main(argv: list[str]) -> None:
     found, environment = {}, os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     for what in ("all", "adapters"):
         command = [sys.executable, __file__, f"--measure={what}", *argv[1:]]
-        command += [f"--rank={RANK.value}", f"--dtype={DTYPE.value}"]
+        command += [f"--rank={RANK.value}", f"--layers={LAYERS.value}", f"--dtype={DTYPE.value}"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             sys.exit(done.stderr)

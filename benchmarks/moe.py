@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.mesh.mesh import single
-from funrl.models.config import Experts
-from funrl.models.experts import mixture
+from funrl.models.decoder.experts import mixture
+from funrl.models.decoder.routing import Experts
 
 
 def looped(experts: Experts, params: dict[str, Tensor], x_TD: Tensor) -> Tensor:

@@ -41,13 +41,16 @@ from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout, Rules
 from funrl.models import decoder_model
-from funrl.models.config import Config
+from funrl.models.decoder.config import Config
 
+SIZES = {  # vocabulary, width, layers, mlp
+    "1mb": (1024, 128, 1, 256), "89mb": (10240, 512, 5, 1536), "1gb": (16384, 1536, 8, 4096),
+}  # fmt: skip
 ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
-TREE = flags.DEFINE_enum("tree", "89mb", ["89mb", "1gb"], "size of the tree of weights")
+TREE = flags.DEFINE_enum("tree", "89mb", list(SIZES), "size of the tree of weights")
+LINES = flags.DEFINE_integer("lines", 9, "of the table, from its first", lower_bound=1, upper_bound=9)
 BUCKET = flags.DEFINE_integer("bucket_mb", 64, "megabytes that a bucket stages at most", lower_bound=1)
 
-SIZES = {"89mb": (10240, 512, 5, 1536), "1gb": (16384, 1536, 8, 4096)}  # vocabulary, width, layers, mlp
 STORED, FULLY, GENERATE = rules.STORED, rules.fully_sharded(rules.STORED), rules.GENERATE
 ROWS = [
     ("FSDP dp4,tp2 -> dp4,tp2", (FULLY, "dp4,tp2"), (GENERATE, "dp4,tp2")),
@@ -216,7 +219,7 @@ def main(_: list[str]) -> None:
     print(f"{trees.nbytes(shapes) / 1e6:.0f} MB of weights, 8 ranks, medians of {ROUNDS.value - 1} rounds in ms\n")
     print(f"| layouts | MB moved | least | all-gather MB | {' | '.join(METHODS)} | best peer / plan |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    for row in ROWS:  # in processes of its own, which have all of the machine's memory
+    for row in ROWS[: LINES.value]:  # in processes of its own, which have all of the machine's memory
         print(launch(functools.partial(measure, *row), parse("dp4,tp2"), "cpu"), flush=True)
 
 

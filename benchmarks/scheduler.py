@@ -25,12 +25,12 @@ from absl import app, flags
 from torch import Tensor
 from weightless import Weightless, smallest_config
 
-from funrl.cost.hardware import HARDWARE, USABLE, Hardware, op_seconds
+from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware, op_seconds
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import decoder_model
-from funrl.rollout.backends import Draw, PassWork
 from funrl.rollout.engine import WeightSpec, complete
-from funrl.rollout.native import NativeEngine
+from funrl.rollout.native.backends import Draw, PassWork
+from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling

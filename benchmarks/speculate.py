@@ -24,12 +24,12 @@ from funrl.algos.recipes.grpo import grpo
 from funrl.mesh.mesh import single
 from funrl.models import Config, Model, decoder_model
 from funrl.rollout.engine import complete
-from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer import loop
-from funrl.trainer.job import prepare
-from funrl.trainer.settings import Settings
+from funrl.trainer.jobs.job import prepare
+from funrl.trainer.settings.settings import settings_of
 
 DRAFTS = flags.DEFINE_list("drafts", ["0", "4", "8"], "tokens of a draft at most")
 ROWS = flags.DEFINE_list("rows", ["1", "4", "16", "64"], "completions at once")
@@ -49,7 +49,7 @@ class Silent:
 def main(argv: list[str]) -> None:
     del argv
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    job = prepare(Settings(warmstart_steps=WARMSTART.value, dtype="float32", device="cpu"), grpo)
+    job = prepare(settings_of(warmstart_steps=WARMSTART.value, dtype="float32", device="cpu"), grpo)
     _, state = loop.begin_run(job, single(), Silent())
     prompts = [example.tokens for example in job.task.prompts]
     measure("embedded task", job.model, state.roles["policy"].params, prompts, job.sampling)

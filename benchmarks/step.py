@@ -30,13 +30,14 @@ from funrl.algos import grpo, ppo
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, hf
-from funrl.models.config import Config
+from funrl.models import decoder_model
+from funrl.models.decoder.config import Config
+from funrl.models.huggingface import directories as hf
 from funrl.trainer import loop
-from funrl.trainer.build import sync
-from funrl.trainer.clock import Clock
-from funrl.trainer.job import prepare
-from funrl.trainer.settings import Settings
+from funrl.trainer.jobs.build import sync
+from funrl.trainer.jobs.job import prepare
+from funrl.trainer.settings.settings import Settings, settings_of
+from funrl.trainer.steps.clock import Clock
 
 LAYERS = flags.DEFINE_integer("layers", 4, "layers")
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64")
@@ -46,7 +47,7 @@ SAMPLES = flags.DEFINE_integer("samples", 8, "completions of each prompt")
 PROMPT = flags.DEFINE_integer("prompt_tokens", 32, "tokens of each prompt")
 NEW = flags.DEFINE_integer("new_tokens", 64, "tokens of each completion")
 KL = flags.DEFINE_float("kl_coef", 0.0, "of both GRPOs; above 0 they keep a reference")
-TOKEN_BUDGET = flags.DEFINE_integer("token_budget", Settings.token_budget, "tokens in one pass of funrl")
+TOKEN_BUDGET = flags.DEFINE_integer("token_budget", Settings().updates.token_budget, "tokens in one pass of funrl")
 TURNS = flags.DEFINE_integer("turns", 7, "timed turns of each, after one that is not timed")
 THREADS = flags.DEFINE_integer("threads", 1, "CPU threads")
 
@@ -99,6 +100,8 @@ class Silent:
 
     def note(self, text: str) -> None: ...
 
+    def checkpoint_folder(self) -> None: ...
+
 
 class Files(NamedTuple):
     """Inputs of a run, from disk."""
@@ -128,7 +131,7 @@ def make_files(folder: Path) -> Files:
 
 def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], Times]:
     """A function that takes one step of funrl and says how long each phase took."""
-    settings = Settings(
+    settings = settings_of(
         device="cpu", compile="off", model=str(files.model), prompts=str(files.prompts),
         reward=f"{files.reward}:reward", batch_prompts=PROMPTS.value, samples_per_prompt=SAMPLES.value,
         max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR,

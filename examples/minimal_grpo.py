@@ -16,20 +16,20 @@ from funrl import trees
 from funrl.algos import grpo, sft
 from funrl.batch import Batch
 from funrl.data.packing import pad_rows
-from funrl.data.prompts import prompt_batch
+from funrl.data.prompts import Example, prompt_batch
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, place
 from funrl.optim import adamw, chain, clip_by_global_norm
 from funrl.rewards.pool import Pool
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.advantage_phase import advantages
-from funrl.trainer.generation import Example, rollout, to_rows
-from funrl.trainer.learn import learn
-from funrl.trainer.roles import Role, RoleState
-from funrl.trainer.score import score
-from funrl.trainer.step_rows import rows_of
+from funrl.trainer.sources.generation import RewardedEngine, rollout, to_rows
+from funrl.trainer.steps.advantage_phase import advantages
+from funrl.trainer.steps.learn import learn
+from funrl.trainer.steps.roles import Role, RoleState
+from funrl.trainer.steps.score import score
+from funrl.trainer.steps.step_rows import UpdatePlan, rows_of
 
 DIGITS, WARMUP, STEPS, PROMPTS, SAMPLES = 2, 200, 50, 32, 8
 
@@ -56,7 +56,7 @@ def main():
     learner = Role(placed, loss=sft().losses["policy"], optimizer=optimizer(3e-3), metric="train/loss")
     states = {"policy": RoleState(params, learner.optimizer.init(params))}
     for step in range(WARMUP):
-        states, metrics = learn({"policy": learner}, states, demonstrations(tokenizer, step), step + 1)
+        states, metrics = learn({"policy": learner}, states, demonstrations(tokenizer, step), UpdatePlan(step + 1))
     print(f"warm start: loss {metrics['train/loss']:.2f}")
 
     algorithm = grpo(kl_coef=0.01)
@@ -71,16 +71,17 @@ def main():
         Example(tokenizer.encode(p.prompt), p.prompt, p.fields) for p in arithmetic.training_prompts(0, digits=DIGITS)
     ]
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    rewarded = RewardedEngine(engine, single(), decode, Pool([arithmetic.reward]))
     chain_state, means = algorithm.advantage.init(), []
     for step in range(STEPS):
         engine.load(trees.named(states["policy"].params))
         drawn = prompt_batch(examples, PROMPTS, seed=0, consumed=step * PROMPTS)
-        done = rollout(engine, drawn, sampling, step, Pool([arithmetic.reward]), decode, single())
+        done = rollout(rewarded, drawn, sampling, step)
         rows = to_rows(drawn, done, sampling, pad=0)
         roles = {"policy": policy, "reference": reference}
         rows = score(roles, {"policy": states["policy"].params, "reference": frozen}, rows)
         rows, chain_state, told = advantages(algorithm.advantage, chain_state, rows)
-        states, metrics = learn({"policy": policy}, states, rows, step + 1, minibatches=2)
+        states, metrics = learn({"policy": policy}, states, rows, UpdatePlan(step + 1, minibatches=2))
         means.append(told["reward/mean"])
         print(f"step {step + 1}: reward {means[-1]:.3f}, loss {metrics['actor/pg_loss']:.4f}")
     print(f"mean reward {sum(means[:5]) / 5:.3f} -> {sum(means[-5:]) / 5:.3f} in {time.perf_counter() - start:.0f} s")

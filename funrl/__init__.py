@@ -8,26 +8,37 @@ funrl.evaluate(run.run_dir).metrics["eval/accuracy"]
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funrl import algos, optim
+    from funrl.api.python import Run, RunError, TrainedModel, generate, load, train
     from funrl.batch import Batch
-    from funrl.experiments.evaluate import Evaluation, evaluate
-    from funrl.experiments.python import Run, generate, load, train
+    from funrl.cli.evaluate import Evaluation, evaluate
     from funrl.models import Model
 
+# MKL reads this before its first product. Without it, the last bits of a product depend on the alignment of its tensors
+# in memory on many processors, and no run could be repeated. AUTO is the only mode that all processors have at full
+# speed: on those that are not Intel's, MKL takes AVX2 and AVX512 for AUTO, and COMPATIBLE halves the speed.
+os.environ.setdefault("MKL_CBWR", "AUTO")
+
 __version__ = "0.1.0"
-__all__ = ["Batch", "Evaluation", "Model", "Run", "algos", "evaluate", "generate", "load", "optim", "train"]
+__all__ = [
+    "Batch", "Evaluation", "Model", "Run", "RunError", "TrainedModel", "algos", "evaluate", "generate", "load", "optim",
+    "train",
+]  # fmt: skip
 _PLACES = {
     "Batch": "funrl.batch",
-    "Evaluation": "funrl.experiments.evaluate",
+    "Evaluation": "funrl.cli.evaluate",
     "Model": "funrl.models",
-    "Run": "funrl.experiments.python",
-    "evaluate": "funrl.experiments.evaluate",
-    "generate": "funrl.experiments.python",
-    "load": "funrl.experiments.python",
-    "train": "funrl.experiments.python",
+    "Run": "funrl.api.python",
+    "RunError": "funrl.api.python",
+    "TrainedModel": "funrl.api.python",
+    "evaluate": "funrl.cli.evaluate",
+    "generate": "funrl.api.python",
+    "load": "funrl.api.python",
+    "train": "funrl.api.python",
 }
 
 

@@ -7,16 +7,20 @@
     watched, seen = recording(batch)  # `seen` collects the names that are read of `watched`
 
 B rows of T tokens. Per-token fields are aligned with `tokens`: position t speaks of token t, given what came before it.
+
+The fields are declared in `funrl.fields`. A batch may have further ones that are declared with it; everything that is
+made of it knows them too:
+
+    batch = declare(batch, {"curiosity": Field("token", "advantage", "how new the token is to the policy")})
 """
 
 from __future__ import annotations
 
-import difflib
 import linecache
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,37 +28,10 @@ from torch.utils import _pytree
 
 from funrl import trees
 from funrl.across import ALONE, Across
+from funrl.fields import FIELDS, WRITERS, Field, Schema, example_mask
+from funrl.kinds import FieldKind, Value
 
-FIELD_KINDS = ("row", "token", "token_k", "packing")  # [B] or [B, K], [B, T], [B, T, K], of a packed row as a whole
-WRITERS = {
-    "source": "the source of the rows",
-    "policy": "the trainer, from the policy before the first update on the batch",
-    "reference": "a frozen reference",
-    "teacher": "a teacher",
-    "implicit_reward": "an implicit reward model, as PRIME trains one",
-    "critic": "a critic",
-    "advantage": "a piece of the advantage chain",
-    "step": "the training step, from the policy as it is trained",
-    "trainer": "the trainer",
-}
 TOKEN_INT = torch.int32  # of whole numbers per token: ids, places in a sequence, numbers of sequences
-
-
-class Field(NamedTuple):
-    """Declaration of one field of a batch.
-
-    Attributes:
-      kind: "row" ([B] or [B, K]), "token" ([B, T]), "token_k" ([B, T, K]) or "packing" (of one packed row).
-      writer: one of WRITERS.
-      text: what it is and its unit; for a field of the chain also the pieces that make it.
-      dtype: "float", "int" or "bool". Whole numbers are int64, those per token `TOKEN_INT`: a rank holds these
-        from phase to phase.
-    """
-
-    kind: str
-    writer: str
-    text: str
-    dtype: str = "float"
 
 
 class MissingField(ValueError):
@@ -64,98 +41,26 @@ class MissingField(ValueError):
       field: its name.
     """
 
-    def __init__(self, field: str):
+    def __init__(self, field: str, declared: Field):
         self.field = field
-        super().__init__(
-            f"batch.{field} is missing; it is written by {WRITERS[FIELDS[field].writer]}: {FIELDS[field].text}"
-            + _reader()
-        )
+        writer = WRITERS.get(declared.writer, f"the role {declared.writer!r}")
+        super().__init__(f"batch.{field} is missing; it is written by {writer}: {declared.text}" + _reader())
 
 
 class Batch:
     """Rows of tokens and what is known of each; immutable. What is None is not held."""
 
-    tokens: Annotated[Tensor, Field("token", "source", "token ids: prompt, completion, padding", "int")]
-    mask: Annotated[Tensor, Field("token", "source", "true on tokens that the policy sampled and that count", "bool")]
-    positions: Annotated[Tensor, Field("token", "source", "place of a token in its sequence; else 0, 1, ...", "int")]
-    segments: Annotated[Tensor, Field("token", "source", "sequence of a packed row, from 1; 0 is padding", "int")]
-    length: Annotated[Tensor, Field("row", "source", "tokens of the row that are not padding", "int")]
-    group: Annotated[Tensor, Field("row", "source", "rows of one prompt share a number", "int")]
-    score: Annotated[Tensor, Field("row", "source", "outcome reward of the row")]
-    scores: Annotated[Tensor, Field("row", "source", "[B, K] its parts by reward function; NaN: does not apply")]
-    failed: Annotated[
-        Tensor, Field("row", "source", "a reward function failed on it; there with --on_reward_error", "bool")
-    ]
-    token_reward: Annotated[Tensor, Field("token", "source", "rewards of single tokens, added to the outcome")]
-    truncated: Annotated[Tensor, Field("row", "source", "the completion hit the length limit", "bool")]
-    rollout_logp: Annotated[Tensor, Field("token", "source", "nats, by the engine that sampled")]
-    version: Annotated[
-        Tensor, Field("token", "source", "of the weights that sampled it; there with --new_tokens_per_step", "int")
-    ]
-    routes: Annotated[
-        Tensor,
-        Field(
-            "token_k",
-            "source",
-            "experts that it went to in the engine, layer by layer; -1: any; --router_replay",
-            "int",
-        ),
-    ]
-    greedy_score: Annotated[Tensor, Field("row", "source", "outcome reward of a greedy completion of the prompt")]
-    label: Annotated[
-        Tensor,
-        Field("token", "source", "outcome, 0 to 1, on all tokens of what has one; label_outcomes makes it of scores"),
-    ]
-    mismatched: Annotated[
-        Tensor, Field("row", "source", "the completion is behind another prompt than its own, for KTO", "bool")
-    ]
-    margin: Annotated[Tensor, Field("token", "source", "by how much the chosen sequence of a pair should win")]
-    old_logp: Annotated[Tensor, Field("token", "policy", "nats, of the sampled tokens")]
-    old_entropy: Annotated[Tensor, Field("token", "policy", "nats, at the sampled tokens")]
-    sum_pi_squared: Annotated[Tensor, Field("token", "policy", "sum over the vocabulary of squared probabilities")]
-    ref_logp: Annotated[Tensor, Field("token", "reference", "nats")]
-    teacher_logp: Annotated[Tensor, Field("token", "teacher", "nats")]
-    teacher_topk: Annotated[Tensor, Field("token_k", "teacher", "the teacher's K most probable tokens at t", "int")]
-    teacher_topk_logp: Annotated[Tensor, Field("token_k", "teacher", "nats, the teacher's, of these tokens")]
-    implicit_logp: Annotated[Tensor, Field("token", "implicit_reward", "nats")]
-    value: Annotated[Tensor, Field("token", "critic", "estimate before token t, before the first update")]
-    advantage: Annotated[
-        Tensor, Field("token", "advantage", "in units of reward; to_tokens() brings outcomes to tokens")
-    ]
-    returns: Annotated[Tensor, Field("token", "advantage", "the critic's target, made by gae()")]
-    weight: Annotated[
-        Tensor,
-        Field("token", "advantage", "constant importance weights, made by importance_weights() and other corrections"),
-    ]
-    selected: Annotated[
-        Tensor,
-        Field("token", "advantage", "tokens picked out of the batch, made by select_highest_covariance()", "bool"),
-    ]
-    imitated: Annotated[
-        Tensor, Field("token", "advantage", "tokens of successful completions, made by mark_positives()", "bool")
-    ]
-    entropy_coefficient: Annotated[
-        Tensor, Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()")
-    ]
-    kl_baseline: Annotated[
-        Tensor, Field("token", "advantage", "nats, KTO's reference point, made by reference_point()")
-    ]
-    offsets: Annotated[Tensor, Field("packing", "trainer", "[S + 1] where the sequences of a packed row begin", "int")]
-    trained: Annotated[
-        Tensor,
-        Field(
-            "packing", "trainer", "[N] places of this rank's part of a packed row behind which the mask is true", "int"
-        ),
-    ]
-    sampled: Annotated[Tensor, Field("token", "trainer", "the mask before corrections, set after the chain", "bool")]
-    entropy: Annotated[Tensor, Field("token", "step", "nats, differentiable")]
-    topk_logp: Annotated[Tensor, Field("token_k", "step", "nats, of the teacher's K tokens; differentiable")]
-    divergence: Annotated[
-        Tensor, Field("token", "step", "nats, from the teacher over the whole vocabulary; differentiable")
-    ]
-
-    def __init__(self, **fields: Tensor | None):
-        _check_names(fields)
+    def __init__(self, schema: Schema | None = None, /, **fields: Value | None):
+        """
+        Args:
+          schema: declarations of the fields that the batch may have; None: `FIELDS`.
+          fields: the values.
+        """
+        schema = FIELDS if schema is None else schema  # as a default of the parameter, torch.compile could not trace it
+        for name in fields:
+            if name not in schema:
+                raise ValueError(schema.unknown(name))
+        object.__setattr__(self, "_schema", schema)
         object.__setattr__(self, "_held", {name: x for name, x in fields.items() if x is not None})
         object.__setattr__(self, "_across", ALONE)
 
@@ -165,9 +70,9 @@ class Batch:
         held = self._held
         if name in held:
             return held[name]
-        if name in FIELDS:
-            raise MissingField(name)
-        raise AttributeError(_unknown(name))
+        if name in self._schema:
+            raise MissingField(name, self._schema[name])
+        raise AttributeError(self._schema.unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a batch is immutable: batch._replace({name}=...) gives a new one")
@@ -176,19 +81,24 @@ class Batch:
         raise AttributeError(f"a batch is immutable: batch._replace({name}=None) gives a new one")
 
     def __repr__(self) -> str:
-        return f"Batch({', '.join(f'{name}={list(x.shape)}' for name, x in self._held.items())})"
+        shapes = trees.map(lambda x: list(x.shape), self._held)
+        return f"Batch({', '.join(f'{name}={shapes[name]}' for name in self._held)})"
 
-    def get(self, name: str) -> Tensor | None:
+    def __reduce__(self) -> tuple:
+        further = {name: field for name, field in self._schema.items() if name not in FIELDS}
+        return _restored, (further, self._held, self._across)
+
+    def get(self, name: str) -> Any:
         """The field, or None where the batch does not have it."""
-        if name not in FIELDS:
-            raise AttributeError(_unknown(name))
+        if name not in self._schema:
+            raise AttributeError(self._schema.unknown(name))
         return self._held.get(name)
 
     def names(self) -> tuple[str, ...]:
         """The fields that are there."""
         return tuple(self._held)
 
-    def _replace(self, **fields: Tensor | None) -> Batch:
+    def _replace(self, **fields: Value | None) -> Batch:
         """A batch with other values of these fields; None removes one."""
         return self._with({**self._held, **fields}, fields)
 
@@ -198,55 +108,72 @@ class Batch:
         return self._across
 
     def _with(self, fields: dict[str, Any], replaced: Iterable[str] = ()) -> Batch:
-        """A batch of the same kind with these fields, of which some were replaced."""
-        batch = Batch(**fields)
+        """A batch of the same schema with these fields, of which some were replaced."""
+        batch = Batch(self._schema, **fields)
         object.__setattr__(batch, "_across", self._across)
         return batch
 
 
-FIELDS: dict[str, Field] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(Batch, include_extras=True).items()
-}
+def schema_of(batch: Batch) -> Schema:
+    """Declarations of the fields that a batch may have."""
+    return batch._schema
 
 
-def fields_of_kind(*kinds: str) -> tuple[str, ...]:
-    """Names of the fields of these kinds."""
-    return tuple(name for name, field in FIELDS.items() if field.kind in kinds)
+def kind_of(batch: Batch, name: str) -> FieldKind:
+    """Kind of a field."""
+    return batch._schema[name].kind
 
 
-def fields_by(*writers: str) -> tuple[str, ...]:
-    """Names of the fields that these writers write."""
-    return tuple(name for name, field in FIELDS.items() if field.writer in writers)
+def declare(batch: Batch, fields: Mapping[str, Field]) -> Batch:
+    """The batch with declarations of further fields.
+
+    Raises:
+      ValueError: a field is declared already, as another one.
+    """
+    schema = batch._schema.extended(fields)
+    if schema == batch._schema:
+        return batch
+    return _restored({name: schema[name] for name in schema if name not in FIELDS}, batch._held, batch._across)
 
 
-def row_fields() -> tuple[str, ...]:
-    return fields_of_kind("row")
+def _restored(further: Mapping[str, Field], held: Mapping[str, Value], across: Across) -> Batch:
+    batch = Batch(FIELDS | further if further else FIELDS, **held)
+    object.__setattr__(batch, "_across", across)
+    return batch
 
 
-def token_fields() -> tuple[str, ...]:
-    """Names of the fields whose second dim is T: per token, and per token and K."""
-    return fields_of_kind("token", "token_k")
-
-
-def as_dict(batch: Batch) -> dict[str, Tensor]:
+def as_dict(batch: Batch) -> dict[str, Value]:
     """The fields that are there, by name; not a read."""
     return dict(batch._held)
 
 
-def map_fields(fn: Callable[[str, Tensor], Tensor], batch: Batch) -> Batch:
+def map_fields(fn: Callable[[str, Value], Value], batch: Batch) -> Batch:
     """The batch with `fn(name, field)` of every field that is there. Neither a read nor a write of any of them."""
     return batch._with({name: fn(name, x) for name, x in batch._held.items()})
 
 
+def map_kinds(fn: Callable[[FieldKind, Value], Value], batch: Batch) -> Batch:
+    """The batch with `fn(kind, value)` of every field that is there; as `map_fields`."""
+    return map_fields(lambda name, x: fn(batch._schema[name].kind, x), batch)
+
+
 def select(batch: Batch, rows: Any) -> Batch:
     """The given rows (a slice or an index tensor) of every field."""
-    return map_fields(lambda name, x: x[rows], batch)
+    return map_kinds(lambda kind, x: kind.select(x, rows), batch)
+
+
+def with_rows_spread(batch: Batch) -> Batch:
+    """The batch as an update has it: each field per row is one per token [B, T] or [B, T, K], its row's number on all.
+
+    Rows of an update are packed end to end, so a number per row has no place of its own there.
+    """
+    tokens = as_dict(batch)["mask"].shape[1]
+    return map_kinds(lambda kind, x: x if kind.spread is None else kind.spread(x, tokens), batch)
 
 
 def narrowed(batch: Batch) -> Batch:
     """The batch with its whole numbers per token in `TOKEN_INT`."""
-    wide = frozenset(token_fields())
-    return map_fields(lambda name, x: x.to(TOKEN_INT) if name in wide and x.dtype == torch.int64 else x, batch)
+    return map_kinds(lambda kind, x: x.to(TOKEN_INT) if kind.per_token and x.dtype == torch.int64 else x, batch)
 
 
 def with_across(batch: Batch, across: Across) -> Batch:
@@ -279,11 +206,16 @@ class Reads(NamedTuple):
 
 
 class Seen:
-    """Fields that have been read of a recording batch so far."""
+    """Fields that have been read of a recording batch so far, and the terms that ran on it.
+
+    Attributes:
+      terms: (term, its place among others, x, its loss per token), the innermost first.
+    """
 
     def __init__(self) -> None:
         self.required: set[str] = set()
         self.optional: set[str] = set()
+        self.terms: list[tuple[Any, str, Tensor, Tensor]] = []
 
     @property
     def reads(self) -> Reads:
@@ -293,24 +225,24 @@ class Seen:
 class _Recording(Batch):
     """A batch that tells what is read of it; fields that its reader has put in itself are no reads."""
 
-    def __init__(self, held: dict[str, Tensor], across: Across, seen: Seen, made: frozenset[str]):
-        super().__init__(**held)
-        object.__setattr__(self, "_across", across)
+    def __init__(self, like: Batch, held: Mapping[str, Value], seen: Seen, made: frozenset[str]):
+        super().__init__(like._schema, **held)
+        object.__setattr__(self, "_across", like._across)
         object.__setattr__(self, "_seen", seen)
         object.__setattr__(self, "_made", made)
 
     def __getattr__(self, name: str) -> Any:
-        if name in FIELDS and name not in self._made:
+        if not name.startswith("_") and name in self._schema and name not in self._made:
             self._seen.required.add(name)
         return super().__getattr__(name)
 
-    def get(self, name: str) -> Tensor | None:
-        if name in FIELDS and name not in self._made:
+    def get(self, name: str) -> Any:
+        if name in self._schema and name not in self._made:
             self._seen.optional.add(name)
         return super().get(name)
 
     def _with(self, fields: dict[str, Any], replaced: Iterable[str] = ()) -> Batch:
-        return _Recording(fields, self._across, self._seen, self._made | frozenset(replaced))
+        return _Recording(self, fields, self._seen, self._made | frozenset(replaced))
 
 
 def recording(batch: Batch) -> tuple[Batch, Seen]:
@@ -319,58 +251,26 @@ def recording(batch: Batch) -> tuple[Batch, Seen]:
     `_replace` keeps recording; a field that was replaced is its reader's own and no longer a read.
     """
     seen = Seen()
-    return _Recording(batch._held, batch.across, seen, frozenset()), seen
+    return _Recording(batch, batch._held, seen, frozenset()), seen
 
 
-def example(names: Iterable[str] | None = None) -> Batch:
-    """A small batch of these fields (default: all but those of a packed row), with values that the schema allows, to
-    run a piece on.
+def seen_of(batch: Batch) -> Seen | None:
+    """The record of a recording batch; None for a batch that does not record."""
+    return batch._seen if isinstance(batch, _Recording) else None
+
+
+def example(names: Iterable[str] | None = None, schema: Schema = FIELDS) -> Batch:
+    """A small batch of these fields (default: all that rows have), with values as they are declared, to try a piece on.
 
     Two groups of two rows, scores 0 and 1 in each; 8 tokens a row, of which the third to the sixth are sampled and the
     others are 0; two sequences a row; K = 2.
     """
-    B, T, K = 4, 8, 2
-    draw = torch.Generator().manual_seed(0)
-    mask = torch.zeros(B, T, dtype=torch.bool)
-    mask[:, 2:6] = True
-    fixed = {
-        "mask": mask, "sampled": mask, "selected": mask & (torch.arange(T) % 2 == 0), "imitated": mask,
-        "tokens": torch.arange(B * T).reshape(B, T), "positions": torch.arange(T).expand(B, T),
-        "segments": 1 + (torch.arange(T) >= T // 2).int().expand(B, T), "length": torch.full((B,), T),
-        "group": torch.tensor([0, 0, 1, 1]), "score": torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64),
-        "greedy_score": torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64),
-        "truncated": torch.tensor([False, False, False, True]), "teacher_topk": torch.arange(K).expand(B, T, K),
-        "routes": torch.arange(K).expand(B, T, K),
-        "scores": torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64),
-        "label": mask.double(), "version": mask.long(), "failed": torch.zeros(B, dtype=torch.bool),
-        "mismatched": torch.tensor([False, True, False, True]),
-    }  # fmt: skip
-
-    def value(name: str) -> Tensor:
-        if name in fixed:
-            return fixed[name]
-        shape = (B, T, K) if FIELDS[name].kind == "token_k" else (B, T) if FIELDS[name].kind == "token" else (B,)
-        positive = -0.1 - torch.rand(shape, generator=draw, dtype=torch.float64)
-        x = positive if name.endswith("logp") else -positive
-        on = mask[..., None] if len(shape) == 3 else mask
-        return torch.where(on, x, x.new_zeros(())) if len(shape) > 1 else x
-
-    names = fields_of_kind("row", "token", "token_k") if names is None else names
-    return narrowed(Batch(**{name: value(name) for name in names}))
+    draw, mask = torch.Generator().manual_seed(0), example_mask()
+    names = [name for name, field in schema.items() if field.kind.of_rows] if names is None else names
+    return narrowed(Batch(schema, **{name: schema[name].example_value(draw, mask) for name in names}))
 
 
 # ---- errors
-
-
-def _check_names(fields: Iterable[str]) -> None:
-    for name in fields:
-        if name not in FIELDS:
-            raise ValueError(_unknown(name))
-
-
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, list(FIELDS), 1)
-    return f"a batch has no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are {list(FIELDS)}")
 
 
 def _reader() -> str:
@@ -391,26 +291,34 @@ def _reader() -> str:
 # ---- a batch is a tree; its leaves are named by field
 
 
-def _flatten(batch: Batch) -> tuple[tuple, tuple[tuple[str, ...], Across], tuple[str, ...]]:
-    names = tuple(name for name in FIELDS if name in batch._held)
-    return tuple(batch._held[name] for name in names), (names, batch._across), names
+def _flatten(batch: Batch) -> tuple[tuple, tuple[tuple[str, ...], Schema, Across], tuple[str, ...]]:
+    names = tuple(name for name in batch._schema if name in batch._held)
+    return tuple(batch._held[name] for name in names), (names, batch._schema, batch._across), names
 
 
-def _unflatten(how: tuple[tuple[str, ...], Across], leaves: Iterable[Any]) -> Batch:
-    batch = Batch(**dict(zip(how[0], leaves, strict=True)))
-    object.__setattr__(batch, "_across", how[1])
+def _unflatten(structure: tuple[tuple[str, ...], Schema, Across], leaves: Iterable[Any]) -> Batch:
+    names, schema, across = structure
+    batch = Batch(schema, **dict(zip(names, leaves, strict=True)))
+    object.__setattr__(batch, "_across", across)
     return batch
+
+
+def _children(batch: Batch) -> tuple[list, tuple[tuple[str, ...], Schema, Across]]:
+    values, structure, _ = _flatten(batch)
+    return list(values), structure
+
+
+def _named_children(batch: Batch) -> tuple[list, tuple[tuple[str, ...], Schema, Across]]:
+    values, structure, names = _flatten(batch)
+    return [(_pytree.GetAttrKey(name), x) for name, x in zip(names, values, strict=True)], structure
 
 
 for _class in (Batch, _Recording):
     trees.register_node(_class, _flatten, _unflatten)
 _pytree.register_pytree_node(
     Batch,
-    lambda batch: (list(_flatten(batch)[0]), _flatten(batch)[1]),
-    lambda leaves, how: _unflatten(how, leaves),
+    _children,
+    lambda leaves, structure: _unflatten(structure, leaves),
     serialized_type_name="funrl.batch.Batch",
-    flatten_with_keys_fn=lambda batch: (
-        [(_pytree.GetAttrKey(name), x) for x, name in zip(_flatten(batch)[0], _flatten(batch)[2], strict=True)],
-        _flatten(batch)[1],
-    ),  # pyright: ignore[reportArgumentType]
+    flatten_with_keys_fn=_named_children,  # pyright: ignore[reportArgumentType]
 )

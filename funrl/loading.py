@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +21,26 @@ class LoadError(ValueError):
     """A function that cannot be loaded; the message names the flag, its value and what is wrong."""
 
 
+def shared_folder_of_files() -> Path | None:
+    """The folder with funrl's recipes/, examples/ and docs/: of a checkout, or of an installed package."""
+    candidates = Path(__file__).parents[1], Path(sysconfig.get_path("data"), "share", "funrl")
+    return next((path for path in candidates if (path / "recipes").is_dir() and (path / "docs").is_dir()), None)
+
+
+def existing_path(text: str) -> str:
+    """A path as it is given, or within funrl's own folder where only that has it, as of recipes/NAME.yaml."""
+    folder = shared_folder_of_files()
+    if folder is None or os.path.isabs(text) or os.path.exists(text) or not (folder / text).exists():
+        return text
+    return str(folder / text)
+
+
 def load_function(flag: str, text: str) -> Callable[..., Any]:
     """The function that "FILE.py:function" or "package.module:function" names.
 
     A file is run as a module of its own, with its folder on the import path, as Python does with a script. As Python
-    does with a module, it is run once in a process, however many of its functions are asked for.
+    does with a module, it is run once in a process, however many of its functions are asked for. A module is looked up
+    in the working directory too, after the import path.
 
     Args:
       flag: the name of the flag, for the message of an error.
@@ -33,7 +52,7 @@ def load_function(flag: str, text: str) -> Callable[..., Any]:
     name, function = locate(flag, text)
     path = Path(name)
     try:
-        module = _from_file(path) if name.endswith(".py") else importlib.import_module(name)
+        module = _from_file(path) if name.endswith(".py") else _from_name(name)
     except (Exception, SystemExit) as error:
         raise LoadError(f"--{flag}={text}: {name} does not import: {_where(error)}") from error
     if not hasattr(module, function):
@@ -51,7 +70,7 @@ def locate(flag: str, text: str) -> tuple[str, str]:
     Args: as in `load_function`.
 
     Raises:
-      LoadError: the text is not of this form, or the file is missing.
+      LoadError: the text is not of this form, or the file is missing, or has no such name in its text.
     """
     name, colon, function = text.rpartition(":")
     if not (name and colon and function):
@@ -60,7 +79,45 @@ def locate(flag: str, text: str) -> tuple[str, str]:
     if name.endswith(".py") and not path.is_file():
         problem = "this is a directory, a file is needed" if path.is_dir() else "no such file"
         raise LoadError(f"--{flag}={text}: {path}: {problem}")
+    there = written_names(path) if name.endswith(".py") else None
+    if there is not None and function not in there:
+        near = difflib.get_close_matches(function, there, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        names = ", ".join(one for one in there if there[one] and not one.startswith("_")) or "none"
+        raise LoadError(f"--{flag}={text}: {name} has no {function!r}; {hint}its functions: {names}")
     return name, function
+
+
+def _from_name(name: str) -> ModuleType:
+    """A module by its name, of the import path or else of the working directory."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # it stays: what the module imports later is looked up as it is
+        importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def written_names(path: Path) -> dict[str, bool] | None:
+    """Names that the text of a Python file gives at its top level, and whether the text defines a function or class
+    there; None where only running it tells them."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    names, nodes = dict[str, bool](), list[ast.AST](tree.body)
+    while nodes:
+        node = nodes.pop(0)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names[node.name] = True
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.setdefault(node.id, False)
+        elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr", "vars"):
+            return None
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = dict.fromkeys(((one.asname or one.name).partition(".")[0] for one in node.names), False) | names
+        nodes += ast.iter_child_nodes(node)
+    return None if {"*", "__getattr__"} & set(names) else names
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once
+
 _CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -4,25 +4,27 @@ import copy
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from funrl import batch as batches
 from funrl import trees
 from funrl.across import row_sums
 from funrl.batch import (
-    FIELD_KINDS,
-    FIELDS,
     TOKEN_INT,
-    WRITERS,
     Batch,
     MissingField,
     Reads,
     as_dict,
+    declare,
     example,
     recording,
+    schema_of,
     select,
+    with_rows_spread,
 )
+from funrl.fields import FIELD_DTYPES, FIELDS, WRITERS, Field
+from funrl.kinds import FIELD_KINDS, Ragged, from_row_lines, row_lines
 
 
 def small():
@@ -38,13 +40,14 @@ def doubled(x, batch):
 
 
 def test_every_field_is_declared_with_a_kind_and_a_writer():
-    assert len(FIELDS) > 30 and list(FIELDS) == list(Batch.__annotations__)
+    assert len(FIELDS) > 30
     for name, field in FIELDS.items():
-        assert field.kind in FIELD_KINDS and field.writer in WRITERS and field.dtype in ("float", "int", "bool"), name
-    kinds = [batches.fields_of_kind(kind) for kind in FIELD_KINDS]
-    assert sorted(sum(kinds, ())) == sorted(FIELDS)
-    assert set(batches.token_fields()) == set(kinds[1] + kinds[2])
-    assert sorted(sum((batches.fields_by(writer) for writer in WRITERS), ())) == sorted(FIELDS)
+        assert field.kind is FIELD_KINDS[field.kind.name] and field.writer in WRITERS and field.dtype in FIELD_DTYPES, (
+            name
+        )
+    of_rows = [name for name, field in FIELDS.items() if field.kind.of_rows]
+    assert {*FIELDS.rows(), *FIELDS.tokens()} == set(of_rows) and not {*FIELDS.rows()} & {*FIELDS.tokens()}
+    assert sorted(sum((FIELDS.by(writer) for writer in WRITERS), ())) == sorted(FIELDS)
 
 
 def test_the_example_is_what_the_schema_says():
@@ -53,11 +56,10 @@ def test_the_example_is_what_the_schema_says():
     assert batch.group.tolist() == [0, 0, 1, 1] and set(batch.score.tolist()) == {0.0, 1.0}
     for name, x in as_dict(batch).items():
         field = FIELDS[name]
-        whole = TOKEN_INT if field.kind.startswith("token") else torch.int64
-        kind = torch.bool if field.dtype == "bool" else whole if field.dtype == "int" else torch.float64
-        assert x.dtype == kind, name
-        assert tuple(x.shape[: min(x.dim(), 2)]) == ((B, T) if field.kind.startswith("token") else x.shape), name
-        assert (x.dim() == 3) == (field.kind == "token_k"), name
+        integer = TOKEN_INT if field.kind.per_token else torch.int64
+        kind = torch.bool if field.dtype == "bool" else integer if field.dtype == "int" else torch.float64
+        shape = {"row": (B,), "wide_row": (B, 2), "token": (B, T), "token_k": (B, T, 2)}[field.kind.name]
+        assert (x.dtype, tuple(x.shape)) == (kind, shape), name
     assert example(("mask", "score")).names() == ("mask", "score")
 
 
@@ -94,6 +96,70 @@ def test_it_is_a_tree_whose_leaves_are_named_by_field():
     assert [x.shape for x in trees.leaves(trees.map(torch.add, batch, twice))] == [(2, 3), (2,)]
     assert trees.fill(batch, [1, 2]).score == 2
     assert pickle.loads(pickle.dumps(batch)).score.tolist() == copy.deepcopy(batch).score.tolist() == [1, 1]
+
+
+OWN = {
+    "curiosity": Field("token", "advantage", "nats, how new the token is"),
+    "level": Field("row", "judge", "how hard the row is", dtype="int"),
+    "pictures": Field("ragged", "source", "pictures of the row"),
+}
+
+
+def test_own_fields_are_declared_with_a_batch_and_stay_with_it():
+    batch = declare(small(), OWN)._replace(curiosity=torch.zeros(2, 3), level=torch.tensor([3, 4]))
+    batch = batch._replace(pictures=Ragged(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 3])))
+    names = [name for name, _ in trees.named(batch)]
+    assert names == ["tokens", "mask", "score", "curiosity", "level", "pictures/values", "pictures/offsets"]
+    for other in (trees.map(lambda x: x, batch), pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
+        assert schema_of(other) == FIELDS | OWN and other.level.tolist() == [3, 4]
+    picked = select(batch, torch.tensor([1, 0, 1]))
+    assert picked.pictures.offsets.tolist() == [0, 2, 3, 5] and picked.pictures.values[:, 0].tolist() == [2, 4, 0, 2, 4]
+    assert with_rows_spread(batch).level.tolist() == [[3, 3, 3], [4, 4, 4]]
+    watched, seen = recording(batch)
+    assert watched.curiosity.sum() + (watched.get("level") is None) == 0
+    assert seen.reads == Reads(frozenset({"curiosity"}), frozenset({"level"}))
+    compiled = torch.compile(lambda x, b: (x + b.curiosity * b.level[:, None]).sum(), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2, 3), batch._replace(pictures=None)) == 6
+    with pytest.raises(MissingField, match="written by the role 'judge': how hard the row is"):
+        declare(small(), OWN).level  # noqa: B018
+    with pytest.raises(AttributeError, match="no field 'curiosty'; did you mean 'curiosity'"):
+        batch.curiosty  # noqa: B018
+    with pytest.raises(ValueError, match="no field 'curiosity'"):
+        small()._replace(curiosity=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="'score' is declared already: outcome reward"):
+        declare(small(), {"score": OWN["level"]})
+    for name in ("across", "_level", "two words"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot name a field"):
+            declare(small(), {name: OWN["level"]})
+    tried = example(OWN, FIELDS | OWN)
+    assert (tried.curiosity.shape, tried.level.tolist(), len(tried.pictures.offsets)) == ((4, 8), [0, 1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FIELD_KINDS.values() if kind.of_rows], ids=lambda kind: kind.name)
+def test_rows_of_every_kind_are_their_lines(kind):
+    lengths = np.array([3, 0, 8, 5])
+    value = kind.example(lambda shape: torch.arange(float(np.prod(shape))).reshape(shape), 4, 8)
+    lines, counts = row_lines(kind, value, lengths), kind.counts(value, lengths)
+    back = from_row_lines(kind, lines, counts, 8)
+    assert len(lines) == counts.sum() and torch.equal(row_lines(kind, back, lengths), lines)
+    order = torch.tensor([2, 2, 0])
+    twice = kind.concatenate([kind.select(back, order), kind.select(back, slice(0, 1))])
+    parts = lines.split(counts.tolist())
+    expected = torch.cat([parts[row] for row in (2, 2, 0, 0)])
+    assert torch.equal(row_lines(kind, twice, lengths[[2, 2, 0, 0]]), expected)
+    pair = kind.beside(back, torch.tensor([0]), torch.tensor([3]))
+    if kind.everywhere:
+        assert torch.equal(pair, back[:1])
+    else:
+        both = torch.cat([kind.lines(kind.select(back, torch.tensor([row]))) for row in (0, 3)])
+        assert torch.equal(kind.lines(pair), both)
+
+
+def test_a_kind_and_a_dtype_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"Field\('tokn'\): the kind is one of row, wide_row, token"):
+        Field("tokn", "advantage", "none")
+    with pytest.raises(ValueError, match="the dtype is one of float, int, bool"):
+        Field("token", "advantage", "none", dtype="half")
 
 
 def test_select_takes_rows_of_every_field():

@@ -81,12 +81,13 @@ def test_a_file_that_failed_is_run_again(folder):
         (":score", "write FILE.py:function"),
         ("nothing.py:score", r"nothing\.py: no such file"),
         ("folder.py:score", r"folder\.py: this is a directory, a file is needed"),
-        ("json.py:scores", "has no 'scores'; its functions: .*score, other"),
+        ("json.py:scores", "has no 'scores'; did you mean score\\? its functions: Weights, score, other$"),
         ("json.py:constant", "'constant' is 3, which cannot be called"),
         ("broken.py:score", r"does not import: SyntaxError.*broken\.py.*line 2"),
         ("raises.py:score", r"does not import: ZeroDivisionError.*raises\.py\", line 3"),
         ("leaves.py:score", "does not import: SystemExit"),
         ("needs.py:score", "does not import: ModuleNotFoundError.*no_such_module_anywhere"),
+        ("lacks.py:score", "has no 'score'; its functions: none$"),
         ("no_such_package.rewards:score", "does not import: ModuleNotFoundError"),
     ],
 )
@@ -94,9 +95,11 @@ def test_a_file_that_failed_is_run_again(folder):
 def test_what_cannot_be_loaded_is_explained(flag, folder, monkeypatch, name, message):
     (folder / "folder.py").mkdir()
     (folder / "broken.py").write_text("x = 1\ndef score(:\n")
-    (folder / "raises.py").write_text("\n\n1 / 0\n")
-    (folder / "leaves.py").write_text("import sys\nsys.exit(2)\n")
-    (folder / "needs.py").write_text("import no_such_module_anywhere\n")
+    score = "def score(prompt, completion):\n    return 1\n"
+    (folder / "raises.py").write_text(f"\n\n1 / 0\n{score}")
+    (folder / "leaves.py").write_text(f"import sys\nsys.exit(2)\n{score}")
+    (folder / "needs.py").write_text(f"import no_such_module_anywhere\n{score}")
+    (folder / "lacks.py").write_text("import sys\nsys.exit(2)\n")
     monkeypatch.chdir(folder)
     with pytest.raises(LoadError, match=f"(?s)^--{flag}={name}: .*{message}"):
         load_function(flag, name)

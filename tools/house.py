@@ -20,27 +20,63 @@ BEGIN, END = "<!-- house: written by tools/house.py -->", "<!-- end of the house
 
 # From the ground up: a package imports only from packages above it in this list.
 ORDER = (
-    "trees", "across", "batch", "seeds", "loading", "mesh", "compiled_kernels", "models", "optim", "algos", "rollout",
-    "rewards", "data", "tasks", "trainer", "cost", "track", "experiments",
-)  # fmt: skip
+    "trees",
+    "across",
+    "kinds",
+    "fields",
+    "batch",
+    "seeds",
+    "loading",
+    "processes",
+    "mesh",
+    "compiled_kernels",
+    "models",
+    "optim",
+    "algos",
+    "rollout",
+    "rewards",
+    "data",
+    "tasks",
+    "trainer",
+    "testing",
+    "cost",
+    "track",
+    "flags",
+    "api",
+    "cli",
+    "experiments",
+    "__main__",
+)
+# The same inside a package that has packages: OWN stands for its own files.
+OWN = ""
+INSIDE = {
+    "models": (OWN, "decoder", "huggingface"),
+    "rollout": (OWN, "native", "vllm"),
+    "trainer": ("settings", "steps", "storage", "sources", "jobs", "checkpoints", OWN),
+    "cost": ("tracing", OWN, "search", "reports"),
+    "track": ("records", "report", OWN),
+    "flags": (OWN, "foreign"),
+}
+MOST_FILES = 16  # of a package, apart from its index
+# Lists of equals, which may be longer.
+LISTS = ("algos/recipes", "experiments")
 # Packages that may import less than their place allows: an algorithm knows no device.
 NARROW = {
-    "algos": ("trees", "across", "batch", "seeds", "compiled_kernels.scan", "algos"),
+    "algos": ("trees", "across", "kinds", "fields", "batch", "seeds", "compiled_kernels.scan", "algos"),
 }
-# Only these may import torch.distributed. The dry run makes its fake process group in cost/estimate.py.
-DISTRIBUTED = ("mesh", "cost/estimate.py")
+# Only these may import torch.distributed. The dry run makes its fake process group in cost/tracing/estimate.py.
+DISTRIBUTED = ("mesh", "processes", "cost/tracing/estimate.py")
 # `Loss.reads` runs a piece on a recording batch, and what runs it has to know a Loss.
-CIRCLES = (frozenset({"funrl.algos.core", "funrl.algos.reading"}),)
-# An experiment has the name of its recipe.
-SHARED_NAMES = ("experiments", "algos/recipes")
+CIRCLES = (frozenset({"funrl.algos.core", "funrl.algos.explanation", "funrl.algos.reading"}),)
 # Public names that two modules may define, as they are the field's word in both and are read with their module's name.
 SHARED_DEFINITIONS = {
     **dict.fromkeys(("chain", "scale", "stateless"), ("algos.core", "optim")),
-    "load": ("experiments.python", "models.hf", "trainer.checkpoint"),
-    "main": ("cost", "experiments", "mesh.processes", "rewards.confine", "track.report", "trainer.shard_server"),
+    "check_algorithm": ("testing.check_pieces", "trainer.jobs.compatibility"),
+    "load": ("api.python", "models.huggingface.directories", "trainer.checkpoints.checkpoint"),
+    "main": ("cli", "cost", "processes.workers", "rewards.confine", "trainer.storage.shard_server"),
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
-    "LARGEST": ("rewards.call", "trainer.checks"),  # one number, once of torch and once where torch is not imported
+    "LARGEST": ("rewards.call", "trainer.settings.checks"),  # once of torch and once where torch is not imported
 }
 
 
@@ -119,6 +155,13 @@ def package(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+def inner_package(module: str) -> str:
+    """The package inside a package that a module is in; OWN where it is one of the outer package's own files."""
+    parts = module.split(".")[2:]
+    inside = INSIDE.get(package(module), ())
+    return parts[0] if parts and parts[0] in inside else OWN
+
+
 def arrows(house: House) -> dict[str, tuple[str, ...]]:
     """Of each package, the packages that it imports, both from the ground up."""
     found = {(package(one.importer), package(one.imported)) for one in imports(house)}
@@ -139,8 +182,14 @@ def problems(house: House) -> list[str]:
             found.append(f"{where}: {imported} comes after {importer}")
         elif importer in NARROW and not _within(one.imported, NARROW[importer]):
             found.append(f"{where}: {importer} may import only {', '.join(NARROW[importer])}")
+        elif imported == importer and importer in INSIDE:
+            order = INSIDE[importer]
+            inner, other = inner_package(one.importer), inner_package(one.imported)
+            if order.index(other) > order.index(inner):
+                after = f"{importer}.{other}" if other else f"{importer}'s own files"
+                found.append(f"{where}: {after} comes after {importer}.{inner}")
     found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house) if one not in CIRCLES]
-    return found + shared_names(house) + shared_definitions(house) + distributed(house)
+    return found + crowded(house) + shared_definitions(house) + distributed(house)
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:
@@ -166,17 +215,21 @@ def _reached(start: str, direct: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def shared_names(house: House) -> list[str]:
-    """Files with the same name, but for experiments and their recipes."""
-    places: dict[str, list[str]] = {}
+def crowded(house: House) -> list[str]:
+    """Packages with more files than a reader keeps in mind, and folders that INSIDE does not order."""
+    files: dict[str, int] = {}
+    problems = []
     for file in house.files.values():
+        folder = file.parent.relative_to(house.root / "funrl").as_posix()
         if file.name != "__init__.py":
-            places.setdefault(file.name, []).append(file.parent.relative_to(house.root / "funrl").as_posix())
-    return [
-        f"{name}: a file of this name is in each of {', '.join(sorted(folders))}"
-        for name, folders in sorted(places.items())
-        if len(folders) > 1 and set(folders) != set(SHARED_NAMES)
-    ]
+            files[folder] = files.get(folder, 0) + 1
+        outer, _, inner = folder.partition("/")
+        if file.name == "__init__.py" and inner and outer in INSIDE and inner not in INSIDE[outer]:
+            problems.append(f"funrl/{folder}: not in the order of tools/house.py")
+    for folder, count in sorted(files.items()):
+        if count > MOST_FILES and folder not in LISTS:
+            problems.append(f"funrl/{folder}: {count} files, and a package has at most {MOST_FILES}")
+    return problems
 
 
 def shared_definitions(house: House) -> list[str]:
@@ -215,7 +268,7 @@ def distributed(house: House) -> list[str]:
                 continue
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             if any(f"{module}{alias.name}.".startswith("torch.distributed.") for alias in node.names):
-                found.append(f"funrl/{place}:{node.lineno} imports torch.distributed, which is for mesh/")
+                found.append(f"funrl/{place}:{node.lineno} imports torch.distributed, for mesh/ and processes/ only")
     return found
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 from collections.abc import Mapping
@@ -18,25 +17,58 @@ PAGE = ROOT / "docs" / "migration.md"
 sys.path.insert(0, str(ROOT))
 
 from funrl.algos import recipe  # noqa: E402
-from funrl.experiments.names_trl import TRL  # noqa: E402
-from funrl.experiments.names_verl import VERL  # noqa: E402
-from funrl.experiments.renaming import Convert, DifferentError, Meaning, NameContext  # noqa: E402
-from funrl.trainer.settings import Settings  # noqa: E402
+from funrl.flags.foreign.aliases import OF_TRL  # noqa: E402
+from funrl.flags.foreign.names_verl import FIXED, VERL  # noqa: E402
+from funrl.flags.foreign.renaming import Convert, DifferentError, Meaning, NameContext, NoEffectError  # noqa: E402
+from funrl.trainer.settings.settings import Settings, flag_values  # noqa: E402
 
-RECIPES = ("grpo", "ppo", "dpo", "reward_model", "sft", "gspo")  # the first that has the name's meaning is asked
-NUMBERS = ("1", "2", "0.1")
+RECIPES = (
+    "grpo",
+    "ppo",
+    "dpo",
+    "reward_model",
+    "sft",
+    "gspo",
+    "rloo",
+    "kto",
+    "cpo",
+    "simpo",
+    "alphapo",
+    "gkd",
+)  # the first that has the name's meaning is asked
+NUMBERS = ("1", "2", "0.1", "0", "false", "none")
 VALUES = {  # an example of each name whose value is no number
     **dict.fromkeys(("model_name_or_path", "reward_model_name_or_path", "reward_model_path", "output_dir"), "DIR"),
     **dict.fromkeys(("actor_rollout_ref.model.path", "trainer.default_local_dir"), "DIR"),
+    "use_peft": "true", "lora_r": "8", "lora_dropout": "0.0", "lora_target_modules": "q_proj", "load_in_4bit": "false",
+    "load_in_8bit": "false", "dataset_train_split": "train", "dataset_test_split": "test", "dataset_config": "main",
+    "dataset_streaming": "false", "trust_remote_code": "false", "model_revision": "main", "torch_compile": "true",
+    "eval_on_start": "true", "remove_unused_columns": "false",
     "dataset_name": "docs", "reward_funcs": "mine.score", "learning_rate": "1e-6", "eval_strategy": "steps",
     "save_strategy": "no", "logging_strategy": "steps", "report_to": "wandb", "lr_scheduler_type": "cosine",
     "optim": "adamw_torch", "torch_dtype": "bfloat16", "vllm_mode": "colocate", "vllm_server_base_url": "URL",
     "loss_type": "dapo", "importance_sampling_level": "token", "scale_rewards": "group",
     "f_divergence_type": "js_divergence", "per_device_train_batch_size": "8", "gradient_accumulation_steps": "4",
-    "steps_per_generation": "4", "generation_batch_size": "64", "warmup_ratio": "0.1", "max_steps": "100",
+    "steps_per_generation": "4", "generation_batch_size": "64",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "10", "use_bias_correction_kl": "true", "lmbda": "1.0",
+    "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_epsilon": "1e-8", "top_entropy_quantile": "1.0",
+    "f_alpha_divergence_coef": "0.25", "desirable_weight": "1.5",
+    "discopop_tau": "0.05", "dtype": "bfloat16", "loss_weights": "0.5",
+    "multi_objective_aggregation": "sum_then_normalize", "truncation_mode": "keep_start", "seed": "1", "alpha": "0.25",
+    "train_sampling_strategy": "random", "packing": "false",
+    "teacher_model_name_or_path": "DIR", "dataset_text_field": "text", "use_weighting": "true", "simpo_gamma": "0.5",
+    "normalize_advantages": "true", "average_tokens_across_devices": "true", "completion_only_loss": "true",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla", "algorithm.kl_penalty": "kl", "warmup_steps": "10",
+    "actor_rollout_ref.model.lora_rank": "32", "actor_rollout_ref.model.target_modules": "all-linear",
+    "custom_reward_function.name": "score", "reward.custom_reward_function.name": "score",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "true", "algorithm.rollout_correction.bypass_mode": "false",
+    "reward.reward_model.model_path": "DIR", "algorithm.rollout_correction.loss_type": "ppo_clip",
+    "reward_model.enable": "true", "reward.reward_model.enable": "true", "critic.model.path": "DIR",
+    "warmup_ratio": "0.1", "max_steps": "100",
     "per_device_eval_batch_size": "8", "fp16": "false", "use_vllm": "true", "bf16": "true",
     "gradient_checkpointing": "true", "mask_truncated_completions": "false", "sync_ref_model": "false",
     "push_to_hub": "false", "vllm_importance_sampling_correction": "false", "resume_from_checkpoint": "true",
+    **{name: value for name, (value, _) in FIXED.items()},
     "algorithm.adv_estimator": "grpo", "data.train_files": "FILE", "data.val_files": "FILE",
     "data.prompt_key": "problem", "data.filter_overlong_prompts": "true", "data.truncation": "left",
     "custom_reward_function.path": "FILE.py", "reward.custom_reward_function.path": "FILE.py",
@@ -54,7 +86,7 @@ VALUES = {  # an example of each name whose value is no number
     "actor_rollout_ref.ref.fsdp_config.param_offload": "true", "algorithm.kl_ctrl.kl_coef": "0.001",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "true", "algorithm.kl_ctrl.target_kl": "0.1",
     "actor_rollout_ref.model.use_remove_padding": "true", "algorithm.norm_adv_by_std_in_grpo": "false",
-    **dict.fromkeys(("packing", "padding_free", "disable_dropout", "shuffle_dataset", "log_completions"), "true"),
+    **dict.fromkeys(("padding_free", "disable_dropout", "shuffle_dataset", "log_completions"), "true"),
     "trainer.val_before_train": "true", "epsilon": "0.2", "epsilon_high": "0.28", "beta": "0.04", "kl_coef": "0.05",
     "cliprange": "0.2", "cliprange_value": "0.2", "lam": "0.95", "delta": "4.0", "num_generations": "8",
     "max_completion_length": "512", "response_length": "512", "max_prompt_length": "512", "label_smoothing": "0.1",
@@ -75,7 +107,25 @@ KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": "true"}
 KL_REWARD = {"algorithm.use_kl_in_reward": "true"}
 BESIDE = {  # what a name has a meaning with
     "epsilon_high": {"epsilon": "0.2"},
+    "use_bias_correction_kl": {"beta": "0.04"},
+    "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
+    "loss_weights": {"loss_type": "hinge"},
+    "label_smoothing": {"loss_type": "exo_pair"},
+    "actor_rollout_ref.model.lora_alpha": {"actor_rollout_ref.model.lora_rank": "32"},
+    "actor_rollout_ref.model.target_modules": {"actor_rollout_ref.model.lora_rank": "32"},
+    "custom_reward_function.name": {"custom_reward_function.path": "FILE.py"},
+    "reward.custom_reward_function.name": {"reward.custom_reward_function.path": "FILE.py"},
+    "reward.reward_model.model_path": {"reward.reward_model.enable": "true"},
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": {"data.train_batch_size": "256"},
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": {"data.train_batch_size": "256"},
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": {"data.train_batch_size": "256"},
+    "actor_rollout_ref.actor.optim.warmup_style": {"data.train_batch_size": "256"},
+    "actor_rollout_ref.rollout.val_kwargs.temperature": {"actor_rollout_ref.rollout.val_kwargs.do_sample": "true"},
+    "actor_rollout_ref.rollout.val_kwargs.top_p": {"actor_rollout_ref.rollout.val_kwargs.do_sample": "true"},
+    "actor_rollout_ref.rollout.val_kwargs.top_k": {"actor_rollout_ref.rollout.val_kwargs.do_sample": "true"},
     "warmup_ratio": {"max_steps": "100"},
+    "dataset_train_split": {"dataset_name": "docs"},
+    "dataset_test_split": {"dataset_name": "docs"},
     "reward_model.model.path": {"reward_model.enable": "true"},
     "actor_rollout_ref.actor.kl_loss_coef": KL_LOSS,
     "actor_rollout_ref.actor.kl_loss_type": KL_LOSS,
@@ -93,7 +143,7 @@ def table(names: Mapping[str, Convert]) -> str:
 
 def row(name: str, convert: Convert) -> str:
     """The line of one name, by the first recipe and value that have a meaning."""
-    values, problem = (VALUES[name],) if name in VALUES else NUMBERS, ""
+    values, problem, idle = (VALUES[name],) if name in VALUES else NUMBERS, "", False
     found: list[tuple[str, str, Meaning]] = []
     for asked in ASKED.get(name, RECIPES):
         for value in values:
@@ -101,11 +151,12 @@ def row(name: str, convert: Convert) -> str:
                 meaning = convert(value, context(name, value, asked))
             except DifferentError as error:
                 problem = problem or str(error)
+                idle = idle or isinstance(error, NoEffectError)
             else:
                 found.append((value, asked, meaning))
                 break
     if not found:
-        return f"| `{name}` | - | {cell(problem)} |"
+        return f"| `{name}` | {'no effect on numbers' if idle else '-'} | {cell(problem)} |"
     value, asked, meaning = next((one for one in found if one[2].flags), found[0])
     flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items()) or "as it always is"
     of = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
@@ -114,7 +165,7 @@ def row(name: str, convert: Convert) -> str:
 
 def context(name: str, value: str, asked: str) -> NameContext:
     """A command line with one name and those that it needs beside it, for a recipe with its defaults."""
-    ours = dataclasses.asdict(Settings())
+    ours = flag_values(Settings())
     arguments = frozenset(inspect.signature(recipe(asked)).parameters)
     return NameContext(BESIDE.get(name, {}) | {name: value}, ours, arguments, asked)
 
@@ -126,7 +177,7 @@ def cell(text: str) -> str:
 
 def page(text: str) -> str:
     """The page with its tables written anew."""
-    for name, names in {"TRL": TRL, "verl": VERL}.items():
+    for name, names in {"TRL": OF_TRL, "verl": VERL}.items():
         begin, end = f"<!-- {name}: written by tools/names.py -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)
         text = before + begin + "\n" + table(names) + "\n\n" + end + rest.split(end)[1]

@@ -49,8 +49,8 @@ def page() -> str:
         "Everything that an algorithm is made of, by kind. It is written from the docstrings by "
         "`python tools/pieces.py`;",
         "[Algorithms](algorithms.md) tells how they are joined, and which recipe has which. All are imported from",
-        "`funrl.algos` by their names. Needs are fields of the batch ([`funrl/batch.py`](../funrl/batch.py)): [B] is a",
-        "number a row, [B, T] a number a token.",
+        "`funrl.algos` by their names. Needs are fields of the batch ([`funrl/fields.py`](../funrl/fields.py)): [B] is",
+        "a number a row, [B, T] a number a token.",
     ]
     for kind, (heading, text) in KINDS.items():
         lines += ["", f"## {heading}", "", text, "", "| piece | what it does | needs | paper |", "|---|---|---|---|"]

@@ -26,7 +26,7 @@ def dry_run(preset: str) -> str:
     Raises:
       CalledProcessError: it ends with an error, which it prints.
     """
-    command = [sys.executable, "-m", "funrl.experiments.cli", *arguments(preset)]
+    command = [sys.executable, "-m", "funrl.cli.main", *arguments(preset)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.rstrip() + "\n"

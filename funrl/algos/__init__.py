@@ -10,16 +10,20 @@ from funrl.algos.recipes import NAMES, recipe
 
 _PIECES = {
     "core": "Advantage Algorithm Divergence Filter Loss Metrics RankError Reads Reduction Signal Term add"
-    " apply_advantage chain check_called check_rank described first_signal name_of reads reduce run_piece run_term"
+    " apply_advantage chain check_called check_rank first_signal reads reduce run_piece run_term"
     " scale stateless sum_losses value_of weighted",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of",
-    "masks": "clean in_order sequence_sums to_own_tokens total where_masked",
+    "masks": "clean in_order rounding sequence_sums to_own_tokens total where_masked",
     "checking": "check check_order",
+    "guarding": "described name_of",
     "reading": "CountError run_advantage run_function",
+    "explanation": "explain_algorithm",
     "compose": "corrected filtered kl_controller with_regularizers",
-    "advantages.baselines": "batch_scale best_of_group check_eps greedy_baseline group_center group_scale"
-    " informative_rescale leave_one_out length_weighted_center win_rate",
-    "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of",
+    "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"
+    " greedy_baseline group_center group_log_ratio group_scale informative_rescale leave_one_out"
+    " length_weighted_center optimal_value_baseline relative_to_mean win_rate",
+    "advantages.groups": "Groups group_max group_mean group_min group_std group_sum groups_of power_of_two",
+    "advantages.imitation": "weigh_demonstrations",
     "advantages.resampling": "resample_rows resampling_weights",
     "advantages.returns": "AdvantagesAndReturns accumulate gae generalised_advantages length_adaptive next_sampled"
     " reward_to_go whiten",
@@ -32,27 +36,30 @@ _PIECES = {
     " select_covariance_between select_highest_covariance share_of top_tokens",
     "advantages.unpaired": "reference_point",
     "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
-    "corrections.rejection": "mask_truncated reject_divergence reject_ratio",
+    "corrections.rejection": "keep_best mask_truncated reject_divergence reject_ratio reject_second_moment",
     "filters.by_group": "complete_groups mean_between unequal_scores",
     "filters.by_row": "every not_truncated rewarded",
     "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
-    "losses.likelihood": "dynamic_likelihood imitated_tokens negative_log_likelihood restrict",
+    "losses.likelihood": "demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"
+    " negative_log_likelihood restrict sampled_tokens uncertain_likelihood",
     "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs"
     " hinge_pairs ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
-    "losses.pairs": "best_and_worst chosen online_pairs pair_metrics pair_sums pairs_present side_by_side"
+    "losses.pairs": "best_and_worst chosen compared gold online_pairs pair_metrics pair_sums pairs_present side_by_side"
     " to_pair_tokens",
-    "losses.preference": "alpha_reward aot beyond_shorter chosen_likelihood kto_loss log_likelihood odds_ratio"
-    " of_completions on_policy_weight preference reference_log_ratio",
-    "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence or_token_ratio sequence_ratio sum_of_sequence"
-    " times_ratio token_ratio",
+    "losses.preference": "alpha_reward aot beyond_shorter chosen_likelihood gold_likelihood kto_loss log_likelihood"
+    " odds_ratio of_completions on_policy_weight preference reference_log_ratio reward_rounding",
+    "losses.ratios": "Ratio bounded_exp either log_ratio mean_of_sequence or_token_ratio product_ratio sequence_ratio"
+    " sum_of_sequence times_ratio token_ratio",
     "losses.reductions": "constant_mean sequence_mean sequence_sum_mean token_mean token_sum",
     "losses.reward_models": "last_tokens pairwise_reward step_reward",
     "losses.selected": "entropy_above off_selected on_selected on_tokens probability_below",
-    "losses.sequence_terms": "gamma_weighted geometric_mean mask_off_policy self_play_regression",
+    "losses.sequence_terms": "classification future_weighted gamma_weighted geometric_mean log_ratio_regression"
+    " mask_off_policy self_play_regression",
     "losses.teacher": "divergence_to_teacher forward_kl_topk kl_to_teacher",
-    "losses.token_terms": "clipped_importance direct_reward divergence_mask policy_gradient soft_gate surrogate",
+    "losses.token_terms": "clipped_importance direct_reward divergence_mask masked_importance policy_gradient soft_gate"
+    " surrogate tapered",
     "losses.value_loss": "clipped_value_loss",
 }
 WHERE = {name: module for module, names in _PIECES.items() for name in names.split()}

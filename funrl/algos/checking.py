@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,52 +12,80 @@ from torch import Tensor
 from funrl import trees
 from funrl.across import ALONE, Across
 from funrl.algos.core import (
+    CARRIED,
     Advantage,
     Algorithm,
     Loss,
     PieceError,
     Signal,
     apply_advantage,
-    described,
     first_signal,
-    name_of,
     reads,
     run_piece,
 )
+from funrl.algos.guarding import defined_at, described, line_of, name_of
 from funrl.algos.reading import on_example, run_advantage
-from funrl.batch import FIELDS, Batch, MissingField, as_dict, example, fields_by, map_fields, with_across
+from funrl.batch import (
+    Batch,
+    MissingField,
+    as_dict,
+    example,
+    map_kinds,
+    schema_of,
+    select,
+    with_across,
+    with_rows_spread,
+)
+from funrl.fields import FIELDS
 
-MADE_ON_THE_WAY = ("weight", "returns")  # fields of the signal that pieces may go by
+
+class Available(NamedTuple):
+    """The fields of `Batch` that a run writes, by where they can be read, without those that the chain itself makes.
+
+    Attributes:
+      filter, chain: where all rows of the step are.
+      losses: in an update, where fields per row are numbers per token; with what only the step writes.
+    """
+
+    filter: frozenset[str]
+    chain: frozenset[str]
+    losses: frozenset[str]
+
+
 SOME = 2  # rows of the example: its first group
 
 
-def check(algorithm: Algorithm, available: Iterable[str]) -> None:
+def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     """Check that an algorithm can be trained on what a run provides.
 
     Args:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
-        what the chain itself makes. Optional reads need not be among them.
+        what the chain itself makes; an `Available` where they differ by place. Optional reads need not be among them.
     Raises:
-      PieceError: a field is read that nothing writes (named, with who would write it and who reads it); the chain never
-        comes to tokens, or its pieces are in the wrong order; a filter does not give a truth value per row; a loss
-        gives no scalars, not as many numerators as denominators, or does not depend on what is trained; a filter or the
-        chain gives something else where a rank has the tokens of some rows only.
+      PieceError: a field is read that nothing writes (named, with who would write it and who reads it), or that does
+        not come to where it is read; the chain never comes to tokens, or its pieces are in the wrong order; a filter
+        does not give a truth value per row; a loss gives no scalars, not as many numerators as denominators, or does
+        not depend on what is trained; a filter or the chain gives something else where a rank has the tokens of some
+        rows only; a piece changes its inputs in place.
     """
-    names = frozenset(available) | {"tokens", "mask"}
-    before = example(names - set(fields_by("step")))
+    given = available if isinstance(available, Available) else Available(*[frozenset(available)] * 3)
+    given = Available(*(names | {"tokens", "mask"} for names in given))
+    schema = algorithm.schema
+    in_step = set(schema.by("step"))
+    before = example(given.chain - in_step, schema)
     if algorithm.filter is not None:
-        _check_filter(algorithm, before)
+        _check_filter(algorithm, example(given.filter - in_step, schema))
     rows = before
     if algorithm.advantage is not None:
         check_order(algorithm.advantage)
         rows = _advantage_on(algorithm.advantage, before)
         _check_across("the advantage chain", functools.partial(_signal_on, algorithm.advantage), before)
-    step = {name: x for name, x in as_dict(example(names)).items() if FIELDS[name].writer == "step"}
-    some = {name: x[: len(rows.mask)] for name, x in step.items()}  # the chain may have chosen fewer rows
-    moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in some.items()}
+    rows = with_rows_spread(_in_update(rows, before, given))
+    some = select(example(given.losses & in_step, schema), slice(len(rows.mask)))  # the chain may choose fewer rows
+    moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in as_dict(some).items()}
     for role, loss in algorithm.losses.items():
-        _check_loss(role, loss, rows, rows._replace(**moving))
+        _check_loss(role, loss, rows, rows._replace(**moving), given)
     reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())
     if reading != (algorithm.divergence is not None):
         raise PieceError(
@@ -65,6 +93,16 @@ def check(algorithm: Algorithm, available: Iterable[str]) -> None:
             if reading
             else "Algorithm.divergence is given, and no loss reads batch.divergence: divergence_to_teacher() does"
         )
+
+
+def _in_update(rows: Batch, before: Batch, given: Available) -> Batch:
+    """Rows after the chain with the fields that come to an update: those that the chain made, and `given.losses`."""
+    made = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
+    left_out = set(rows.names()) - made - given.losses
+    schema = schema_of(rows)
+    further = given.losses - set(rows.names()) - set(schema.by("step"))
+    added = select(example(further, schema), slice(len(rows.mask)))
+    return rows._replace(**dict.fromkeys(left_out), **as_dict(added))
 
 
 def learns_alone(algorithm: Algorithm) -> bool:
@@ -75,8 +113,8 @@ def learns_alone(algorithm: Algorithm) -> bool:
     """
     if algorithm.advantage is None:
         return True
-    names = (reads(algorithm).required | {"tokens", "mask", "score", "group"}) - set(fields_by("step"))
-    alone = example(names)._replace(group=torch.arange(4))
+    names = (reads(algorithm).required | {"tokens", "mask", "score", "group"}) - set(algorithm.schema.by("step"))
+    alone = example(names, algorithm.schema)._replace(group=torch.arange(4))
     return bool(_advantage_on(algorithm.advantage, alone).advantage.any())
 
 
@@ -87,7 +125,7 @@ def check_order(advantage: Advantage) -> None:
       PieceError: one comes too early.
     """
     pieces, states = _flat(advantage, advantage.init())
-    batch, seeking = example(), []
+    batch, seeking = example(schema=FIELDS.extended(advantage.fields)), []
 
     def run(batch: Batch) -> None:
         signal = first_signal(batch)
@@ -97,7 +135,7 @@ def check_order(advantage: Advantage) -> None:
                     raise PieceError(
                         f"{early}() goes by signal.{field}, which {name_of(piece)}() after it makes: put that one first"
                     )
-            absent = [field for field in MADE_ON_THE_WAY if getattr(signal, field) is None]
+            absent = [field for field in CARRIED if getattr(signal, field) is None]
             seeking.extend((name_of(piece), field) for field in absent if _goes_by(piece, state, signal, batch, field))
             given = {field: as_dict(example((field,)))[field] for field in absent}
             try:
@@ -128,12 +166,12 @@ def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
     def on_both(rows: Batch) -> None:
         whole = run(with_across(rows, Across(heard(ALONE.sums), ALONE.own, heard(ALONE.kth_largest))))
         answers = iter(asked)
-        some = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else x[:SOME], rows)
+        some = _first_rows(rows)
         others = Across(lambda x: next(answers), lambda x: x[:SOME], lambda x, k: next(answers))
         try:
             why = "" if _same_rows(whole, run(with_across(some, others))) else "other numbers"
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}{line_of(error)}"
         if why:
             raise PieceError(
                 f"{what} gives a rank that has the tokens of {SOME} of 4 rows something else than one that has all "
@@ -145,16 +183,27 @@ def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
 
 
 def _same_rows(whole: Any, part: Any) -> bool:
-    """True where the numbers per row are the same, and those per token are for the rows that both have."""
-    pairs = list(zip(trees.leaves(whole), trees.leaves(part), strict=True))
-    tensors = [(a if a.dim() < 2 else a[:SOME], b) for a, b in pairs if isinstance(a, Tensor)]
+    """True where the numbers per row are the same, and the others are for the rows that both have."""
+    pairs = zip(trees.leaves(_first_rows(whole)), trees.leaves(part), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in tensors)
+
+
+def _first_rows(whole: Any) -> Any:
+    """Part of a result that a rank has which has the tokens of the first rows alone."""
+    if isinstance(whole, Batch):
+        return map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, slice(SOME)), whole)
+    if isinstance(whole, tuple):
+        return tuple(_first_rows(part) for part in whole)
+    return whole[:SOME] if isinstance(whole, Tensor) and whole.dim() >= 2 else whole
 
 
 def _signal_on(advantage: Advantage, batch: Batch) -> Any:
     """Signal, state and metrics of a chain."""
     signal, state = run_piece(advantage, first_signal(batch), advantage.init(), batch)
-    return tuple(signal._replace(metrics={})), state, {name: tuple(metric) for name, metric in signal.metrics.items()}
+    fields = Batch(schema_of(batch), **signal.extra)
+    rest = tuple(signal._replace(metrics={}, extra={}))
+    return fields, rest, state, {name: tuple(metric) for name, metric in signal.metrics.items()}
 
 
 def _flat(piece: Advantage, state: Any) -> tuple[list[Advantage], list[Any]]:
@@ -191,30 +240,35 @@ def _advantage_on(advantage: Advantage, batch: Batch) -> Batch:
 
 def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
     assert algorithm.filter is not None
-    known = {name: x for name, x in as_dict(batch).items() if FIELDS[name].writer == "source"}
+    schema = schema_of(batch)
+    known = Batch(schema, **{name: x for name, x in as_dict(batch).items() if schema[name].writer == "source"})
     name = name_of(algorithm.filter)
     try:
-        kept, _ = on_example(f"the filter {name}", algorithm.filter, Batch(**known))
+        kept, _ = on_example(f"the filter {name}", algorithm.filter, known)
     except MissingField as error:
         raise PieceError(f"the filter {name} cannot run on what the source gives: {error}") from error
     if callable(kept):
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
-        raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed")
-    _check_across(f"the filter {name}", algorithm.filter, Batch(**known))
+        at = defined_at(algorithm.filter)
+        raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed{at}")
+    _check_across(f"the filter {name}", algorithm.filter, known)
 
 
-def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch) -> None:
+def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch, given: Available) -> None:
     try:
         dens, _ = on_example(f"the loss of {role!r}", loss.denominators, rows)
     except MissingField as error:
-        at_fault = "a denominator reads what only the step writes" if error.field in fields_by("step") else "it lacks"
+        written_late = error.field in loss.fields.by("step") + FIELDS.by("step")
+        at_fault = "a denominator reads what only the step writes" if written_late else "it lacks"
         raise PieceError(f"the loss of {role!r} has no denominators: {at_fault}; {error}") from error
     x_BT = torch.full(rows.mask.shape, -0.5, dtype=torch.float64, requires_grad=True)
     try:
         (nums, _), _ = on_example(f"the loss of {role!r}", lambda batch: loss.numerators(x_BT, batch), in_step)
     except MissingField as error:
-        raise PieceError(f"the loss of {role!r} cannot be computed: {error}") from error
+        elsewhere = error.field in (given.filter | given.chain) - given.losses
+        why = f"; the {'chain' if error.field in given.chain else 'filter'} has it, an update does not" * elsewhere
+        raise PieceError(f"the loss of {role!r} cannot be computed: {error}{why}") from error
     if len(nums) != len(dens) or any(x.dim() for x in (*nums, *dens)):
         tops, bottoms = ([list(x.shape) for x in xs] for xs in (nums, dens))
         raise PieceError(

@@ -11,7 +11,13 @@ from funrl.algos.losses.clipped import entropy_bonus
 from funrl.algos.losses.kl import kl_to_reference
 
 
-def with_regularizers(term: Term, kl_coef: float = 0.0, entropy_coef: float = 0.0, kl_kind: str = "k3") -> Term:
+def with_regularizers(
+    term: Term,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    kl_kind: str = "k3",
+    kl_bias_corrected: bool = False,
+) -> Term:
     """A policy term under the importance weights, if there are any, beside a KL and an entropy bonus without them.
 
     Args:
@@ -19,10 +25,11 @@ def with_regularizers(term: Term, kl_coef: float = 0.0, entropy_coef: float = 0.
       kl_coef: factor of the KL to the reference, in units of advantage per nat; 0: none, and no reference is needed.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat; 0: none.
       kl_kind: how the KL is estimated, as in `funrl.algos.losses.kl`.
+      kl_bias_corrected: weigh that estimate by the importance ratio, as in `kl_to_reference`.
     """
     terms = [weighted(term)]
     if kl_coef:
-        terms.append(scale(kl_coef, kl_to_reference(kl_kind)))
+        terms.append(scale(kl_coef, kl_to_reference(kl_kind, kl_bias_corrected)))
     if entropy_coef:
         terms.append(entropy_bonus(entropy_coef))
     return add(*terms)

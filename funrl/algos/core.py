@@ -21,13 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, token_mean_of
-from funrl.batch import Batch, Reads, select
+from funrl.batch import Batch, Reads, declare, seen_of, select
+from funrl.fields import FIELDS, Field, Schema
 
 Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
 Filter = Callable[[Batch], Tensor]
+NO_FIELDS = Schema()
+CARRIED = ("returns", "weight")  # fields of the batch that a signal has a place for
 
 
 class Reduction(NamedTuple):
@@ -55,10 +59,12 @@ class Loss(NamedTuple):
       denominators: batch -> a tuple of scalars, float64, additive over examples. It may read masks, segments and what
         the source or the advantage chain wrote, but nothing that the step writes.
       numerators: (x_BT, batch) -> (a tuple of as many scalars, metrics as Mean, Max or Sum).
+      fields: declarations of fields beyond `FIELDS` that it may read; those of the algorithm that it is part of.
     """
 
     denominators: Callable[[Batch], tuple[Tensor, ...]]
     numerators: Callable[[Tensor, Batch], tuple[tuple[Tensor, ...], dict[str, Metric]]]
+    fields: Schema = NO_FIELDS
 
     @property
     def reads(self) -> Reads:
@@ -88,7 +94,7 @@ class Signal(NamedTuple):
       returns: [B, T] the critic's target, where a piece sets it.
       weight: [B, T] importance weights, where a piece sets them.
       rows: [N] int64, the rows to train on, where a piece resamples them; None is all.
-      extra: further [B, T] fields of `Batch` that pieces set for the terms, by name.
+      extra: further fields of the batch that pieces set for the terms, by name.
       metrics: what the pieces report.
     """
 
@@ -100,6 +106,12 @@ class Signal(NamedTuple):
     extra: dict[str, Tensor] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
     metrics: dict[str, Metric] = {}  # noqa: RUF012  (never mutated: pieces make a new dict)
 
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        """The fields that pieces have set for the terms, by name."""
+        carried = {name: getattr(self, name) for name in CARRIED}
+        return self.extra | {name: x for name, x in carried.items() if x is not None}
+
 
 class Advantage(NamedTuple):
     """One piece of an advantage chain, in the protocol of a gradient transformation.
@@ -109,12 +121,18 @@ class Advantage(NamedTuple):
       update: (signal, state, batch) -> (signal, state), pure.
       pieces: of a chain, what it is made of.
       whole_groups: whether it needs all tokens of a group on one rank.
+      fields: declarations of the fields beyond `FIELDS` that it makes or reads, by name.
     """
 
     init: Callable[[], Any]
     update: Callable[[Signal, Any, Batch], tuple[Signal, Any]]
     pieces: tuple[Advantage, ...] = ()
     whole_groups: bool = False
+    fields: Mapping[str, Field] = NO_FIELDS
+
+    def hashable(self) -> Advantage:
+        """The same piece with declarations that can be part of a key."""
+        return self if isinstance(self.fields, Schema) else self._replace(fields=Schema(self.fields))
 
 
 @dataclass(frozen=True)
@@ -125,17 +143,21 @@ class Divergence:
       beta: 0 is KL(p || q), 1 is KL(q || p), between them beta KL(p || m) + (1 - beta) KL(q || m) with the mixture
         m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence.
       temperature: of both distributions.
+      role: the frozen role that is p: "teacher", or "reference", the policy as it began.
     """
 
     beta: float = 0.5
     temperature: float = 1.0
+    role: str = "teacher"
 
     def __post_init__(self):
         if not 0 <= self.beta <= 1 or self.temperature <= 0:
             raise ValueError(f"{self}: beta is from 0 to 1 and the temperature above 0")
+        if self.role not in ("teacher", "reference"):
+            raise ValueError(f"{self}: the role is 'teacher' or 'reference'")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Algorithm:
     """An algorithm: how rewards become advantages, what each role minimises, and which rows are trained on.
 
@@ -146,8 +168,11 @@ class Algorithm:
       filter: batch -> [B] bool, rows worth training on; the source samples more prompts for those that are not.
       divergence: what the step is to compute where a loss reads `divergence`; None: none does.
       example: what belongs together and is chosen, balanced and packed as one: a "row", or a "pair" of a chosen and a
-        rejected text, which is given, or sampled where there is a filter. A row may also be a text that is given with a
-        label ("labelled"), or with labels of its steps ("steps").
+        rejected text, which is given, or sampled where there is a filter; or a "triple" of these and a text to imitate,
+        which is given. A "demonstrated" pair is of a demonstration that the prompt brings and a sample of the policy. A
+        row may also be a text that is given with a label ("labelled"), or with labels of its steps ("steps").
+      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; those that the pieces
+        of its chain declare are added.
     """
 
     advantage: Advantage | None
@@ -155,6 +180,26 @@ class Algorithm:
     filter: Filter | None = None
     divergence: Divergence | None = None
     example: str = "row"
+    fields: Mapping[str, Field] = NO_FIELDS
+
+    def __repr__(self) -> str:
+        """The algorithm explained; its parts by name where it cannot be run."""
+        from funrl.algos.explanation import explain_algorithm  # which imports this
+
+        try:
+            return str(explain_algorithm(self))
+        except ValueError as error:
+            return f"Algorithm(losses for {', '.join(self.losses)}; it cannot be explained: {error})"
+
+    def _repr_markdown_(self) -> str:
+        """Rendering in a notebook: the formulas, then the text."""
+        from funrl.algos.explanation import explain_algorithm
+
+        try:
+            found = explain_algorithm(self)
+        except ValueError:
+            return repr(self)
+        return f"$$\n{found.latex}\n$$\n\n```text\n{found}\n```"
 
     def __post_init__(self):
         if self.advantage is not None:
@@ -171,22 +216,31 @@ class Algorithm:
                     f"the loss of {role!r} is {described(loss)} and not a loss: reduce(term, token_mean()) makes one "
                     "of a term"
                 )
+        self._declare()
+
+    def _declare(self) -> None:
+        """Make the declarations of all fields known to every part."""
+        chain = NO_FIELDS if self.advantage is None else self.advantage.fields
+        try:
+            fields = Schema({name: field for name, field in self.schema.extended(chain).items() if name not in FIELDS})
+        except ValueError as error:
+            raise PieceError(f"Algorithm.fields: {error}") from error
+        object.__setattr__(self, "fields", fields)
+        if not fields:
+            return
+        object.__setattr__(self, "losses", {role: loss._replace(fields=fields) for role, loss in self.losses.items()})
+        if self.advantage is not None:
+            object.__setattr__(self, "advantage", _with_declarations(self.advantage, fields))
+
+    @property
+    def schema(self) -> Schema:
+        """Declarations of all fields that a batch of a run of the algorithm may have."""
+        return FIELDS.extended(self.fields)
 
 
-def described(x: Any) -> str:
-    """Describe a value for an error: a function by its name, a tensor by its shape."""
-    if x is None:
-        return "None"
-    if isinstance(x, Tensor):
-        return f"a tensor {list(x.shape)}"
-    return f"the function {name_of(x)}" if callable(x) else f"a {type(x).__name__}"
-
-
-def name_of(piece: Any) -> str:
-    """The name of the factory that made a piece, or of the function that it is."""
-    function = piece.update if isinstance(piece, Advantage) else piece
-    function = getattr(function, "of", function)
-    return getattr(function, "__qualname__", type(piece).__name__).split(".<locals>")[0]
+def _with_declarations(piece: Advantage, fields: Schema) -> Advantage:
+    """A piece that knows these declarations, and so do the pieces that it is made of."""
+    return piece._replace(fields=fields, pieces=tuple(_with_declarations(inner, fields) for inner in piece.pieces))
 
 
 def _check_piece(piece: Any, where: str) -> None:
@@ -230,7 +284,8 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
             check_rank(signal, per)
         x = fn(signal.x, batch._replace(mask=signal.mask))
         if not isinstance(x, Tensor):
-            raise PieceError(f"{name_of(fn)}(x, batch) gave {described(x)}: return the new x, [B] or [B, T]")
+            at = defined_at(fn)
+            raise PieceError(f"{name_of(fn)}(x, batch) gave {described(x)}: return the new x, [B] or [B, T]{at}")
         return signal._replace(x=x), state
 
     update.of = fn  # type: ignore[attr-defined]  (whose name errors tell)
@@ -254,18 +309,26 @@ def chain(*pieces: Advantage) -> Advantage:
         return signal, tuple(after)
 
     together = any(piece.whole_groups for piece in pieces)
-    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, together)
+    fields = NO_FIELDS
+    for piece in pieces:
+        fields = fields.extended(piece.fields)
+    pieces = tuple(piece.hashable() for piece in pieces)
+    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, together, fields)
 
 
 def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
     """The piece's signal and state, checked to be what a piece gives.
 
     Raises:
-      PieceError: they are not.
+      PieceError: they are not; or, on a batch that records, the piece changed its inputs.
     """
-    out = piece.update(signal, state, batch)
+    if seen_of(batch) is None:
+        out = piece.update(signal, state, batch)
+    else:
+        others = {"state": state} | {f"signal.{name}": x for name, x in signal._asdict().items()}
+        out = guarded(f"piece {name_of(piece)}", lambda: piece.update(signal, state, batch), batch, others)
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Signal):
-        raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state)")
+        raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state){defined_at(piece)}")
     return out
 
 
@@ -291,12 +354,11 @@ def apply_advantage(
     Raises:
       PieceError: the chain never came to tokens.
     """
+    batch = declare(batch, advantage.fields)
     signal, state = run_piece(advantage, first_signal(batch), state, batch)
     if signal.x.dim() != 2:
         raise PieceError(f"the advantage chain ends with {list(signal.x.shape)}: put to_tokens() at its end")
-    made = {"advantage": signal.x, "mask": signal.mask, "sampled": batch.mask} | signal.extra
-    made |= {k: x for k in ("returns", "weight") if (x := getattr(signal, k)) is not None}
-    batch = batch._replace(**made)
+    batch = batch._replace(advantage=signal.x, mask=signal.mask, sampled=batch.mask, **signal.fields)
     return (batch if signal.rows is None else choose(batch, signal.rows)), state, signal.metrics
 
 
@@ -322,9 +384,9 @@ def add(*terms: Term) -> Term:
         check_called(one, "Term")
 
     def term(x_BT: Tensor, batch: Batch):
-        total, metrics = run_term(terms[0], x_BT, batch)
-        for other in terms[1:]:
-            loss_BT, more = run_term(other, x_BT, batch)
+        total, metrics = run_term(terms[0], x_BT, batch, f"number 1 of {len(terms)}")
+        for number, other in enumerate(terms[1:], 2):
+            loss_BT, more = run_term(other, x_BT, batch, f"number {number} of {len(terms)}")
             total, metrics = total + loss_BT, metrics | more
         return total, metrics
 
@@ -383,27 +445,39 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
     return Loss(denominators, numerators)
 
 
-def run_term(term: Term, x_BT: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[Tensor, Metrics]:
     """The term's loss and metrics, checked to be what a term gives.
 
+    Args:
+      place: of the term among those that are added.
+
     Raises:
-      PieceError: they are not.
+      PieceError: they are not; or, on a batch that records, the term changed its inputs.
     """
-    out = term(x_BT, batch)
+    seen = seen_of(batch)
+    if seen is None:
+        return _checked_term(term, term(x_BT, batch), batch)
+    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), batch, {"x": x_BT})
+    loss_BT, metrics = _checked_term(term, out, batch)
+    seen.terms.append((term, place, x_BT, loss_BT))
+    return loss_BT, metrics
+
+
+def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
         loss_BT = out[0]
         if isinstance(loss_BT, Tensor) and loss_BT.shape == batch.mask.shape:
             return loss_BT, out[1]
         raise PieceError(
             f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a "
-            "loss per token [B, T] is needed; the reduction sums it"
+            f"loss per token [B, T] is needed; the reduction sums it{defined_at(term)}"
         )
-    name = name_of(term)
+    name, at = name_of(term), defined_at(term)
     if isinstance(out, Tensor):
-        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}})")
+        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}}){at}")
     if callable(out):
-        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...)")
-    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics)")
+        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...){at}")
+    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics){at}")
 
 
 def _typed(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
@@ -414,7 +488,7 @@ def _typed(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
     if not isinstance(metric, Tensor) or metric.shape != mask_BT.shape:
         raise PieceError(
             f"metric {name!r} of term {name_of(term)} is {described(metric)}: give a tensor [B, T], whose mean over "
-            "tokens is reported, or Mean, Max or Sum"
+            f"tokens is reported, or Mean, Max or Sum{defined_at(term)}"
         )
     return token_mean_of(metric.detach(), mask_BT)
 
@@ -435,10 +509,14 @@ def sum_losses(*losses: Loss) -> Loss:
     return Loss(lambda batch: tuple(den for loss in losses for den in loss.denominators(batch)), numerators)
 
 
-def reads(*pieces: Any) -> Reads:
+def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
     """The fields that pieces read: losses, advantages, terms, filters, or algorithms less what their advantages make.
 
     They are run on an example batch that records, so that neither a lambda nor a user's own function hides any.
+
+    Args:
+      pieces: what reads.
+      fields: declarations of further fields that terms and filters may read; other pieces have theirs.
 
     Raises:
       PieceError: one of them cannot be run on the example, or gives what its kind may not give.
@@ -447,5 +525,5 @@ def reads(*pieces: Any) -> Reads:
 
     found = Reads()
     for piece in pieces:
-        found = found | reads_of(piece)
+        found = found | reads_of(piece, Schema(fields))
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.batch import Batch, fields_by, map_fields, token_fields
+from funrl.batch import Batch, map_fields, schema_of, with_rows_spread
+
+PLACES = ("tokens", "mask", "positions", "segments")  # fields that say what stands where, outside the mask too
 
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -13,24 +15,31 @@ def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, x_BT, x_BT.new_zeros(()))
 
 
+def rounding(x: Tensor) -> Tensor:
+    """Bound of the rounding in numbers of a model: what another order of its sums may change in x, elementwise."""
+    return 4 * torch.finfo(x.dtype).eps * (1 + x.detach().abs())
+
+
 def clean(batch: Batch) -> Batch:
-    """The batch as terms see it: per-token fields are exactly 0 outside the mask, and constants but for the step's own.
+    """The batch as terms see it: all fields per token, exactly 0 outside the mask, and constants but for the step's.
+
+    A field per row, such as the score, has its row's number on every token; see `with_rows_spread`.
 
     Raises:
       ValueError: a field is not per token, such as advantages of a chain that never came to tokens.
     """
-    mask_BT, per_token = batch.mask, frozenset(token_fields()) - {"tokens", "mask", "positions", "segments"}
-    moving = frozenset(fields_by("step"))
+    mask_BT = batch.mask
+    schema = schema_of(batch)
 
     def cleaned(name: str, x: Tensor) -> Tensor:
-        if name not in per_token:
+        if name in PLACES or schema[name].kind.spread is None:
             return x
         if x.shape[:2] != mask_BT.shape:
             raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]; to_tokens() in the chain makes it so")
         x = where_masked(x, mask_BT if x.dim() == 2 else mask_BT[..., None])
-        return x if name in moving else x.detach()
+        return x if schema[name].writer == "step" else x.detach()
 
-    return map_fields(cleaned, batch)
+    return map_fields(cleaned, with_rows_spread(batch))
 
 
 def total(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Advantage, Algorithm, Loss, PieceError, RankError, Signal, described, name_of, run_piece
-from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording
+from funrl.algos.core import CARRIED, Advantage, Algorithm, Loss, PieceError, RankError, Signal, run_piece
+from funrl.algos.guarding import described, guarded, line_of, name_of
+from funrl.algos.masks import clean
+from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording, with_rows_spread
+from funrl.fields import FIELDS, Schema
 
 
 class CountError(ValueError):
@@ -41,24 +44,25 @@ class PieceRun(NamedTuple):
     signal: Signal
 
 
-def reads_of(piece: Any) -> Reads:
+def reads_of(piece: Any, fields: Schema) -> Reads:
     """The fields that one piece reads; see `core.reads`."""
     if piece is None:
         return Reads()
     if isinstance(piece, Algorithm):
         made = frozenset() if piece.advantage is None else run_advantage(piece.advantage).makes
-        found = reads_of(piece.advantage) | reads_of(piece.filter)
+        found = reads_of(piece.advantage, fields) | reads_of(piece.filter, Schema(piece.fields))
         for loss in piece.losses.values():
-            found = found | (reads_of(loss) - made)
+            found = found | (reads_of(loss, fields) - made)
         return found
     if isinstance(piece, Advantage):
         return run_advantage(piece).reads
-    return _reads_of_function(piece)
+    return _reads_of_function(piece, piece.fields if isinstance(piece, Loss) else fields)
 
 
 @functools.lru_cache(maxsize=1024)
-def _reads_of_function(piece: Any) -> Reads:
-    return on_example(name_of(piece), lambda batch: run_function(piece, batch))[1].reads
+def _reads_of_function(piece: Any, fields: Schema) -> Reads:
+    batch = example(schema=FIELDS.extended(fields))
+    return on_example(name_of(piece), lambda batch: run_function(piece, batch), batch)[1].reads
 
 
 def run_function(piece: Any, batch: Batch) -> Any:
@@ -66,17 +70,18 @@ def run_function(piece: Any, batch: Batch) -> Any:
     shape = as_dict(batch)["mask"].shape
     x_BT = -0.5 - 0.1 * torch.arange(shape.numel(), dtype=torch.float64).reshape(shape) % 0.7
     if isinstance(piece, Loss):
-        return piece.denominators(batch), piece.numerators(x_BT, batch)
+        spread = with_rows_spread(batch)
+        return piece.denominators(spread), piece.numerators(x_BT, spread)
     if not callable(piece):
         raise PieceError(f"{described(piece)} is not a piece of an algorithm")
     places = inspect.signature(piece).parameters.values()
     needed = [p for p in places if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return piece(batch) if len(needed) == 1 else piece(x_BT, batch)
+    return piece(batch) if len(needed) == 1 else piece(x_BT, clean(batch))
 
 
 def run_advantage(advantage: Advantage) -> PieceRun:
     """Run an advantage piece on the example, as many times as it takes to see what it goes by."""
-    return _run_advantage(advantage)
+    return _run_advantage(advantage.hashable())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,15 +92,15 @@ def _run_advantage(advantage: Advantage) -> PieceRun:
             signal, seen = _run_once(advantage, given, 0.0)
             break
         except MissingField as error:  # it goes by a field of the signal, which a piece before it should have made
-            if error.field not in Signal._fields or error.field in given:
+            if error.field not in CARRIED or error.field in given:
                 raise
             given[error.field] = as_dict(example((error.field,)))[error.field]
     seen.required |= set(given)
     moved, _ = _run_once(advantage, given, 1.0)
     if any(not torch.equal(a, b) for a, b in zip(_leaves(signal), _leaves(moved), strict=True)):
         seen.required.add("score")
-    made = {name for name in ("returns", "weight") if getattr(signal, name) is not None} | set(signal.extra)
-    return PieceRun(seen.reads, frozenset(made - set(given)) | {"advantage", "sampled"}, signal)
+    made = frozenset(signal.fields) - set(given)
+    return PieceRun(seen.reads, made | {"advantage", "sampled"}, signal)
 
 
 def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, Seen]:
@@ -111,7 +116,7 @@ def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tup
             rewards_BT = torch.where(mask, moved_B[:, None].cumsum(0).expand(mask.shape), 0.0)
             return run_piece(advantage, Signal(rewards_BT, mask, **given), advantage.init(), batch)[0]
 
-    return on_example(name_of(advantage), update)
+    return on_example(name_of(advantage), update, example(schema=FIELDS.extended(advantage.fields)))
 
 
 def _leaves(signal: Signal) -> list[Tensor]:
@@ -123,20 +128,20 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
     """Result of `run` on the recording example, and what it read; with as many reward functions as it asks for.
 
     Raises:
-      PieceError: it failed on the example.
+      PieceError: it failed on the example, with the user's line, or changed it.
     """
     batch = example() if batch is None else batch
     for _ in range(2):
         watched, seen = recording(batch)
         try:
-            return run(watched), seen
+            return guarded(what, functools.partial(run, watched), batch), seen
         except CountError as error:
             batch = batch._replace(scores=as_dict(batch)["scores"][:, :1].repeat(1, error.wanted))
         except (PieceError, MissingField):
             raise
         except Exception as error:
             raise PieceError(
-                f"{what} cannot be run on the example batch that shows what it reads (4 rows of 8 tokens): "
-                f"{type(error).__name__}: {error}"
+                f"{what} cannot be run on the example batch that shows what it reads (4 rows of 8 tokens)"
+                f"{line_of(error)}: {type(error).__name__}: {error}"
             ) from error
     raise PieceError(f"{what} asks for different numbers of reward functions")

@@ -38,7 +38,8 @@ def attention(
         return flash(q_BTHN, k_BSKN, v_BSKN, softmax_scale=scale, causal=causal, softcap=cap or 0.0)
     if cap is not None:
         return _capped_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, causal, scale or N**-0.5, cap)
-    k, v = k_BSKN.transpose(1, 2), v_BSKN.transpose(1, 2)
+    k = k_BSKN.transpose(1, 2)
+    v = v_BSKN.transpose(1, 2)
     if T == 1 and K < H:
         # One token: the heads that share a key-value head are as good as tokens, and no key is read twice.
         mask = None if mask_BTS is None else mask_BTS.unsqueeze(1)
@@ -49,7 +50,8 @@ def attention(
     q = q_BTHN.transpose(1, 2)
     if q.is_cuda and K < H and (mask is not None or q.element_size() > 2):
         # CUDA has kernels that need no [T, S] memory for this, but only for as many key-value heads as queries.
-        k, v, K = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1), H
+        k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
+        K = H
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=K < H)
     return out.transpose(1, 2)
 

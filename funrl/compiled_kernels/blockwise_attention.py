@@ -43,11 +43,11 @@ def blockwise_attention(
       https://arxiv.org/abs/2112.05682
     """
     T, _, N = q_1THN.shape[1:]
-    how = _How(min(block, T), window or T, min(longest or T, window or T, T), scale or N**-0.5, cap or 0.0)
-    return _Blockwise.apply(q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, how)[0].unsqueeze(0)
+    options = _Options(min(block, T), window or T, min(longest or T, window or T, T), scale or N**-0.5, cap or 0.0)
+    return _Blockwise.apply(q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, options)[0].unsqueeze(0)
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """Numbers of a call.
 
     Attributes:
@@ -68,7 +68,7 @@ class _How(NamedTuple):
         return range(min(blocks - 1, (self.reach + self.block - 2) // self.block), -1, -1)
 
 
-class _Found(NamedTuple):
+class _Softmax(NamedTuple):
     """Softmax over some of the keys: the largest logit, the sum of the weights relative to it, and their sum of values.
 
     Rows are [blocks, K, block H / K], the queries of the heads that share a key-value head together.
@@ -83,21 +83,23 @@ class _Blockwise(torch.autograd.Function):
     """(result [T, H, N], log-sum-exp by block)."""
 
     @staticmethod
-    def forward(q, k, v, offsets, how):
-        (q_b, k_b, v_b), low = _blocks((q, k, v), k.shape[1], how), _first_seen(offsets, q, k.shape[1], how)
-        found: _Found | None = None
-        for distance in how.diagonals(len(q_b)):
-            queries, keys = slice(distance, None), slice(0, len(q_b) - distance)
-            logits, seen = _logits(q_b[queries], k_b[keys], low[queries], distance, how)
+    def forward(q, k, v, offsets, options):
+        q_b, k_b, v_b = _blocks((q, k, v), k.shape[1], options)
+        low = _first_seen(offsets, q, k.shape[1], options)
+        total: _Softmax | None = None
+        for distance in options.diagonals(len(q_b)):
+            queries = slice(distance, None)
+            keys = slice(0, len(q_b) - distance)
+            logits, seen = _logits(q_b[queries], k_b[keys], low[queries], distance, options)
             part = _softmax_part(torch.where(seen, logits, -math.inf), v_b[keys])
-            found = part if found is None else _merged(_led(found, len(part.top)), part)
-        assert found is not None  # a block sees itself
-        out = torch.where(_real(offsets, q), _tokens(found.out / found.total.unsqueeze(-1), q), 0)
-        return out, found.top + found.total.log()
+            total = part if total is None else _merged(_led(total, len(part.top)), part)
+        assert total is not None  # a block sees itself
+        out = torch.where(_real(offsets, q), _tokens(total.out / total.total.unsqueeze(-1), q), 0)
+        return out, total.top + total.total.log()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, offsets, ctx.how = inputs
+        q, k, v, offsets, ctx.options = inputs
         ctx.save_for_backward(q, k, v, offsets, *output)
         ctx.mark_non_differentiable(output[1])
 
@@ -107,13 +109,13 @@ class _Blockwise(torch.autograd.Function):
         with torch.no_grad():
             d_out = torch.where(_real(offsets, q), d_out, 0)
             mean = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-            q_b, k_b, v_b, d_b, mean_b = _blocks((q, k, v, d_out, mean), k.shape[1], ctx.how)
-            low = _first_seen(offsets, q, k.shape[1], ctx.how)
-            sums = _gradients(q_b, k_b, v_b, d_b, mean_b, lse, low, ctx.how)
+            q_b, k_b, v_b, d_b, mean_b = _blocks((q, k, v, d_out, mean), k.shape[1], ctx.options)
+            low = _first_seen(offsets, q, k.shape[1], ctx.options)
+            sums = _gradients(q_b, k_b, v_b, d_b, mean_b, lse, low, ctx.options)
             return *(_tokens(x, like) for x, like in zip(sums, (q, k, v), strict=True)), None, None
 
 
-def _gradients(q_b, k_b, v_b, d_b, mean, lse, low, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(q_b, k_b, v_b, d_b, mean, lse, low, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by queries, keys and values, in blocks; exact with `lse`, which is over all keys.
 
     Args:
@@ -121,13 +123,14 @@ def _gradients(q_b, k_b, v_b, d_b, mean, lse, low, how: _How) -> tuple[Tensor, T
       mean: its sum over a token's dims, times the result.
     """
     d_q, d_k, d_v = (x[:0] for x in (q_b, k_b, v_b))
-    for distance in how.diagonals(len(q_b)):
-        queries, keys = slice(distance, None), slice(0, len(q_b) - distance)
-        logits, seen = _logits(q_b[queries], k_b[keys], low[queries], distance, how)
+    for distance in options.diagonals(len(q_b)):
+        queries = slice(distance, None)
+        keys = slice(0, len(q_b) - distance)
+        logits, seen = _logits(q_b[queries], k_b[keys], low[queries], distance, options)
         weights = torch.where(seen, (logits - lse[queries].unsqueeze(-1)).exp(), 0)
-        d_logits = weights * (torch.matmul(d_b[queries], v_b[keys].mT) - mean[queries]) * how.scale
-        if how.cap:
-            d_logits = d_logits * (1 - (logits / how.cap).square())
+        d_logits = weights * (torch.matmul(d_b[queries], v_b[keys].mT) - mean[queries]) * options.scale
+        if options.cap:
+            d_logits = d_logits * (1 - (logits / options.cap).square())
         # Of farther blocks there are fewer: queries of the last, keys of the first.
         count = len(logits)
         d_q = _pad(d_q, count, True) + torch.matmul(d_logits, k_b[keys])
@@ -136,25 +139,26 @@ def _gradients(q_b, k_b, v_b, d_b, mean, lse, low, how: _How) -> tuple[Tensor, T
     return d_q, d_k, d_v
 
 
-def _softmax_part(logits: Tensor, v_b: Tensor) -> _Found:
+def _softmax_part(logits: Tensor, v_b: Tensor) -> _Softmax:
     """Softmax over the keys of one diagonal; logits are -inf where a key is not seen, which may be everywhere."""
     top = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
     weights = (logits - top.unsqueeze(-1)).exp()
-    return _Found(top, weights.sum(-1), torch.matmul(weights.to(v_b.dtype), v_b).to(logits.dtype))
+    return _Softmax(top, weights.sum(-1), torch.matmul(weights.to(v_b.dtype), v_b).to(logits.dtype))
 
 
-def _merged(one: _Found, other: _Found) -> _Found:
+def _merged(first: _Softmax, second: _Softmax) -> _Softmax:
     """Softmax over the keys of both."""
-    top = torch.maximum(one.top, other.top)
-    first, second = (one.top - top).exp(), (other.top - top).exp()
-    out = one.out * first.unsqueeze(-1) + other.out * second.unsqueeze(-1)
-    return _Found(top, one.total * first + other.total * second, out)
+    top = torch.maximum(first.top, second.top)
+    scale_1 = (first.top - top).exp()
+    scale_2 = (second.top - top).exp()
+    out = first.out * scale_1.unsqueeze(-1) + second.out * scale_2.unsqueeze(-1)
+    return _Softmax(top, first.total * scale_1 + second.total * scale_2, out)
 
 
-def _led(found: _Found, blocks: int) -> _Found:
-    """The same with the blocks before, which have seen nothing yet."""
-    nothing = torch.finfo(found.top.dtype).min
-    return _Found(_pad(found.top, blocks, True, nothing), *(_pad(x, blocks, True) for x in found[1:]))
+def _led(part: _Softmax, blocks: int) -> _Softmax:
+    """The same after blocks that have seen nothing yet, `blocks` of them in all."""
+    nothing = torch.finfo(part.top.dtype).min
+    return _Softmax(_pad(part.top, blocks, True, nothing), *(_pad(x, blocks, True) for x in part[1:]))
 
 
 def _pad(x: Tensor, blocks: int, front: bool, value: float = 0.0) -> Tensor:
@@ -163,33 +167,33 @@ def _pad(x: Tensor, blocks: int, front: bool, value: float = 0.0) -> Tensor:
     return F.pad(x, (*(0, 0) * (x.ndim - 1), *((more, 0) if front else (0, more))), value=value)
 
 
-def _logits(q_b: Tensor, k_b: Tensor, low: Tensor, distance: int, how: _How) -> tuple[Tensor, Tensor]:
+def _logits(q_b: Tensor, k_b: Tensor, low: Tensor, distance: int, options: _Options) -> tuple[Tensor, Tensor]:
     """Logits [blocks, K, block H / K, block], and which of the keys are seen.
 
     Args:
       low: of `_first_seen`.
       distance: how many blocks the keys stand before the queries.
     """
-    logits = torch.matmul(q_b, k_b.mT) * how.scale
-    if how.cap:
-        logits = torch.tanh(logits / how.cap) * how.cap
-    at = torch.arange(how.block, device=q_b.device)
-    seen = at - distance * how.block >= low
-    return logits, seen if distance else seen & (at <= _of_heads(at, q_b.shape[2] // how.block))
+    logits = torch.matmul(q_b, k_b.mT) * options.scale
+    if options.cap:
+        logits = torch.tanh(logits / options.cap) * options.cap
+    places = torch.arange(options.block, device=q_b.device)
+    seen = places - distance * options.block >= low
+    return logits, seen if distance else seen & (places <= _of_heads(places, q_b.shape[2] // options.block))
 
 
-def _first_seen(offsets: Tensor, q: Tensor, kv_heads: int, how: _How) -> Tensor:
+def _first_seen(offsets: Tensor, q: Tensor, kv_heads: int, options: _Options) -> Tensor:
     """The first token that each query sees, counted from the first of its block: [blocks, 1, block H / K, 1].
 
     Padding sees itself.
     """
     T, heads = q.shape[:2]
-    at = torch.arange(T + -T % how.block, device=q.device)
+    places = torch.arange(T + -T % options.block, device=q.device)
     ends = offsets[1:].long()
-    ended = torch.zeros(len(at) + 1, dtype=torch.int64, device=q.device).scatter_add(0, ends, torch.ones_like(ends))
-    begins = torch.where(at < offsets[-1], offsets.long()[ended.cumsum(0)[:-1]], at)
-    low, at = (x.view(-1, how.block) for x in (torch.maximum(begins, at - how.window + 1), at))
-    return _of_heads(low - at[:, :1], heads // kv_heads).unsqueeze(1)
+    ended = torch.zeros(len(places) + 1, dtype=torch.int64, device=q.device).scatter_add(0, ends, torch.ones_like(ends))
+    begins = torch.where(places < offsets[-1], offsets.long()[ended.cumsum(0)[:-1]], places)
+    low = torch.maximum(begins, places - options.window + 1).view(-1, options.block)
+    return _of_heads(low - places[:: options.block, None], heads // kv_heads).unsqueeze(1)
 
 
 def _real(offsets: Tensor, q: Tensor) -> Tensor:
@@ -197,13 +201,13 @@ def _real(offsets: Tensor, q: Tensor) -> Tensor:
     return (torch.arange(q.shape[0], device=q.device) < offsets[-1])[:, None, None]
 
 
-def _blocks(tensors: tuple[Tensor, ...], kv_heads: int, how: _How) -> list[Tensor]:
+def _blocks(tensors: tuple[Tensor, ...], kv_heads: int, options: _Options) -> list[Tensor]:
     """[blocks, K, block H / K, N] each, in float32 or wider: heads that share keys are as good as tokens."""
 
     def blocks(x_THN: Tensor) -> Tensor:
         wide = x_THN.to(torch.promote_types(x_THN.dtype, torch.float32))
-        padded = F.pad(wide, (0, 0, 0, 0, 0, -x_THN.shape[0] % how.block))
-        return padded.unflatten(0, (-1, how.block)).unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+        padded = F.pad(wide, (0, 0, 0, 0, 0, -x_THN.shape[0] % options.block))
+        return padded.unflatten(0, (-1, options.block)).unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
 
     return [blocks(x) for x in tensors]
 
@@ -215,6 +219,6 @@ def _tokens(x_b: Tensor, like_THN: Tensor) -> Tensor:
     return x.to(like_THN.dtype)
 
 
-def _of_heads(at: Tensor, heads: int) -> Tensor:
+def _of_heads(x: Tensor, heads: int) -> Tensor:
     """Numbers of the tokens of blocks, [..., block], for heads that share a key-value head: [..., block heads, 1]."""
-    return at.unsqueeze(-1).expand(*at.shape, heads).reshape(*at.shape[:-1], -1, 1)
+    return x.unsqueeze(-1).expand(*x.shape, heads).reshape(*x.shape[:-1], -1, 1)

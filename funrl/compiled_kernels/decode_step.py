@@ -33,12 +33,6 @@ from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 
 PAGE = 16  # tokens of a page
 ROPE_STEP = 1024  # positions by which the table of rotations grows at least
-AS_COMPILED = {  # switches of a decoder that the kernel does not know, as it has them
-    "norms": "pre", "norm_offset": 0.0, "activation": "silu", "local_rope_theta": None, "rotates": None,
-    "qk_norm_over": "head", "attention_scale": None, "attention_cap": None, "embed_scale": 1.0, "residual_scale": 1.0,
-    "logit_divisor": 1.0, "logit_cap": None, "experts": None,
-    "latent": None,
-}  # fmt: skip
 _PROBLEMS = (
     None,
     "a token is not in the vocabulary",
@@ -47,6 +41,32 @@ _PROBLEMS = (
     "a token whose logits are wanted is not in the call",
 )
 _NO_ROTATION = len(_PROBLEMS)  # a position is behind the table of rotations
+
+
+class StepSizes(NamedTuple):
+    """Sizes of a decoder that the kernel computes.
+
+    Attributes:
+      vocab, embed, heads, kv_heads, head, mlp: sizes V, D, H, K, N, F.
+      norm_eps: added to the mean square in every norm.
+      rope_theta, rope_scaling: base of the rotary frequencies and their stretching, as in `rotary.frequencies`.
+      windows: per layer, the number of tokens that a token sees; None: all of them.
+    """
+
+    vocab: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head: int
+    mlp: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Any
+    windows: tuple[int | None, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
 
 
 class PagedKeyValues(NamedTuple):
@@ -83,26 +103,29 @@ class _Step(ctypes.Structure):
     ]
 
 
-def kernel_problem(config: Any, dtype: torch.dtype) -> str | None:
-    """The reason why `packed_decoder` has no kernel for this model here; None: it has one, if the compiler works."""
+def kernel_problem(sizes: StepSizes | str, dtype: torch.dtype) -> str | None:
+    """The reason why `packed_decoder` has no kernel for a model here; None: it has one, if the compiler works.
+
+    Args:
+      sizes: of the model, or the reason why the kernel does not compute it.
+    """
     if dtype not in BITS:
         return f"the C++ decoding step has float32 and bfloat16, not {dtype}"
-    for name, value in AS_COMPILED.items():
-        if getattr(config, name) != value:
-            return f"the C++ decoding step does not take {name}={getattr(config, name)}"
-    return library_problem()
+    return sizes if isinstance(sizes, str) else library_problem()
 
 
-def page_bytes(config: Any, dtype: torch.dtype) -> int:
+def page_bytes(sizes: StepSizes, dtype: torch.dtype) -> int:
     """Memory of one page of all layers, keys and values."""
-    return 2 * config.layers * _page_numbers(config) * dtype.itemsize
+    return 2 * sizes.layers * _page_numbers(sizes) * dtype.itemsize
 
 
-def packed_decoder(config: Any, params: Any, dtype: torch.dtype, threads: int | None = None) -> PackedDecoder:
+def packed_decoder(
+    sizes: StepSizes | str, params: Any, dtype: torch.dtype, threads: int | None = None
+) -> PackedDecoder:
     """Copy a decoder's weights into the kernel's layout.
 
     Args:
-      config: a decoder's `Config`.
+      sizes: of the decoder, or the reason why the kernel does not compute it.
       params: its whole weights, on the CPU, in any float dtype.
       dtype: of weights, cache and activations: float32 or bfloat16. Sums are float32.
       threads: that compute together; None: as many as torch has.
@@ -110,24 +133,25 @@ def packed_decoder(config: Any, params: Any, dtype: torch.dtype, threads: int | 
     Raises:
       KernelError: there is no kernel; the message is the reason.
     """
-    problem = kernel_problem(config, dtype)
+    problem = kernel_problem(sizes, dtype)
     if problem is not None:
         raise KernelError(problem)
-    return PackedDecoder(config, params, dtype, threads or torch.get_num_threads())
+    assert not isinstance(sizes, str)
+    return PackedDecoder(sizes, params, dtype, threads or torch.get_num_threads())
 
 
 class PackedDecoder:
     """A decoder's weights in the kernel's layout; made by `packed_decoder`.
 
     Attributes:
-      config, dtype, threads: as there.
+      sizes, dtype, threads: as there.
     """
 
-    def __init__(self, config: Any, params: Any, dtype: torch.dtype, threads: int):
-        self.config, self.dtype, self.threads = config, dtype, threads
+    def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
+        self.sizes, self.dtype, self.threads = sizes, dtype, threads
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
-        self._panels = zeroed(_all_panel_numbers(config), dtype)
+        self._panels = zeroed(_all_panel_numbers(sizes), dtype)
         self._positions, self._rope = 0, torch.empty(0)
         self.load(params)
 
@@ -135,21 +159,22 @@ class PackedDecoder:
     def load(self, params: Any) -> None:
         """Copy other weights of the same sizes into the memory of the present ones."""
         self._used, self._vectors = 0, []  # numbers of `_panels` that are filled; tensors that the kernel points to
-        self._layers = (_Layer * self.config.layers)(*(self._layer(i, w) for i, w in enumerate(params["layers"])))
-        sizes = (self.config.layers, self.config.embed, self.config.heads, self.config.kv_heads, self.config.head)
+        self._optional = {*params["layers"][0]["attn"], *params} & {"q_norm", "q_bias", "o_bias", "unembed"}
+        self._layers = (_Layer * self.sizes.layers)(*(self._layer(i, w) for i, w in enumerate(params["layers"])))
+        sizes = (self.sizes.layers, self.sizes.embed, self.sizes.heads, self.sizes.kv_heads, self.sizes.head)
         embedding = params["embed"].detach().to(self.dtype, copy=True).contiguous()
         unembed = params["unembed"] if "unembed" in params else params["embed"]
         self._model = _Model(
-            *sizes, self.config.mlp, self.config.vocab, self.config.norm_eps, self._own(embedding),
+            *sizes, self.sizes.mlp, self.sizes.vocab, self.sizes.norm_eps, self._own(embedding),
             self._pack(unembed), self._vector(params["norm"]), self._rope.data_ptr(), self._positions,
             ctypes.addressof(self._layers),
         )  # fmt: skip
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights as the kernel has them, taken out of its layout one by one; by the names of the tree."""
-        config, used, vectors = self.config, 0, iter(self._vectors)
-        half, head = panel_width() // 2, round_up(config.head, LANES)
-        inner, heads = round_up(config.mlp, half), (config.heads, config.kv_heads, config.kv_heads)
+        sizes, used, vectors = self.sizes, 0, iter(self._vectors)
+        half, head = panel_width() // 2, round_up(sizes.head, LANES)
+        inner, heads = round_up(sizes.mlp, half), (sizes.heads, sizes.kv_heads, sizes.kv_heads)
 
         def unpacked(outputs: int, inputs: int) -> Tensor:
             nonlocal used
@@ -160,35 +185,35 @@ class PackedDecoder:
         def vector(size: int) -> Tensor:
             return next(vectors)[:size].to(self.dtype)
 
-        for i in range(config.layers):
-            layer, D = f"layers/{i}", config.embed
-            parts = unpacked(sum(heads) * head, D).unflatten(0, (-1, head))[:, : config.head].split(heads)
+        for i in range(sizes.layers):
+            layer, D = f"layers/{i}", sizes.embed
+            parts = unpacked(sum(heads) * head, D).unflatten(0, (-1, head))[:, : sizes.head].split(heads)
             yield from ((f"{layer}/attn/{name}", part) for name, part in zip("qkv", parts, strict=True))
-            output = unpacked(D, config.heads * head).unflatten(1, (-1, head))
-            yield f"{layer}/attn/o", output[..., : config.head]
+            output = unpacked(D, sizes.heads * head).unflatten(1, (-1, head))
+            yield f"{layer}/attn/o", output[..., : sizes.head]
             both = unpacked(2 * inner, D).unflatten(0, (-1, 2, half))
             for name, part in zip(("gate", "up"), both.unbind(1), strict=True):
-                yield f"{layer}/mlp/{name}", part.flatten(0, 1)[: config.mlp]
-            yield f"{layer}/mlp/down", unpacked(D, config.mlp)
+                yield f"{layer}/mlp/{name}", part.flatten(0, 1)[: sizes.mlp]
+            yield f"{layer}/mlp/down", unpacked(D, sizes.mlp)
             yield f"{layer}/attn_norm", vector(D)
             yield f"{layer}/mlp_norm", vector(D)
-            if config.qk_norm:
-                yield f"{layer}/attn/q_norm", vector(config.head)
-                yield f"{layer}/attn/k_norm", vector(config.head)
-            if config.attention_bias:
-                parts = vector(sum(heads) * head).unflatten(0, (-1, head))[:, : config.head].split(heads)
+            if "q_norm" in self._optional:
+                yield f"{layer}/attn/q_norm", vector(sizes.head)
+                yield f"{layer}/attn/k_norm", vector(sizes.head)
+            if "q_bias" in self._optional:
+                parts = vector(sum(heads) * head).unflatten(0, (-1, head))[:, : sizes.head].split(heads)
                 yield from ((f"{layer}/attn/{name}_bias", part) for name, part in zip("qkv", parts, strict=True))
-            if config.output_bias:
+            if "o_bias" in self._optional:
                 yield f"{layer}/attn/o_bias", vector(D)
         yield "embed", next(vectors)
-        unembed = unpacked(config.vocab, config.embed)
-        if not config.tied:
+        unembed = unpacked(sizes.vocab, sizes.embed)
+        if "unembed" in self._optional:
             yield "unembed", unembed
-        yield "norm", vector(config.embed)
+        yield "norm", vector(sizes.embed)
 
     def init_cache(self, pages: int) -> PagedKeyValues:
         """An empty cache; its memory is taken as pages are written."""
-        shape = (self.config.layers, pages, _page_numbers(self.config))
+        shape = (self.sizes.layers, pages, _page_numbers(self.sizes))
         count = shape[0] * shape[1] * shape[2]
         return PagedKeyValues(*(zeroed(count, self.dtype).view(shape) for _ in range(2)))
 
@@ -231,9 +256,9 @@ class PackedDecoder:
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
         if logits_MV is None:
-            logits_MV = torch.empty(M, self.config.vocab)
+            logits_MV = torch.empty(M, self.sizes.vocab)
         elif (
-            logits_MV.shape != (M, self.config.vocab)
+            logits_MV.shape != (M, self.sizes.vocab)
             or logits_MV.dtype != torch.float32
             or not logits_MV.is_contiguous()
         ):
@@ -290,20 +315,20 @@ class PackedDecoder:
         return token_R, sampling_logp_R, raw_logp_R
 
     def _layer(self, index: int, params: Any) -> _Layer:
-        config, attn, mlp = self.config, params["attn"], params["mlp"]
+        sizes, attn, mlp = self.sizes, params["attn"], params["mlp"]
         half = panel_width() // 2
-        head, inner = round_up(config.head, LANES), round_up(config.mlp, half)
+        head, inner = round_up(sizes.head, LANES), round_up(sizes.mlp, half)
         qkv = torch.cat([_pad(attn[name], 1, head).flatten(0, 1) for name in "qkv"])
         # A panel has the gates of half as many outputs and then their ups.
         halves = [_pad(mlp[name], 0, inner).unflatten(0, (-1, half)) for name in ("gate", "up")]
         output = _pad(attn["o"], 2, head).flatten(1)
         bias = None
-        if config.attention_bias:
+        if "q_bias" in attn:
             bias = torch.cat([_pad(attn[f"{name}_bias"], 1, head).flatten() for name in "qkv"])
         return _Layer(
             *map(self._pack, (qkv, output, torch.stack(halves, 1).flatten(0, 2), mlp["down"])),
             *map(self._vector, (params["attn_norm"], params["mlp_norm"], attn.get("q_norm"), attn.get("k_norm"))),
-            self._vector(bias), self._vector(attn.get("o_bias")), config.window(index) or 0,
+            self._vector(bias), self._vector(attn.get("o_bias")), sizes.windows[index] or 0,
         )  # fmt: skip
 
     def _pack(self, w_NK: Tensor) -> int:
@@ -324,21 +349,21 @@ class PackedDecoder:
         return x.data_ptr()
 
     def _grow_rope(self, positions: int) -> None:
-        config, self._positions = self.config, max(positions, 2 * self._positions, ROPE_STEP)
-        frequency = frequencies(config.head, config.rope_theta, config.rope_scaling)
-        rope = rotary(torch.arange(self._positions), frequency, self.dtype, _amplitude(config))
-        half = config.head // 2
+        sizes, self._positions = self.sizes, max(positions, 2 * self._positions, ROPE_STEP)
+        frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling)
+        rope = rotary(torch.arange(self._positions), frequency, self.dtype, _amplitude(sizes))
+        half = sizes.head // 2
         self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
         self._model.rope, self._model.positions = self._rope.data_ptr(), self._positions
 
 
-def _amplitude(config: Any) -> float:
+def _amplitude(sizes: StepSizes) -> float:
     """The factor of rotated queries and keys."""
-    return 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
+    return 1.0 if sizes.rope_scaling is None else sizes.rope_scaling.amplitude
 
 
 def decode_reference(
-    config: Any,
+    sizes: StepSizes,
     params: Any,
     cache: PagedKeyValues,
     tokens_N: Tensor,
@@ -356,46 +381,46 @@ def decode_reference(
     """
     x_ND = params["embed"][tokens_N]
     wide = torch.promote_types(x_ND.dtype, torch.float32)
-    frequency = frequencies(config.head, config.rope_theta, config.rope_scaling, wide)
-    rope = rotary(positions_N, frequency, x_ND.dtype, _amplitude(config))
+    frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling, wide)
+    rope = rotary(positions_N, frequency, x_ND.dtype, _amplitude(sizes))
     page_N, slot_N = tables_SP[sequence_N, positions_N // PAGE].long(), positions_N % PAGE
     for index, layer in enumerate(params["layers"]):
         attn, mlp = layer["attn"], layer["mlp"]
-        h_ND = rms_norm(x_ND, layer["attn_norm"], config.norm_eps)
+        h_ND = rms_norm(x_ND, layer["attn_norm"], sizes.norm_eps)
         heads = []
         for name in "qkv":
-            bias = attn[f"{name}_bias"].flatten() if config.attention_bias else None
+            bias = attn[f"{name}_bias"].flatten() if f"{name}_bias" in attn else None
             x_NHN = F.linear(h_ND, attn[name].flatten(0, 1), bias).unflatten(1, attn[name].shape[:2])
-            if config.qk_norm and name != "v":
-                x_NHN = rms_norm(x_NHN, attn[f"{name}_norm"], config.norm_eps)
+            if f"{name}_norm" in attn:
+                x_NHN = rms_norm(x_NHN, attn[f"{name}_norm"], sizes.norm_eps)
             heads.append(x_NHN if name == "v" else rotate(x_NHN, rope))
         q_NHN, cache.keys[index, page_N, slot_N], cache.values[index, page_N, slot_N] = heads
         mixed = []
         for q_HN, sequence, position in zip(q_NHN, sequence_N.tolist(), positions_N.tolist(), strict=True):
-            seen = slice(max(0, position + 1 - (config.window(index) or position + 1)), position + 1)
+            seen = slice(max(0, position + 1 - (sizes.windows[index] or position + 1)), position + 1)
             k_1SKN, v_1SKN = (x[index, tables_SP[sequence].long()].flatten(0, 1)[None, seen] for x in cache)
             mixed.append(attention_reference(q_HN[None, None], k_1SKN, v_1SKN).flatten())
         out_ND = F.linear(torch.stack(mixed), attn["o"].flatten(1))
-        x_ND = x_ND + (out_ND + attn["o_bias"] if config.output_bias else out_ND)
-        h_ND = rms_norm(x_ND, layer["mlp_norm"], config.norm_eps)
+        x_ND = x_ND + (out_ND + attn["o_bias"] if "o_bias" in attn else out_ND)
+        h_ND = rms_norm(x_ND, layer["mlp_norm"], sizes.norm_eps)
         x_ND = x_ND + F.linear(F.silu(F.linear(h_ND, mlp["gate"])) * F.linear(h_ND, mlp["up"]), mlp["down"])
-    h_MD = rms_norm(x_ND[draw_M], params["norm"], config.norm_eps)
+    h_MD = rms_norm(x_ND[draw_M], params["norm"], sizes.norm_eps)
     return F.linear(h_MD.to(wide), (params["unembed"] if "unembed" in params else params["embed"]).to(wide))
 
 
-def _all_panel_numbers(config: Any) -> int:
-    head, inner = round_up(config.head, LANES), round_up(config.mlp, panel_width() // 2)
+def _all_panel_numbers(sizes: StepSizes) -> int:
+    head, inner = round_up(sizes.head, LANES), round_up(sizes.mlp, panel_width() // 2)
     layer = (
-        ((config.heads + 2 * config.kv_heads) * head, config.embed),
-        (config.embed, config.heads * head),
-        (2 * inner, config.embed),
-        (config.embed, config.mlp),
+        ((sizes.heads + 2 * sizes.kv_heads) * head, sizes.embed),
+        (sizes.embed, sizes.heads * head),
+        (2 * inner, sizes.embed),
+        (sizes.embed, sizes.mlp),
     )
-    return config.layers * sum(panel_numbers(*shape) for shape in layer) + panel_numbers(config.vocab, config.embed)
+    return sizes.layers * sum(panel_numbers(*shape) for shape in layer) + panel_numbers(sizes.vocab, sizes.embed)
 
 
-def _page_numbers(config: Any) -> int:
-    return config.kv_heads * PAGE * round_up(config.head, LANES)
+def _page_numbers(sizes: StepSizes) -> int:
+    return sizes.kv_heads * PAGE * round_up(sizes.head, LANES)
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

@@ -21,23 +21,18 @@ from pathlib import Path
 FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi"
 NEEDED = ("avx2", "fma")  # of the processor
 _FOLDER = Path(__file__).parent
-_P, _N, _I, _U, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint32, ctypes.c_double
-DECODE_STEP, CHECKSUM = "decode_step.cpp", "checksum.cpp"
-_NAMES = {DECODE_STEP: "kernels", CHECKSUM: "checksum"}  # of the files in the cache
-_ARGUMENTS = {  # as the sources declare them
-    DECODE_STEP: {
-        "funrl_panel": (),
-        "funrl_pack": (_I, _P, _N, _N, _N, _P),
-        "funrl_forward": (_I, _P, _P, _N),
-        "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
-        "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
-        "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
-    },
-    CHECKSUM: {
-        "funrl_crc32c": (_P, _N, _U),
-        "funrl_read_summed": (_I, _N, _P, _N, _P),
-        "funrl_write_summed": (_I, _P, _N, _P),
-    },
+SOURCE = "decode_step.cpp"
+_P = ctypes.c_void_p
+_N = ctypes.c_int64
+_I = ctypes.c_int
+_F = ctypes.c_double
+_ARGUMENTS = {  # as the source declares them
+    "funrl_panel": (),
+    "funrl_pack": (_I, _P, _N, _N, _N, _P),
+    "funrl_forward": (_I, _P, _P, _N),
+    "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
+    "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
+    "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
 }
 
 
@@ -60,8 +55,8 @@ def library_problem() -> str | None:
 
 
 @functools.cache
-def library(source: str = DECODE_STEP) -> ctypes.CDLL:
-    """The compiled kernels of a source; a call lets other Python threads run.
+def library() -> ctypes.CDLL:
+    """The compiled kernels; a call lets other Python threads run.
 
     Raises:
       KernelError: there is no compiler, it fails, or the processor is not one that the kernels know.
@@ -70,16 +65,16 @@ def library(source: str = DECODE_STEP) -> ctypes.CDLL:
     if problem is not None:
         raise KernelError(problem)
     try:
-        file = _compiled(source)
+        file = _compiled()
         try:
             loaded = ctypes.CDLL(str(file))
         except OSError:  # it is damaged: once more
             file.unlink()
-            loaded = ctypes.CDLL(str(_compiled(source)))
+            loaded = ctypes.CDLL(str(_compiled()))
     except OSError as error:
         text = f"the C++ kernels cannot be kept or loaded: {error}; XDG_CACHE_HOME may name another folder"
         raise KernelError(text) from error
-    for name, arguments in _ARGUMENTS[source].items():
+    for name, arguments in _ARGUMENTS.items():
         getattr(loaded, name).argtypes = arguments
     return loaded
 
@@ -98,26 +93,26 @@ def cache_folder() -> Path:
     except RuntimeError:
         folder = Path(tempfile.gettempdir()) / f"funrl-cache-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = folder.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{folder} is not this user's own; XDG_CACHE_HOME may name another folder") from None
         return folder
 
 
-def _compiled(source: str = DECODE_STEP) -> Path:
+def _compiled() -> Path:
     command = [*_compiler(), *FLAGS.split()]
-    sources = [_FOLDER / source, *sorted(_FOLDER.glob("*.hpp"))]
+    sources = [_FOLDER / SOURCE, *sorted(_FOLDER.glob("*.hpp"))]
     version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     parts = [" ".join(command), version, _processor(), *(file.read_text() for file in sources)]
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    target = cache_folder() / f"{_NAMES[source]}-{name}.so"
+    target = cache_folder() / f"kernels-{name}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, own = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        done = subprocess.run([*command, str(_FOLDER / source), "-o", own], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, str(_FOLDER / SOURCE), "-o", own], capture_output=True, text=True, check=False)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise KernelError(f"{command[0]} cannot compile the C++ kernels: {first}")

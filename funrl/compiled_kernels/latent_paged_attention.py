@@ -43,17 +43,19 @@ def latent_paged_attention_reference(
     q_NHD: Tensor, latent_NL: Tensor, up_HMR: Tensor, cache_PTL: Tensor, paging: Paging, value: int, scale: float
 ) -> Tensor:
     """`latent_paged_attention`, sequence by sequence, with keys and values and the whole matrix of weights."""
-    outs, page, rank = [], cache_PTL.shape[1], up_HMR.shape[2]
+    outs = []
+    page = cache_PTL.shape[1]
+    rank = up_HMR.shape[2]
     for row, place in zip(latent_NL, paging.places_N.tolist(), strict=True):
         cache_PTL[place // page, place % page] = row
     for s, end in enumerate(paging.ends_S.tolist()):
         begin, stop = paging.offsets_S1[s : s + 2].tolist()
         latent_SL = cache_PTL[paging.table_SP[s]].flatten(0, 1)[:end]
-        made_SHM = torch.einsum("sr,hmr->shm", latent_SL[:, :rank], up_HMR)
-        keys, values = made_SHM.split((up_HMR.shape[1] - value, value), -1)
-        alike = latent_SL[:, None, rank:].expand(-1, len(up_HMR), -1)
+        expanded_SHM = torch.einsum("sr,hmr->shm", latent_SL[:, :rank], up_HMR)
+        keys, values = expanded_SHM.split((up_HMR.shape[1] - value, value), -1)
+        shared = latent_SL[:, None, rank:].expand(-1, len(up_HMR), -1)
         seen_TS = torch.arange(end - (stop - begin), end)[:, None] >= torch.arange(end)
-        keys = torch.cat((keys, alike), -1)
+        keys = torch.cat((keys, shared), -1)
         logits = torch.einsum("thn,shn->hts", q_NHD[begin:stop], keys) * scale
         weights = logits.masked_fill(~seen_TS, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hts,shv->thv", weights, values))
@@ -76,18 +78,19 @@ def _latent_paged_attention(
     scale: float,
 ) -> Tensor:
     cache.view(-1, cache.shape[2]).index_copy_(0, places, latent)
-    out, page = q.new_empty(*q.shape[:2], value), cache.shape[1]
+    out = q.new_empty(*q.shape[:2], value)
+    page = cache.shape[1]
     for first, low, rows, count, pages in groups.tolist():
         part = slice(first, first + rows * count)
-        at_RT, q_RTHD = (x[part].unflatten(0, (rows, count)) for x in (positions, q))
+        positions_RT, q_RTHD = (x[part].unflatten(0, (rows, count)) for x in (positions, q))
         latent_RSL = cache[table[low : low + rows, :pages]].flatten(1, 2)
-        seen_RTS = at_RT.unsqueeze(-1) >= torch.arange(pages * page, device=q.device)
+        seen_RTS = positions_RT.unsqueeze(-1) >= torch.arange(pages * page, device=q.device)
         if absorbs(count, up, cache.shape[2], value):
-            found = _absorbed(q_RTHD, latent_RSL, up, seen_RTS, value, scale)
+            result = _absorbed(q_RTHD, latent_RSL, up, seen_RTS, value, scale)
         else:  # one sequence at a time: their keys and values are large
             each = zip(q_RTHD.split(1), latent_RSL.split(1), seen_RTS.split(1), strict=True)
-            found = torch.cat([_expanded(*one, up, value, scale) for one in each])
-        out[part] = found.flatten(0, 1)
+            result = torch.cat([_expanded(*sequence, up, value, scale) for sequence in each])
+        out[part] = result.flatten(0, 1)
     return out
 
 
@@ -113,7 +116,8 @@ def _width(rows: int, rank: int, cached: int, value: int) -> int:
 
 
 def _absorbed(q_RTHD: Tensor, latent_RSL: Tensor, up_HMR: Tensor, seen_RTS: Tensor, value: int, scale: float) -> Tensor:
-    (rows, count, heads, _), (_, M, rank) = q_RTHD.shape, up_HMR.shape
+    rows, count, heads, _ = q_RTHD.shape
+    _, M, rank = up_HMR.shape
     to_keys_HMR, to_values_HVR = up_HMR.split((M - value, value), 1)
     plain_RTHM, turned_RTHN = q_RTHD.split((M - value, q_RTHD.shape[3] - M + value), -1)
     q_RTHL = torch.cat((torch.einsum("rthm,hml->rthl", plain_RTHM, to_keys_HMR), turned_RTHN), -1)
@@ -127,17 +131,20 @@ def _absorbed(q_RTHD: Tensor, latent_RSL: Tensor, up_HMR: Tensor, seen_RTS: Tens
 
 def _expanded(q_1THD: Tensor, latent_1SL: Tensor, seen_1TS: Tensor, up_HMR: Tensor, value: int, scale: float) -> Tensor:
     heads, M, rank = up_HMR.shape
-    made_1SHM = F.linear(latent_1SL[..., :rank], up_HMR.flatten(0, 1)).unflatten(-1, (heads, M))
-    keys, values = made_1SHM.split((M - value, value), -1)
-    alike = latent_1SL[:, :, None, rank:].expand(-1, -1, heads, -1)
-    keys, width = torch.cat((keys, alike), -1), _width(M, rank, latent_1SL.shape[2], value)
+    expanded_1SHM = F.linear(latent_1SL[..., :rank], up_HMR.flatten(0, 1)).unflatten(-1, (heads, M))
+    keys, values = expanded_1SHM.split((M - value, value), -1)
+    shared = latent_1SL[:, :, None, rank:].expand(-1, -1, heads, -1)
+    keys = torch.cat((keys, shared), -1)
+    width = _width(M, rank, latent_1SL.shape[2], value)
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_1THD, keys, values))
     return attention(q, k, v, seen_1TS, scale=scale)[..., :value]
 
 
 def latent_paged_flops(up: Tensor, cache: Tensor, groups: Tensor, value: int) -> int:
     """FLOPs of `latent_paged_attention`, over the pages that are read."""
-    (heads, M, rank), cached, total = up.shape, cache.shape[2], 0
+    heads, M, rank = up.shape
+    cached = cache.shape[2]
+    total = 0
     for _, _, rows, count, pages in groups.tolist():
         tokens = pages * cache.shape[1]
         if absorbs(count, up, cached, value):

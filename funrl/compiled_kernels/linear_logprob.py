@@ -31,7 +31,7 @@ class TokenScores(NamedTuple):
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
     topk_logp: Tensor | None = None  # nats, of K other tokens at the same position
     divergence: Tensor | None = None  # nats, of that distribution from a teacher's; by `linear_divergence`
-    load: Any = None  # of the experts, by all tokens that the model read: `funrl.models.routing.Load`
+    load: Any = None  # of the experts, by all tokens that the model read: `funrl.models.decoder.routing.Load`
 
 
 def linear_logprob(
@@ -73,12 +73,12 @@ def linear_logprob(
     ids_TN = targets_T[:, None] if topk_TK is None else torch.cat([targets_T[:, None], topk_TK], 1)
     extras = tuple(name for name in EXTRAS if name in want)
     logp_TN, *rest, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras, cap)
-    found = dict(zip(extras, rest, strict=True))
+    scores = dict(zip(extras, rest, strict=True))
     if "logp" in want:
-        found["logp"] = logp_TN[:, 0]
+        scores["logp"] = logp_TN[:, 0]
     if topk_TK is not None:
-        found["topk_logp"] = logp_TN[:, 1:]
-    return TokenScores(**found)
+        scores["topk_logp"] = logp_TN[:, 1:]
+    return TokenScores(**scores)
 
 
 def topk(
@@ -94,7 +94,8 @@ def topk(
 
     Args: those of `linear_logprob`; k: at most the size of the vocabulary.
     """
-    ids, tops = [], []
+    ids = []
+    tops = []
     for hidden_CD in hidden_TD.detach().split(chunk):
         x_CV = _tempered(hidden_CD, unembed_VD.detach(), temperature, cap)
         top_CK, row_CK = x_CV.topk(min(k, x_CV.shape[1]), -1)
@@ -168,7 +169,8 @@ class _LinearLogprob(torch.autograd.Function):
             sums.append(shift_T.exp() * (x_T + shift_T * sum_T) if name == "entropy" else (2 * shift_T).exp() * x_T)
         picked_NT = torch.where(mine_TN, picked_TN + shift_T[:, None], 0).T
         all_sums = psum(torch.cat([torch.stack(sums), picked_NT]), mesh, "tensor")
-        (sum_T, *more), picked_NT = all_sums[: len(sums)], all_sums[len(sums) :]
+        sum_T, *more = all_sums[: len(sums)]
+        picked_NT = all_sums[len(sums) :]
         log_T = sum_T.log()
         results = [
             log_T - x_T / sum_T if name == "entropy" else x_T / sum_T**2 for name, x_T in zip(extras, more, strict=True)
@@ -187,12 +189,17 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_TD, unembed_VD, ids_TN, *rows, normalizer_T = ctx.saved_tensors
         mesh, temperature, chunk, extras, cap = ctx.args
         names = ("logp", *extras)
-        grads = (None if g is None else g / temperature for g in grads[:-1])
-        given = {n: (_columns(x), _columns(g)) for n, x, g in zip(names, rows, grads, strict=True) if g is not None}
+        grads = (None if grad is None else grad / temperature for grad in grads[:-1])
+        given = {
+            name: (_columns(x), _columns(grad))
+            for name, x, grad in zip(names, rows, grads, strict=True)
+            if grad is not None
+        }
         if not given:
             return (None,) * 8
         row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
-        d_hidden, d_unembed = [], None
+        d_hidden = []
+        d_unembed = None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
 
@@ -205,8 +212,8 @@ class _LinearLogprob(torch.autograd.Function):
                     rows_RV.sub_(normalizer_T[some, None]),
                     row_TN[some],
                     mine_TN[some],
-                    {n: x[some] for n, (x, _) in given.items()},
-                    {n: g[some] for n, (_, g) in given.items()},
+                    {name: x[some] for name, (x, _) in given.items()},
+                    {name: grad[some] for name, (_, grad) in given.items()},
                 )
                 if slope_RV is not None:
                     rows_RV.mul_(slope_RV)
@@ -294,12 +301,12 @@ def _row_sums_(x_RV: Tensor, row_RN: Tensor, extras: tuple[str, ...]) -> list[Te
     x_RV.sub_(top_R.unsqueeze(-1))
     picked_RN = x_RV.gather(1, row_RN)
     e_RV = x_RV.exp() if "entropy" in extras else x_RV.exp_()
-    found = [top_R, picked_RN, e_RV.sum(-1)]
+    sums = [top_R, picked_RN, e_RV.sum(-1)]
     if "entropy" in extras:
-        found.append(torch.linalg.vecdot(e_RV, x_RV))
+        sums.append(torch.linalg.vecdot(e_RV, x_RV))
     if "sum_pi_squared" in extras:
-        found.append(torch.linalg.vecdot(e_RV, e_RV))
-    return found
+        sums.append(torch.linalg.vecdot(e_RV, e_RV))
+    return sums
 
 
 def _to_d_logits_(logp_CV: Tensor, row_CN: Tensor, mine_CN: Tensor, result: dict, grad: dict) -> None:

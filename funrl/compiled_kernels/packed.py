@@ -42,7 +42,8 @@ def pack_linear(w_NK: Tensor) -> PackedLinear:
 
 def fill_panels(w_NK: Tensor, panels: Tensor) -> None:
     """`pack_linear` into `panel_numbers(N, K)` numbers of memory that is there."""
-    bits, w_NK = kernel_bits("the weight", w_NK), w_NK.detach().contiguous()
+    bits = kernel_bits("the weight", w_NK)
+    w_NK = w_NK.detach().contiguous()
     N, K = w_NK.shape
     library().funrl_pack(bits, w_NK.data_ptr(), N, K, round_up(K, LANES), panels.data_ptr())
 
@@ -76,13 +77,15 @@ def packed_linear(x_MK: Tensor, packed: PackedLinear, threads: int | None = None
       KernelError: another dtype or device.
       ValueError: x has not K columns.
     """
-    bits, x_MK = kernel_bits("x", x_MK), x_MK.detach()
+    bits = kernel_bits("x", x_MK)
+    x_MK = x_MK.detach()
     if x_MK.shape[1] != packed.inputs or x_MK.dtype != packed.panels.dtype:
         raise ValueError(
             f"x is {x_MK.dtype} with {x_MK.shape[1]} columns, the packed weight {packed.panels.dtype} with "
             f"{packed.inputs} inputs"
         )
-    M, K = x_MK.shape[0], round_up(packed.inputs, LANES)
+    M = x_MK.shape[0]
+    K = round_up(packed.inputs, LANES)
     x_MK = torch.nn.functional.pad(x_MK, (0, K - packed.inputs)).contiguous()
     y_MN = torch.empty(M, packed.outputs)
     pointers = (x.data_ptr() for x in (x_MK, packed.panels, y_MN))
@@ -113,7 +116,8 @@ def packed_attention(
       ValueError: shapes or offsets do not fit.
     """
     bits = kernel_bits("q", q_THN)
-    (T, H, N), K = q_THN.shape, k_TKN.shape[1]
+    T, H, N = q_THN.shape
+    K = k_TKN.shape[1]
     q, k, v = (x.detach().contiguous() for x in (q_THN, k_TKN, v_TKN))
     if k.shape != (T, K, N) or v.shape != k.shape or H % K or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit or differ in dtype")

@@ -62,7 +62,9 @@ def paging_of(
       table_SP: pages of each sequence, on the CPU.
       page_tokens: of a page.
     """
-    table, new_S, last_S = table_SP.long(), np.asarray(counts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
+    table = table_SP.long()
+    new_S = np.asarray(counts, dtype=np.int64)
+    last_S = np.asarray(ends, dtype=np.int64)
     begins_S = np.cumsum(new_S) - new_S
     numbers_N = np.repeat(np.arange(len(new_S)), new_S)
     positions_N = torch.from_numpy(np.arange(len(numbers_N)) + (last_S - new_S - begins_S)[numbers_N])
@@ -148,7 +150,8 @@ def paged_attention_reference(
     cap: float | None = None,
 ) -> Tensor:
     """`paged_attention`, sequence by sequence, with the whole matrix of weights."""
-    outs, page = [], cache[0].shape[1]
+    outs = []
+    page = cache[0].shape[1]
     for new, x in zip((k_NKD, v_NKD), cache, strict=True):
         for row, place in zip(new, paging.places_N.tolist(), strict=True):
             x[place // page, place % page] = row
@@ -184,15 +187,16 @@ def _paged_attention(
         kernel = paged_kernel()
         assert kernel is not None
         return kernel(q, keys, values, table, offsets, ends, groups, window, scale)
-    out, page = torch.empty_like(q), keys.shape[1]
+    out = torch.empty_like(q)
+    page = keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():
         part = slice(first, first + rows * count)
         pages_RP = table[low : low + rows, :pages]
         k_RSKD, v_RSKD = (x[pages_RP].flatten(1, 2) for x in (keys, values))
-        q_RTHD, at_RT, out_RTHD = (x[part].view(rows, count, *x.shape[1:]) for x in (q, positions, out))
+        q_RTHD, positions_RT, out_RTHD = (x[part].view(rows, count, *x.shape[1:]) for x in (q, positions, out))
         for begin in range(0, count, CAPPED_QUERIES if cap else count):
             tokens = slice(begin, begin + CAPPED_QUERIES if cap else count)
-            behind_RTS = at_RT[:, tokens, None] - torch.arange(pages * page, device=q.device)
+            behind_RTS = positions_RT[:, tokens, None] - torch.arange(pages * page, device=q.device)
             seen_RTS = behind_RTS >= 0
             if window:
                 seen_RTS &= behind_RTS < window
@@ -243,9 +247,20 @@ def by_torch(kernel: Callable, q, keys, values, table, offsets, ends, groups, wi
     """Attention over pages by `torch.nn.attention.varlen.varlen_attn`. The host waits for nothing."""
     most_new, most = _most(keys, groups)
     return kernel(
-        q, keys, values, offsets, None, most_new, most, window_size=(window - 1 if window else -1, 0),
-        scale=scale or None, enable_gqa=True, seqused_k=ends, block_table=table.int(), num_splits=1,
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        offsets,
+        None,
+        most_new,
+        most,
+        window_size=(window - 1 if window else -1, 0),
+        scale=scale or None,
+        enable_gqa=True,
+        seqused_k=ends,
+        block_table=table.int(),
+        num_splits=1,
+    )
 
 
 def by_flash_attn(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int, scale: float) -> Tensor:
@@ -253,9 +268,18 @@ def by_flash_attn(kernel: Callable, q, keys, values, table, offsets, ends, group
     most_new, most = _most(keys, groups)
     upto = torch.nn.functional.pad(ends.cumsum(0, dtype=torch.int32), (1, 0))
     return kernel(
-        q, keys, values, offsets, upto, most_new, most, softmax_scale=scale or None, causal=True,
-        window_size=(window - 1 if window else -1, 0), block_table=table.int(),
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        offsets,
+        upto,
+        most_new,
+        most,
+        softmax_scale=scale or None,
+        causal=True,
+        window_size=(window - 1 if window else -1, 0),
+        block_table=table.int(),
+    )
 
 
 def _most(keys: Tensor, groups: Tensor) -> tuple[int, int]:

@@ -42,9 +42,10 @@ def _yarn(frequency: Tensor, theta: float, scaling) -> Tensor:
     def number(turns: float) -> float:  # of the frequency that turns so often over the original length
         return half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
 
-    low, high = max(math.floor(number(scaling.high)), 0), min(math.ceil(number(scaling.low)), 2 * half - 1)
-    at = torch.arange(half, dtype=frequency.dtype, device=frequency.device)
-    stretched = ((at - low) / max(high - low, 0.001)).clamp(0, 1)
+    low = max(math.floor(number(scaling.high)), 0)
+    high = min(math.ceil(number(scaling.low)), 2 * half - 1)
+    numbers = torch.arange(half, dtype=frequency.dtype, device=frequency.device)
+    stretched = ((numbers - low) / max(high - low, 0.001)).clamp(0, 1)
     return (1 - stretched) * frequency + stretched * frequency / scaling.factor
 
 
@@ -55,15 +56,20 @@ def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype, amplitude: 
       amplitude: factor of what is turned.
     """
     angle = positions.unsqueeze(-1).to(frequency.dtype) * frequency
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     if amplitude != 1:
-        cos, sin = cos * amplitude, sin * amplitude
-    both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        cos = cos * amplitude
+        sin = sin * amplitude
+    both = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
 
 
 def rotate(x: Tensor, rope: Rotary) -> Tensor:
-    """Turn heads x [..., H, N] by `rope`."""
+    """Turn heads x [..., H, N] by `rope`; where it has fewer numbers than a head, the first ones of each."""
+    size = rope.cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], rope), x[..., size:]), -1)
     # Rolling by half a head swaps the two of each pair; the sign is already in the sine.
     return torch.addcmul(x * rope.cos, x.roll(x.shape[-1] // 2, -1), rope.sin)
 

@@ -2,6 +2,7 @@
 // exceeds the noise. Exponentials are float32; their sums, over blocks of the vocabulary and within one, are float64.
 
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "lanes.hpp"
@@ -26,7 +27,9 @@ class LogitBlocks {
   const int64_t blocks;
   LogitBlocks(const float* logits, int64_t V) : blocks((V + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK), logits(logits) {
     const int64_t first = (blocks - 1) * SAMPLE_BLOCK;
-    for (int64_t i = 0; i < SAMPLE_BLOCK; i++) last[i] = first + i < V ? logits[first + i] : -INFINITY;
+    // Two loops: compilers read ahead of a condition within one, past the end of the logits.
+    const float* end = std::copy(logits + first, logits + V, last);
+    std::fill(last + (end - last), last + SAMPLE_BLOCK, -INFINITY);
   }
   const float* operator[](int64_t block) const { return block + 1 < blocks ? logits + block * SAMPLE_BLOCK : last; }
 

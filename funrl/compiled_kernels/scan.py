@@ -25,8 +25,10 @@ def reverse_linear_scan(x_BT: Tensor, decay_BT: Tensor) -> Tensor:
     T = x_BT.shape[-1]
     if T <= 1:
         return x_BT
-    x_even, decay_even = x_BT[..., 0::2], decay_BT[..., 0::2]
-    x_odd, decay_odd = x_BT[..., 1::2], decay_BT[..., 1::2]
+    x_even = x_BT[..., 0::2]
+    decay_even = decay_BT[..., 0::2]
+    x_odd = x_BT[..., 1::2]
+    decay_odd = decay_BT[..., 1::2]
     if T % 2:
         x_odd, decay_odd = (torch.nn.functional.pad(z, (0, 1)) for z in (x_odd, decay_odd))
     even = reverse_linear_scan(torch.addcmul(x_even, decay_even, x_odd), decay_even * decay_odd)
@@ -37,7 +39,8 @@ def reverse_linear_scan(x_BT: Tensor, decay_BT: Tensor) -> Tensor:
 
 def reverse_linear_scan_reference(x_BT: Tensor, decay_BT: Tensor) -> Tensor:
     """`reverse_linear_scan` as a loop, one position at a time."""
-    y_BT, after = torch.empty_like(x_BT), torch.zeros_like(x_BT[..., 0])
+    y_BT = torch.empty_like(x_BT)
+    after = torch.zeros_like(x_BT[..., 0])
     for t in reversed(range(x_BT.shape[-1])):
         after = x_BT[..., t] + decay_BT[..., t] * after
         y_BT[..., t] = after

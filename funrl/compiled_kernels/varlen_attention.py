@@ -60,8 +60,8 @@ def varlen_attention(
     """
     if blockwise or q_1THN.device.type == "xla":
         return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
-    q, k, v = q_1THN[0], k_1TKN[0], v_1TKN[0]
-    numbers = window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0
+    q, k, v = (x[0] for x in (q_1THN, k_1TKN, v_1TKN))
+    numbers = (window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0)
     return _VarlenAttention.apply(q, k, v, offsets, *numbers)[0].unsqueeze(0)
 
 
@@ -78,7 +78,7 @@ def varlen_attention_reference(
     outs = []
     for begin, end in itertools.pairwise(offsets.tolist()):
         part = slice(begin, end)
-        q, k, v = q_1THN[:, part], k_1TKN[:, part], v_1TKN[:, part]
+        q, k, v = (x[:, part] for x in (q_1THN, k_1TKN, v_1TKN))
         seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
         seen = seen if window is None else seen.triu(1 - window)
         outs.append(attention_reference(q, k, v, seen, scale=scale, cap=cap))
@@ -128,9 +128,11 @@ def flash_kernel() -> Kernel:
     except ImportError:
         kernel = Kernel(f"torch {torch.__version__}", False, _torch_forward, _torch_backward)
     else:
-        forward, backward = flash._flash_attn_varlen_forward, flash._flash_attn_varlen_backward
         kernel = Kernel(
-            "flash-attn", True, functools.partial(_flash_forward, forward), functools.partial(_flash_backward, backward)
+            "flash-attn",
+            True,
+            functools.partial(_flash_forward, flash._flash_attn_varlen_forward),
+            functools.partial(_flash_backward, flash._flash_attn_varlen_backward),
         )
     log.info("variable-length attention on the GPU is by %s", kernel.name)
     return kernel
@@ -141,7 +143,8 @@ def _on_host(offsets: Tensor) -> np.ndarray:
     version = 0 if offsets.is_inference() else offsets._version
     known = _KNOWN.get(offsets)
     if known is None or known[0] != version:
-        known = _KNOWN[offsets] = version, offsets.cpu().numpy()
+        known = (version, offsets.cpu().numpy())
+        _KNOWN[offsets] = known
     return known[1]
 
 
@@ -149,7 +152,8 @@ def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     """Neighbouring segments of one length, less empty ones: their first token, their number and their length."""
     ends = _on_host(offsets)
     lengths = np.diff(ends)
-    begins, lengths = ends[:-1][lengths > 0], lengths[lengths > 0]
+    begins = ends[:-1][lengths > 0]
+    lengths = lengths[lengths > 0]
     first = np.flatnonzero(np.diff(lengths, prepend=0))
     counts = np.diff(first, append=len(lengths))
     yield from zip(begins[first].tolist(), counts.tolist(), lengths[first].tolist(), strict=True)
@@ -168,13 +172,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cap:
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
+    out = torch.zeros_like(q)
+    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
     for block in _blocks(offsets, window, q):
         band = block.band
-        found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+        values, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_heads_first(block, q, k, v), 0.0, band is None, attn_mask=band, scale=scale or None
         )
-        out[block.queries], lse[:, block.queries] = _tokens_first(found), sums.transpose(0, 1).flatten(1)
+        out[block.queries] = _tokens_first(values)
+        lse[:, block.queries] = sums.transpose(0, 1).flatten(1)
     return out, lse, q.new_empty(0, dtype=torch.uint64)
 
 
@@ -195,19 +201,25 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cap:
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
-    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
     for block in _blocks(offsets, window, q):
-        queries, band = block.queries, block.band
+        queries = block.queries
         d_out_part, out_part = (_segments_of(x, queries, block.count) for x in (d_out, out))
         sums = lse[:, queries].unflatten(1, (block.count, -1)).transpose(0, 1).contiguous()
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out_part.contiguous(), *_heads_first(block, q, k, v), out_part, sums, 0.0, band is None,
-            attn_mask=band, scale=scale or None,
-        )  # fmt: skip
-        d_q[queries] = _tokens_first(found[0])
-        for whole, part in ((d_k, found[1]), (d_v, found[2])):
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out_part.contiguous(),
+            *_heads_first(block, q, k, v),
+            out_part,
+            sums,
+            0.0,
+            block.band is None,
+            attn_mask=block.band,
+            scale=scale or None,
+        )
+        d_q[queries] = _tokens_first(grads[0])
+        for whole, part in ((d_k, grads[1]), (d_v, grads[2])):
             # Keys within a window are seen by the queries of several blocks.
-            whole[block.keys] = _tokens_first(part) if band is None else whole[block.keys] + _tokens_first(part)
+            whole[block.keys] = _tokens_first(part) if block.band is None else whole[block.keys] + _tokens_first(part)
     return d_q, d_k, d_v
 
 
@@ -241,16 +253,15 @@ def _forward_by_matrix(q, k, v, offsets, window, scale, cap):
 
 
 def _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap):
-    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
     for block in _blocks(offsets, window, q, True):
-        queries, keys, count = block.queries, block.keys, block.count
-        d_part, q_part = (x[queries].unflatten(0, (count, -1)) for x in (d_out, q))
-        k_part, v_part = (x[keys].unflatten(0, (count, -1)) for x in (k, v))
+        d_part, q_part = (x[block.queries].unflatten(0, (block.count, -1)) for x in (d_out, q))
+        k_part, v_part = (x[block.keys].unflatten(0, (block.count, -1)) for x in (k, v))
         factor = scale or q.shape[-1] ** -0.5
-        found = attention_gradients(d_part, q_part, k_part, v_part, block.seen, factor, cap or None)
-        d_q[queries] = found[0].flatten(0, 1)
-        d_k[keys] += found[1].flatten(0, 1)
-        d_v[keys] += found[2].flatten(0, 1)
+        grads = attention_gradients(d_part, q_part, k_part, v_part, block.seen, factor, cap or None)
+        d_q[block.queries] = grads[0].flatten(0, 1)
+        d_k[block.keys] += grads[1].flatten(0, 1)
+        d_v[block.keys] += grads[2].flatten(0, 1)
     return d_q, d_k, d_v
 
 
@@ -319,20 +330,23 @@ def _blocks(offsets: Tensor, window: int, q: Tensor, small: bool = False) -> Ite
                 whole = slice(start + first * length, start + (first + some) * length)
                 yield _Block(whole, whole, some, None)
             continue
-        reach, sizes, band = window or length, None, None
+        reach = window or length
+        sizes = None
+        band = None
         for segment in range(start, start + count * length, length):
             for begin in range(segment, segment + length, _BLOCK):
                 end = min(begin + _BLOCK, segment + length)
                 first = max(segment, begin - reach + 1)
                 if sizes != (end - begin, end - first):  # but for the first and the last blocks all are alike
-                    sizes, band = (end - begin, end - first), _band(end - begin, end - first, reach, q)
+                    sizes = (end - begin, end - first)
+                    band = _band(*sizes, reach, q)
                 yield _Block(slice(begin, end), slice(first, end), 1, band)
 
 
 def _band(queries: int, keys: int, reach: int, q: Tensor) -> Tensor:
     """0 where the last of these tokens, as queries, see the keys, which are all of them; -inf elsewhere."""
-    at = torch.arange(keys, device=q.device)
-    behind = at[keys - queries :, None] - at
+    places = torch.arange(keys, device=q.device)
+    behind = places[keys - queries :, None] - places
     return torch.zeros_like(behind, dtype=q.dtype).masked_fill_((behind < 0) | (behind >= reach), -torch.inf)
 
 
@@ -401,25 +415,64 @@ def _torch_forward(q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
 
 def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
     unused = q.new_empty(0)
+    sizes = (offsets, offsets, longest, longest)
     return _aten._flash_attention_backward(
-        d_out, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, not window, generator, unused,
-        scale=scale or None, **_window(window),
-    )  # fmt: skip
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *sizes,
+        0.0,
+        not window,
+        generator,
+        unused,
+        scale=scale or None,
+        **_window(window),
+    )
 
 
 def _flash_forward(forward, q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
     out, lse, *_ = forward(
-        q, k, v, offsets, offsets, longest, longest, dropout_p=0.0,
-        softmax_scale=scale or q.shape[-1] ** -0.5, causal=not window, softcap=cap, **_window(window),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        dropout_p=0.0,
+        softmax_scale=scale or q.shape[-1] ** -0.5,
+        causal=not window,
+        softcap=cap,
+        **_window(window),
+    )
     return out, lse, q.new_zeros(2, dtype=torch.uint64)
 
 
 def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
-    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    d_q, d_k, d_v = (torch.empty_like(x) for x in (q, k, v))
     backward(
-        d_out, q, k, v, out, lse, d_q, d_k, d_v, offsets, offsets, longest, longest, dropout_p=0.0,
-        softmax_scale=scale or q.shape[-1] ** -0.5, causal=not window, **_window(window), softcap=cap,
-        alibi_slopes=None, deterministic=False,
-    )  # fmt: skip
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        d_q,
+        d_k,
+        d_v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        dropout_p=0.0,
+        softmax_scale=scale or q.shape[-1] ** -0.5,
+        causal=not window,
+        **_window(window),
+        softcap=cap,
+        alibi_slopes=None,
+        deterministic=False,
+    )
     return d_q, d_k, d_v

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import reads
-from funrl.cost.costs import Costs, after, plus, times
-from funrl.cost.estimate import make_weights
-from funrl.cost.hardware import Hardware
-from funrl.cost.tracer import Tracer
-from funrl.rollout.backends import PassWork, TorchBackend
-from funrl.rollout.native import NativeEngine, page_tokens, pass_tokens
+from funrl.cost.tracing.costs import Costs, after, plus, times
+from funrl.cost.tracing.estimate import make_weights
+from funrl.cost.tracing.hardware import Hardware
+from funrl.cost.tracing.tracer import Tracer
+from funrl.rollout.native.backends import PassWork, TorchBackend
+from funrl.rollout.native.engine import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.build import Generator
-from funrl.trainer.job import Job
+from funrl.trainer.jobs.build import Generator
+from funrl.trainer.jobs.job import Job
 
 
 def generation(
@@ -67,16 +67,17 @@ def waves(
     model = generator.engine.model
     rows, page = own_prompts(job, generator) * sampling.samples, _page_tokens(hardware)
     pages = -(-(prompt_tokens + sampling.max_new_tokens) // page)
+    assert model.init_cache is not None
     one = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
-    given = round((job.settings.kv_cache_gb or 0) * 1e9) or room
-    most = max(1, min(rows, job.settings.decode_rows, int(given // one)))
+    given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or room
+    most = max(1, min(rows, job.settings.engines.decode_rows, int(given // one)))
     full, rest = divmod(rows, most)
     return [(full, most)] + [(1, rest)] * (rest > 0)
 
 
 def own_prompts(job: Job, generator: Generator) -> int:
     """Prompts that a rank of the engine completes."""
-    return -(-job.settings.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
+    return -(-job.settings.run.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
 
 
 def _wave(
@@ -91,6 +92,7 @@ def _wave(
     page = _page_tokens(hardware)
     length = prompt_tokens + sampling.max_new_tokens
     each = -(-length // page)
+    assert model.init_cache is not None
     cache = trees.leaves(model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta")))[0]
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]

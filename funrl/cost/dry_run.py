@@ -11,7 +11,6 @@ out.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -20,10 +19,13 @@ import torch
 
 from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.batch import as_dict, token_fields
-from funrl.cost.costs import UPDATES, Costs, plus, times
+from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import generation
-from funrl.cost.estimate import (
+from funrl.cost.full_rows import full_rows, rows_to_read
+from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
+from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
+from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
+from funrl.cost.tracing.estimate import (
     MOVES,
     TRACED,
     Estimate,
@@ -36,36 +38,37 @@ from funrl.cost.estimate import (
     rows_of_a_pass,
     tracer_of,
 )
-from funrl.cost.full_rows import full_rows, rows_to_read
-from funrl.cost.hardware import USABLE, Hardware
-from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
-from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
+from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.mesh import mesh as meshes
 from funrl.mesh.rows import token_bytes
-from funrl.models import Model, decoder_model, hf
-from funrl.models.config import ModelError
-from funrl.rollout.native import FREE_SHARE
+from funrl.models import Model, decoder_model
+from funrl.models.errors import ModelError
+from funrl.models.huggingface import directories as hf
+from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.rollout.native.engine import FREE_SHARE
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
-from funrl.trainer.build import Parts, build, first_state
-from funrl.trainer.checks import check_settings
-from funrl.trainer.completion_scores import end_values
-from funrl.trainer.declaration import SettingsError, run_kind
-from funrl.trainer.job import Job, texts_kind
-from funrl.trainer.job_checks import check_algorithm, check_meshes
-from funrl.trainer.job_data import Task, Texts, embedded_texts
-from funrl.trainer.job_models import TORCH_DTYPES, located, lora_of, models_of
-from funrl.trainer.job_sampling import new_tokens, samplings
-from funrl.trainer.judging import JudgeJob
-from funrl.trainer.learning_rates import learning_rates
-from funrl.trainer.roles import READERS
-from funrl.trainer.scorers import model_path
-from funrl.trainer.settings import Settings, for_kind, scoring_budget
-from funrl.trainer.sharding import splits_residual
-from funrl.trainer.sources import Source
-from funrl.trainer.step_rows import Rows, moved
+from funrl.trainer.jobs.build import Parts, build, first_state
+from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
+from funrl.trainer.jobs.datasets import Task, Texts, embedded_texts
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
+from funrl.trainer.jobs.job import Job, texts_kind
+from funrl.trainer.jobs.learning_rates import learning_rates
+from funrl.trainer.jobs.models import located, lora_of, models_of
+from funrl.trainer.jobs.sampling import new_tokens, samplings
+from funrl.trainer.jobs.sharding import splits_residual
+from funrl.trainer.settings.checks import check_settings
+from funrl.trainer.settings.declaration import SettingsError, run_kind
+from funrl.trainer.settings.scorers import model_path
+from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
+from funrl.trainer.sources.completion_scores import end_values
+from funrl.trainer.sources.judging import JudgeJob
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
+from funrl.trainer.sources.sources import Source
+from funrl.trainer.steps.roles import READERS
+from funrl.trainer.steps.step_rows import Rows, moved
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
 TEXT_TOKENS = 1024  # of a text, likewise
@@ -81,10 +84,10 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     Raises:
       ValueError: the first thing that cannot work.
     """
-    sizes, settings = meshes.parse(settings.mesh), located(settings)
+    sizes, settings = meshes.parse(settings.devices.mesh), located(settings)
     model = plain_model(settings)
-    kind = run_kind(algorithm, settings.data)
-    settings = dataclasses.replace(for_kind(settings, kind), compile="off", device="cpu")
+    kind = run_kind(algorithm, settings.examples.data)
+    settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, None, read_model)
@@ -96,10 +99,10 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     sampling, _ = samplings(settings, new_tokens(settings), model.config.eos, model.config)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
-        judge = plain_judge(settings, directory, read_model(directory, settings.model_code), sizes, memory)
+        judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
     return Job(
         settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
-        dtype=TORCH_DTYPES[settings.dtype], model=model, models=models, directories=directories,
+        dtype=TORCH_DTYPES[settings.models.dtype], model=model, models=models, directories=directories,
         rates=learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
         sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=lora_of(settings, model),
         judge=judge,
@@ -108,9 +111,9 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
 
 def plain_model(settings: Settings) -> Model:
     """The model of --model, or of the embedded task. Raises: ModelError, as `read_model`."""
-    if settings.model is None:
-        return decoder_model(arithmetic.model_config(model=settings.task))
-    return read_model(settings.model, settings.model_code)
+    if settings.models.model is None:
+        return decoder_model(arithmetic.model_config(model=settings.examples.task))
+    return read_model(settings.models.model, settings.models.model_code)
 
 
 def read_model(path: str, code: str = "native") -> Model:
@@ -134,16 +137,19 @@ def read_model(path: str, code: str = "native") -> Model:
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task, else
     a usual number, for which the model has positions."""
-    if run_kind(algorithm, settings.data) == "supervised":
-        if settings.text_tokens is not None:
-            return settings.text_tokens
-        if settings.model is not None or settings.data is not None:
-            return settings.max_text_tokens or TEXT_TOKENS
+    if run_kind(algorithm, settings.examples.data) == "supervised":
+        if settings.estimate.text_tokens is not None:
+            return settings.estimate.text_tokens
+        if settings.models.model is not None or settings.examples.data is not None:
+            if settings.examples.max_text_tokens is not None:
+                return settings.examples.max_text_tokens
+            reads_end = "policy" not in algorithm.losses  # a value head reads at one token more
+            return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
         texts = embedded_texts(settings, texts_kind(algorithm), arithmetic.tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
-    if settings.prompt_tokens is not None:
-        return settings.prompt_tokens
-    if settings.model is not None or settings.prompts is not None:
+    if settings.estimate.prompt_tokens is not None:
+        return settings.estimate.prompt_tokens
+    if settings.models.model is not None or settings.examples.prompts is not None:
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
     tokenizer, prompts = arithmetic.tokenizer(), arithmetic.heldout_prompts(64)
@@ -161,7 +167,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     """
     width, judge, job = check_width(job, tokens), job.judge, job._replace(judge=None)  # none is opened
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
-    job = job._replace(settings=dataclasses.replace(job.settings, split_residual=split))
+    job = job._replace(settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -172,14 +178,14 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             engine, _ = engine_bytes(job, parts, parts.generator)
             found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
             found["reshard"] = resharding(job, parts, parts.generator, rests)
-            if job.settings.verify_sync:
+            if job.settings.engines.verify_sync:
                 found["verify"] = verifying(job, parts, parts.generator, found["reshard"].peak, hardware)
-            if judge is not None and not judge.model.config.module:
+            if judge is not None and judge.model.pages:
                 verdicts = judging(job, judge, parts, tokens, engine + sum(rests.values()), hardware)
                 axes |= verdicts.axes
                 found = with_judge_phase(found, verdicts, rests | {"weights": rests["weights"] + engine})
         useful = useful_shares(job, parts, plan)
-        if job.settings.offload and hardware.accelerator:
+        if job.settings.devices.offload and hardware.accelerator:
             found = without_offloaded(job, parts, found, rests)
     return Estimate(
         job=job,
@@ -226,7 +232,7 @@ def check_width(job: Job, tokens: int) -> int:
 
 def _describe(job: Job, tokens: int) -> str:
     """Describe a step in words."""
-    count = job.settings.batch_prompts
+    count = job.settings.run.batch_prompts
     if isinstance(job.task, Texts):
         texts = len(TEXT_FIELDS[job.task.kind])
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
@@ -241,21 +247,25 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
     out = ["rewards"] * job.generates + [
         "tokenizer",
         "files",
-        f"the evaluation every {settings.eval_every} steps",
+        f"the evaluation every {settings.evaluation.eval_every} steps",
     ]
-    if job.algorithm.filter is not None and settings.max_refills > 1:
-        out.append(f"up to {settings.max_refills - 1} more batches of completions instead of rows that are filtered")
-    if job.generates and job.models["policy"].config.module:
+    if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
+        out.append(
+            f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
+        )
+    if job.generates and not job.models["policy"].pages:
         out.append("generation, which is by transformers' own code")
-    if job.generates and settings.probe_sync_every:
-        out.append(f"the probe of the engine every {settings.probe_sync_every} steps")
-    if judge is not None and judge.model.config.module:
+    if job.generates and settings.engines.probe_sync_every:
+        out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
+    if judge is not None and not judge.model.pages:
         out.append("the judge, which is by transformers' own code")
-    if job.generates and job.algorithm.example == "pair":
+    if job.generates and job.algorithm.example in SAMPLED_PAIRS:
         out.append("that of a prompt's samples only the best and the worst are trained on")
-    if settings.offload:
+    if job.generates and learns_from_demonstrations(job.algorithm):
+        out.append("the rows of demonstrations, one a prompt")
+    if settings.devices.offload:
         copies = "the time of its copies" if hardware.accelerator else "it does nothing on a CPU"
-        out.append(f"--offload={settings.offload}: {copies}")
+        out.append(f"--offload={settings.devices.offload}: {copies}")
     return tuple(out)
 
 
@@ -270,12 +280,12 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     mesh = whole.mesh
     parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
     rows, width = len(plan.lengths), int(plan.lengths[0])
-    once = job._replace(settings=dataclasses.replace(settings, epochs=1, minibatches=1))
+    once = job._replace(settings=with_flags(settings, epochs=1, minibatches=1))
     rows_on = functools.partial(full_rows, once, parts, tokens)
     scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
-    local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.minibatches / ranks), {}
+    local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.updates.minibatches / ranks), {}
     piece, scoring = (
-        rows_of_a_pass(budget, width, mesh) for budget in (settings.token_budget, scoring_budget(settings))
+        rows_of_a_pass(budget, width, mesh) for budget in (settings.updates.token_budget, scoring_budget(settings))
     )
     written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
     learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, written=written))
@@ -285,7 +295,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
         resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
         found["generate"] = Costs({"other": {}})
-        if not job.models["policy"].config.module:
+        if job.models["policy"].pages:
             found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
     scores = at_rows(scored, local, scoring)
     found |= with_moves(job, plan, scores, some.token_bytes)
@@ -293,7 +303,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     kept = local - mini + again * local
     for name, costs in at_rows(learned, mini, piece).items():
         if name.startswith(UPDATES):
-            updates = times(costs, settings.epochs * settings.minibatches)
+            updates = times(costs, settings.updates.epochs * settings.updates.minibatches)
             found[name] = plus(updates, {"batch": kept * some.row_bytes})
     if parts.generator is not None:
         found["generate"] = plus(found["generate"], some.resting)
@@ -363,7 +373,7 @@ def trace_step(
 
 
 def _token_bytes(rows: Rows) -> int:
-    return token_bytes({name: x for name, x in as_dict(rows.batch).items() if name in token_fields()})
+    return token_bytes({name: x for name, x in as_dict(rows.batch).items() if kind_of(rows.batch, name).per_token})
 
 
 def _learning_step(parts: Parts) -> int:

@@ -10,12 +10,13 @@ from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
-from funrl.trainer.build import Parts
-from funrl.trainer.generation import generating_ranks
-from funrl.trainer.job import Job
-from funrl.trainer.job_data import Texts
-from funrl.trainer.roles import READERS
-from funrl.trainer.step_rows import Rows, rows_of
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.datasets import Texts
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.steps.roles import READERS
+from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
@@ -61,6 +62,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         return batch._replace(length=one.length.expand(rows).clone(), mismatched=other)
     length = tokens + job.sampling.max_new_tokens
     shape, wide = (own, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
+    choices = job.model.abilities.choices
     at_T, score_B = torch.arange(shape[1]), torch.arange(rows).remainder(2).to(wide)
     return Batch(
         tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
@@ -71,6 +73,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         scores=score_B[:, None],
         truncated=torch.ones(rows, dtype=torch.bool),
         rollout_logp=torch.zeros(shape, dtype=wide),
-        routes=torch.zeros(*shape, job.model.config.choices, dtype=TOKEN_INT) if job.settings.router_replay else None,
+        routes=torch.zeros(*shape, choices, dtype=TOKEN_INT) if job.settings.routers.router_replay else None,
         greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
+        demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
     )

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from typing import NamedTuple
 
 from funrl import trees
 from funrl.algos.core import reads
-from funrl.cost.costs import Costs, along
 from funrl.cost.decoding import completions
-from funrl.cost.estimate import axes_of, depths_of
-from funrl.cost.hardware import USABLE, Hardware
+from funrl.cost.tracing.costs import Costs, along
+from funrl.cost.tracing.estimate import axes_of, depths_of
+from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh.launch import view
 from funrl.models import Model
-from funrl.rollout.native import FREE_SHARE, native_engine
+from funrl.rollout.native.engine import FREE_SHARE, native_engine
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.build import Parts
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.job import Job
-from funrl.trainer.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
-from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import generate_sizes
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.sharding import generate_sizes
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import Settings, with_flags
+from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
 
 CHARACTERS = 4  # of a template, that a token has; no tokenizer is read
 
@@ -52,12 +51,12 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
     Raises:
       SettingsError: it has a value head, or the template cannot be read.
     """
-    if model.unembed is None:
+    if not model.generates:
         raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
-    text = TEMPLATE if settings.judge_template is None else read_template(settings.judge_template)
-    sampling = Sampling(greedy=True, max_new_tokens=settings.judge_max_new_tokens)
+    text = TEMPLATE if settings.judging.judge_template is None else read_template(settings.judging.judge_template)
+    sampling = Sampling(greedy=True, max_new_tokens=settings.judging.judge_max_new_tokens)
     return JudgeJob(
-        directory, model, None, text, re.compile(settings.judge_pattern), sampling,
+        directory, model, None, text, re.compile(settings.judging.judge_pattern), sampling,
         generate_sizes(settings, sizes, model, memory),
     )  # fmt: skip
 
@@ -81,14 +80,14 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
         )
     mesh, layers = view(parts.mesh, judge.sizes), judge.model.config.layers
     each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
-    settings = dataclasses.replace(job.settings, batch_prompts=job.settings.batch_prompts * each, kv_cache_gb=None)
+    settings = with_flags(job.settings, batch_prompts=job.settings.run.batch_prompts * each, kv_cache_gb=None)
 
     def of_depth(count: int) -> Job:
         return job._replace(settings=settings, model=judge.model.with_layers(count))
 
     def generator_of(one: Job):
         assert parts.generator is not None
-        engine = native_engine(one.model, mesh, job.dtype, settings.decode_rows, note=lambda _: None)
+        engine = native_engine(one.model, mesh, job.dtype, settings.engines.decode_rows, note=lambda _: None)
         return parts.generator._replace(engine=engine, mesh=mesh)
 
     whole = generator_of(of_depth(layers))
@@ -100,7 +99,7 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
         one = of_depth(count)
         return completions(one, generator_of(one), whole, judge.sampling, read, room, hardware)
 
-    few, more = depths_of(judge.model.config)
+    few, more = depths_of(judge.model)
     costs = at(layers) if layers <= more else along(at(few), (at(more), layers - few))
     return JudgeCost(costs, weights, axes_of(mesh))
 

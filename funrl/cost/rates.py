@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from funrl.cost.costs import Costs, Traffic
-from funrl.cost.estimate import MOVE, RESHARD, Estimate
-from funrl.cost.hardware import Hardware, collective_seconds, message_seconds
 from funrl.cost.row_plan import rows_of_step
+from funrl.cost.tracing.costs import Costs, Traffic
+from funrl.cost.tracing.estimate import MOVE, RESHARD, Estimate
+from funrl.cost.tracing.hardware import Hardware, collective_seconds, message_seconds
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
 
@@ -49,7 +49,7 @@ def rates_of(found: Estimate, hardware: Hardware) -> Rates:
     job = found.job
     return Rates(
         seconds=step_seconds(found, hardware),
-        steps=job.settings.steps,
+        steps=job.settings.run.steps,
         tokens=rows_of_step(job) * found.tokens,
         devices=meshes.Mesh(job.sizes).world,
     )
@@ -92,3 +92,22 @@ def _sent(found: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardware:
         else:
             seconds += collective_seconds(hardware, op, count, nbytes, len(ranks), near)
     return seconds
+
+
+def duration_text(seconds: float, figures: int = 2) -> str:
+    """Seconds in the unit that people use: "1.2 s", "28 min", "3.5 h".
+
+    Args:
+      figures: digits at least; an integer has all of its own.
+    """
+    units = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
+    most = {"us": 1000, "ms": 1000, "s": 100, "min": 100, "h": 72}  # of a unit before the next one is used
+    amount, unit = seconds, "s"
+    for length, unit in units:
+        amount = seconds / length
+        if unit == "days" or float(f"{amount:.{figures}g}") < most[unit]:
+            break
+    if not seconds:
+        return "0 s"
+    written = f"{amount:,.0f}" if amount >= 10 ** (figures - 1) else f"{amount:.{figures}g}"
+    return f"{written} {unit}"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from funrl.cost.costs import UPDATES
-from funrl.cost.estimate import Estimate, stage_of
-from funrl.cost.hardware import USABLE, Hardware
 from funrl.cost.rates import step_seconds
+from funrl.cost.tracing.costs import UPDATES
+from funrl.cost.tracing.estimate import Estimate, stage_of
+from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.offload import PARTS
-from funrl.trainer.settings import Settings, scoring_budget
-from funrl.trainer.sharding import sharded_roles
+from funrl.trainer.jobs.offload import PARTS
+from funrl.trainer.jobs.sharding import sharded_roles
+from funrl.trainer.settings.settings import Settings, scoring_budget, with_flags
 
 ATTEMPTS = 3  # estimates of other flags where it does not fit
 
@@ -86,7 +85,7 @@ def verdict_of(
     for changes in remedies(found, settings, hardware, peak.phase)[:ATTEMPTS]:
         together |= changes
         try:
-            other = costs(dataclasses.replace(settings, **together))
+            other = costs(with_flags(settings, **together))
         except ValueError:  # a mesh, say, that the model's heads do not divide over
             together = {k: v for k, v in together.items() if k not in changes}
             continue
@@ -99,27 +98,27 @@ def verdict_of(
 
 def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
     """Changes of flags that may help the worst phase, most promising first."""
-    peak, sizes, config = found.phases[worst].peak, found.job.sizes, found.job.model.config
+    peak, sizes, heads = found.phases[worst].peak, found.job.sizes, found.job.model.abilities.heads
     states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
     passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
     total, changes = sum(peak.values()), []
-    if not settings.fsdp and sizes["data"] > 1 and states > 0.2 * total:
+    if not settings.devices.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
-    if settings.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
+    if settings.devices.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
         changes.append({"fsdp_models": ",".join(found.roles)})
-    if settings.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
+    if settings.devices.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})
-    budgets = {"score_token_budget": scoring_budget(settings), "token_budget": settings.token_budget}
+    budgets = {"score_token_budget": scoring_budget(settings), "token_budget": settings.updates.token_budget}
     flag = {"score": "score_token_budget", "update": "token_budget"}.get(stage_of(worst))
     if flag is not None and passing > 0.2 * total and budgets[flag] > found.tokens:
         changes.append({flag: max(found.tokens, budgets[flag] // 4)})
-    if peak.get("cache", 0) > 0.2 * total and settings.samples_per_prompt > 2:
-        changes.append({"samples_per_prompt": settings.samples_per_prompt // 2})
+    if peak.get("cache", 0) > 0.2 * total and settings.sampling.samples_per_prompt > 2:
+        changes.append({"samples_per_prompt": settings.sampling.samples_per_prompt // 2})
     generates = "generate" in found.phases
-    if generates and hardware.accelerator and settings.offload is None and states > 0.2 * total:
+    if generates and hardware.accelerator and settings.devices.offload is None and states > 0.2 * total:
         changes.append({"offload": ",".join(PARTS)})
     wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
-    if sizes["data"] % 2 == 0 and config.heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
+    if sizes["data"] % 2 == 0 and heads % wider["tensor"] == 0 and wider["tensor"] <= RANKS_PER_NODE:
         changes.append(dict.fromkeys(["mesh", "generate_mesh"] if generates else ["mesh"], meshes.text(wider)))
     return changes
 

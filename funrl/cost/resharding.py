@@ -24,8 +24,10 @@ from funrl.mesh.explain import explain, kinds
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.picture import plan_picture
 from funrl.mesh.plan import RANKS_PER_NODE, plan
-from funrl.models import decoder_model, hf
-from funrl.models.config import ModelError, config_from_hf
+from funrl.models import decoder_model
+from funrl.models.errors import ModelError
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.config import config_from_hf
 
 
 def define_flags(table: flags.FlagValues) -> None:

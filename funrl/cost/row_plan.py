@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 from funrl.algos.core import reads
-from funrl.cost.costs import UPDATES, Costs, Traffic, add_traffic, times
-from funrl.cost.estimate import MOVE, MOVES
+from funrl.cost.tracing.costs import UPDATES, Costs, Traffic, add_traffic, times
+from funrl.cost.tracing.estimate import MOVE, MOVES
 from funrl.data.packing import Packing, RowCost, lockstep_work
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
 from funrl.trainer import loop
-from funrl.trainer.build import Parts
-from funrl.trainer.completion_scores import reading_ranks
-from funrl.trainer.generation import generating_ranks
-from funrl.trainer.job import Job
-from funrl.trainer.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
-from funrl.trainer.roles import READERS
-from funrl.trainer.settings import scoring_budget
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.sources.completion_scores import reading_ranks
+from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.steps.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
+from funrl.trainer.steps.roles import READERS
 
 WORD = 8  # bytes of a number of the row table when it is sent
 
@@ -64,29 +64,25 @@ class RowPlan(NamedTuple):
 def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
     settings, mesh = job.settings, parts.mesh
-    samples = rows_of_step(job) // settings.batch_prompts
+    samples = rows_of_step(job) // settings.run.batch_prompts
     source = mesh if parts.generator is None else parts.generator.mesh
-    lengths = np.full(settings.batch_prompts * samples, width)
+    lengths = np.full(settings.run.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
-    made = generating_ranks(settings.batch_prompts, samples, source.size(source.row_axes))
+    made = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
     before = [Holders(made, source)]
     for name in READERS if job.generates else ():
         if name in parts.roles:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
-    before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step), mesh))
-    ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
-    how = (settings.token_budget, cost, token_ranks(mesh))
-    epochs = [
-        plan_epoch(lengths, ranks, settings.minibatches, settings.seed, step, epoch, *how)
-        for epoch in range(settings.epochs)
-    ]
+    before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
+    plan = loop.update_plan(job, parts, step)
+    epochs = [plan_epoch(lengths, mesh, plan, number) for number in range(plan.epochs)]
     return RowPlan(lengths, before, epochs)
 
 
 def rows_of_step(job: Job) -> int:
     """Rows of a step: of the completions of all prompts, or of texts and what KTO compares them with."""
     samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
-    return job.settings.batch_prompts * samples
+    return job.settings.run.batch_prompts * samples
 
 
 def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:
@@ -124,8 +120,10 @@ def table_columns(job: Job) -> int:
     too, and whether these failed."""
     if not job.generates:
         return 1
-    functions = job.settings.reward.split(",") if job.settings.reward else []
-    return 2 + (len(functions) or job.settings.prompts is None) + (job.settings.on_reward_error != "stop")
+    functions = job.settings.rewards.reward.split(",") if job.settings.rewards.reward else []
+    return (
+        2 + (len(functions) or job.settings.examples.prompts is None) + (job.settings.rewards.on_reward_error != "stop")
+    )
 
 
 def _count(stops: Sequence[Holders]) -> int:

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 import torch
 
 from funrl import trees
-from funrl.cost.costs import Costs, Traffic, plus
-from funrl.cost.estimate import MOVES, RESHARD, make_weights, stage_of
-from funrl.cost.hardware import Hardware, op_seconds
-from funrl.cost.tracer import Tracer
+from funrl.cost.tracing.costs import Costs, Traffic, plus
+from funrl.cost.tracing.estimate import MOVES, RESHARD, make_weights, stage_of
+from funrl.cost.tracing.hardware import Hardware, op_seconds
+from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.lora import decoder_of, merged_weights
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
-from funrl.trainer import offload
-from funrl.trainer.build import Generator, Parts, needs_unembedding
-from funrl.trainer.job import Job
-from funrl.trainer.roles import BASE
+from funrl.trainer.jobs import offload
+from funrl.trainer.jobs.build import Generator, Parts, needs_unembedding
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.steps.roles import BASE
 
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
@@ -103,7 +103,7 @@ def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: di
         "optimizer": {"optimizer": rests["optimizer"]},
         "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
     }
-    away = offload.offloaded_parts(job.settings.offload)
+    away = offload.offloaded_parts(job.settings.devices.offload)
     for name, costs in found.items():
         stage = "update" if stage_of(name) == "reshard" else stage_of(name)
         stage = "generate" if name == MOVES[0] else stage

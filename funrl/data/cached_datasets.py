@@ -7,18 +7,13 @@ library prepares its copy first.
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.json_lines import DataError
-
 TRAIN = "train"  # the split where a name has none
-_NAME = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]+))?(?::([\w.-]+))?")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+){0,2}")
 
 
 class DatasetName(NamedTuple):
@@ -31,13 +26,11 @@ class DatasetName(NamedTuple):
 
 def cached_name(text: str) -> DatasetName | None:
     """The dataset that a text names; None where the text is no name, or the local cache has no such dataset."""
-    match = _NAME.fullmatch(text)
-    if match is None or not looks_like_name(text):
+    if not looks_like_name(text):
         return None
-    name, *rest = match.groups()
-    given = [part for part in rest if part is not None]
-    found = DatasetName(name, given[0] if len(given) == 2 else None, given[-1] if given else TRAIN)
-    return found if any(_prepared(name)) or _snapshot(name) is not None else None
+    name, *parts = text.split(":")
+    wanted = DatasetName(name, parts[0] if len(parts) == 2 else None, parts[-1] if parts else TRAIN)
+    return wanted if _prepared(wanted) or _snapshot(name) is not None else None
 
 
 def looks_like_name(text: str) -> bool:
@@ -45,53 +38,44 @@ def looks_like_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
-def load_cached(wanted: DatasetName) -> Any:
+def load_cached(library: Any, wanted: DatasetName) -> Any:
     """A `datasets.Dataset`, mapped into memory.
 
+    Args:
+      library: the module `datasets`, kept from looking beyond this machine.
+      wanted: dataset of the cache.
+
     Raises:
-      DataError: the cache does not have this split, or has several configurations and none is named.
-      ImportError: datasets is not installed.
+      ValueError: the cache does not have the split or the configuration, or has several and none is named.
     """
-    library, snapshot = importlib.import_module("datasets"), _snapshot(wanted.name)
-    folders = list(_prepared(wanted.name))
-    if not folders and snapshot is not None:
-        return _loaded_snapshot(library.load_dataset, wanted, snapshot)
-    configs = sorted({folder.parent.parent.name for folder in folders})
-    if wanted.config is None and len(configs) > 1:
-        names = ", ".join(f"{wanted.name}:{config}:{wanted.split}" for config in configs)
-        raise DataError(f"{wanted.name}: the local cache has several configurations of it; give one of {names}")
-    folders = [folder for folder in folders if wanted.config in (None, folder.parent.parent.name)]
-    if not folders:
-        raise DataError(f"{wanted.name}: the local cache has no configuration {wanted.config!r}, but {configs}")
-    folder = max(folders, key=lambda one: (one / "dataset_info.json").stat().st_mtime_ns)
-    splits = json.loads((folder / "dataset_info.json").read_text()).get("splits") or {}
-    if wanted.split not in splits:
-        own = wanted.name if wanted.config is None else f"{wanted.name}:{wanted.config}"
-        names = ", ".join(f"{own}:{split}" for split in splits)
-        raise DataError(f"{wanted.name}: the local cache has no split {wanted.split!r} of it; give one of {names}")
-    files = [file for pattern in ("", "-*-of-*") for file in folder.glob(f"*-{wanted.split}{pattern}.arrow")]
-    found = library.concatenate_datasets([library.Dataset.from_file(str(file)) for file in sorted(files)])
-    if len(found) != (rows := splits[wanted.split]["num_examples"]):
-        raise DataError(f"{folder}: {len(found)} of {rows} rows are there; load it anew with datasets")
-    return found
-
-
-def _loaded_snapshot(load: Callable[..., Any], wanted: DatasetName, snapshot: Path) -> Any:
-    """A downloaded repository as the library reads it."""
+    path = wanted.name if _prepared(wanted) else str(_snapshot(wanted.name))
+    cache = str(_cache("HF_DATASETS_CACHE", "datasets"))
     try:
-        return load(str(snapshot), wanted.config, split=wanted.split)
-    except (ValueError, OSError) as error:
-        said = " ".join(str(error).split())
-        raise DataError(f"{wanted.name}: datasets cannot read its copy in {snapshot}: {said}") from error
+        dataset = library.load_dataset(path, wanted.config, split=wanted.split, cache_dir=cache)
+    except ValueError as error:
+        raise ValueError(f"{error}; write NAME:SPLIT or NAME:CONFIGURATION:SPLIT") from None
+    rows = dataset.info.splits[wanted.split].num_examples
+    if len(dataset) != rows:
+        raise ValueError(f"{len(dataset)} of {rows} rows are there; load it anew with datasets")
+    return dataset
 
 
-def _prepared(name: str) -> Iterator[Path]:
-    """Directories of arrow files: below the cache NAMESPACE___NAME/CONFIG/VERSION/HASH."""
-    owner, _, own = name.rpartition("/")
-    for folder in _cache("HF_DATASETS_CACHE", "datasets").glob("*"):
-        there, _, called = folder.name.rpartition("___")
-        if there == owner and _plain(called) == _plain(own):
-            yield from (file.parent for file in folder.glob("*/*/*/dataset_info.json"))
+def cached_files(wanted: DatasetName) -> dict[str, Path]:
+    """Files of a dataset by name: those of its split that the library has prepared, or of the downloaded repository."""
+    pattern = f"{wanted.config or '*'}/*/*/*-{wanted.split}*.arrow"
+    folders = _prepared(wanted)
+    files = {str(file.relative_to(folder)): file for folder in folders for file in folder.glob(pattern)}
+    snapshot = _snapshot(wanted.name)
+    if folders or snapshot is None:
+        return files
+    return {file.relative_to(snapshot).as_posix(): file for file in snapshot.rglob("*") if file.is_file()}
+
+
+def _prepared(wanted: DatasetName) -> list[Path]:
+    """Directories NAMESPACE___NAME of a dataset that the library has prepared, which hold CONFIG/VERSION/HASH."""
+    name = _plain(wanted.name.replace("/", "___"))
+    folders = _cache("HF_DATASETS_CACHE", "datasets").glob("*")
+    return [folder for folder in folders if _plain(folder.name) == name and any(folder.glob("*/*/*/dataset_info.json"))]
 
 
 def _snapshot(name: str) -> Path | None:
@@ -105,8 +89,8 @@ def _snapshot(name: str) -> Path | None:
 
 
 def _plain(name: str) -> str:
-    """A name without what the library changes in it: GSM8kMain becomes gsm8k_main."""
-    return name.replace("_", "").lower()
+    """A name without what the library changes in it: GSM8kMain becomes gsm8k_main; ___ after a namespace stays."""
+    return re.sub("(?<!_)_(?!_)", "", name).lower()
 
 
 def has_cached_model(name: str) -> bool:
@@ -118,5 +102,4 @@ def has_cached_model(name: str) -> bool:
 def _cache(variable: str, folder: str) -> Path:
     """A folder of the Hugging Face cache, as its libraries find it."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    found = os.environ.get(variable) or Path(os.environ.get("HF_HOME") or home) / folder
-    return Path(found).expanduser()
+    return Path(os.environ.get(variable) or Path(os.environ.get("HF_HOME") or home) / folder).expanduser()

@@ -20,18 +20,19 @@ def parsed_fields(text: str | None) -> Fields:
       DataError: the text is not of this form, or names a field twice.
     """
     pairs = [part.partition(":") for part in (text or "").split(",") if part.strip()]
-    found = {name.strip(): column.strip() for name, _, column in pairs}
-    if not all(found) or not all(found.values()) or len(found) < len(pairs) or (text is not None and not found):
+    fields = {name.strip(): column.strip() for name, _, column in pairs}
+    if not all(fields) or not all(fields.values()) or len(fields) < len(pairs) or (text is not None and not fields):
         raise DataError(
             f"--fields={text}: write NAME:COLUMN, with commas between, as in prompt:question,answer:solution"
         )
-    return found
+    return fields
 
 
 def renamed(record: Any, fields: Fields) -> Any:
     """A record whose columns have the names of `fields`; other columns stay.
 
     Args:
+      record: of a file.
       fields: name of a field -> name of its column; "a.b" is the entry b of the column a.
 
     Raises:
@@ -44,42 +45,47 @@ def renamed(record: Any, fields: Fields) -> Any:
 
 
 def prompt_columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record for reinforcement learning: a `question` is the prompt where there is none, and the `ground_truth` in
-    verl's `reward_model` is a field of its own."""
-    found = dict(record)
-    if "prompt" not in found and "question" in found:
-        found["prompt"] = found.pop("question")
-    nested = found.get("reward_model")
+    """A record for reinforcement learning.
+
+    A `question` is the prompt where there is none, and the `ground_truth` in verl's `reward_model` is a field of its
+    own.
+    """
+    columns = dict(record)
+    if "prompt" not in columns and "question" in columns:
+        columns["prompt"] = columns.pop("question")
+    nested = columns.get("reward_model")
     if isinstance(nested, Mapping) and "ground_truth" in nested:
-        found.setdefault("ground_truth", nested["ground_truth"])
-    return found
+        columns.setdefault("ground_truth", nested["ground_truth"])
+    return columns
 
 
 def text_columns(record: Any, kind: str) -> Any:
-    """A record to learn from: a `question` and its `answer` are a prompt and its completion where there are none, and
-    the prompt of a pair may be the common beginning of its texts. Columns without a value are left out.
+    """A record to learn from.
+
+    A `question` and its `answer` are a prompt and its completion where there are none, and the prompt of a pair may be
+    the common beginning of its texts. Columns without a value are left out.
 
     Args:
+      record: after `renamed`.
       kind: as in `supervised`.
     """
     if not isinstance(record, Mapping):
         return record
-    found = {name: value for name, value in record.items() if value is not None}
-    if "prompt" not in found and "question" in found:
-        found["prompt"] = found.pop("question")
-        if kind in ("demonstrations", "ratings") and "completion" not in found and "answer" in found:
-            found["completion"] = found.pop("answer")
-    if isinstance(found.get("margin"), str):  # as it is in CSV
-        found["margin"] = _number(found["margin"])
-    if isinstance(found.get("label"), str):
-        found["label"] = {"true": True, "false": False}.get(found["label"].lower(), _number(found["label"]))
-    return _with_prompt(found) if kind == "preferences" else found
+    columns = {name: value for name, value in record.items() if value is not None}
+    if "prompt" not in columns and "question" in columns:
+        columns["prompt"] = columns.pop("question")
+        if kind in ("demonstrations", "ratings") and "completion" not in columns and "answer" in columns:
+            columns["completion"] = columns.pop("answer")
+    if isinstance(columns.get("margin"), str):  # as it is in CSV
+        columns["margin"] = _number(columns["margin"])
+    if isinstance(columns.get("label"), str):
+        columns["label"] = {"true": True, "false": False}.get(columns["label"].lower(), _number(columns["label"]))
+    return _with_prompt(columns) if kind in ("preferences", "triples") else columns
 
 
 def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     """A pair with its prompt taken out of its conversations, where these begin with it."""
-    texts = [record.get(name) for name in ("chosen", "rejected")]
-    chosen, rejected = texts
+    chosen, rejected = (record.get(name) for name in ("chosen", "rejected"))
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         if "prompt" in record or not (isinstance(chosen, str) and isinstance(rejected, str)):
             return record

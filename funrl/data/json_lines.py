@@ -1,101 +1,85 @@
-"""Files of JSON lines that are read where they are: an index of 16 bytes a line is all that is held in memory."""
+"""Files of JSON lines, read where they are. Values are what JSON says: no column is converted to a common type."""
 
 from __future__ import annotations
 
 import json
 import os
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+
+Stamp = tuple[int, int]  # size and time of change of a file
 
 
 class DataError(ValueError):
     """A file or a line that cannot be trained on; the message names the file, the line and what is wrong with it."""
 
 
-class JsonLines(Sequence[Any]):
-    """The records of a file of JSON lines, parsed when they are asked for. Slices and arrays of places give views.
-
-    It holds no open file, so it may be forked and pickled.
+class JsonLines(NamedTuple):
+    """The lines of a file, each parsed when it is read. No file stays open, so it may be forked and pickled.
 
     Attributes:
       path: of the file.
-      offsets: [lines] int64, where each record's line begins; lines that are blank have none.
-      numbers: [lines] int64, the number of each record's line in the file, from 1.
+      offsets: [lines + 1] int64, where each line begins, and the end of the file; None before `indexed`.
+      stamp: of the file when it was indexed.
     """
 
-    def __init__(self, path: Path, offsets: np.ndarray, numbers: np.ndarray, stamp: tuple[int, int]):
-        self.path, self.offsets, self.numbers, self._stamp = path, offsets, numbers, stamp
+    path: Path
+    offsets: np.ndarray | None = None
+    stamp: Stamp = (0, 0)
 
-    def __len__(self) -> int:
-        return len(self.offsets)
+    def indexed(self) -> JsonLines:
+        """Index the lines, so that each can be read alone."""
+        with _opened(self.path) as file:
+            stamp = _stamp(file)
+            lengths = np.fromiter(map(len, file), dtype=np.int64)
+        return JsonLines(self.path, np.append(0, np.cumsum(lengths)), stamp)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice | np.ndarray) -> JsonLines: ...
-    def __getitem__(self, index: int | slice | np.ndarray) -> Any:
-        """Raises: DataError, the file has been changed since it was opened."""
-        if isinstance(index, (slice, np.ndarray)):
-            return JsonLines(self.path, self.offsets[index], self.numbers[index], self._stamp)
-        try:
-            with open(self.path, "rb") as file:
-                stamp = _stamp(file.fileno())
-                file.seek(int(self.offsets[index]))
-                line = file.readline()
-        except OSError as error:
-            raise DataError(f"{self.path}: it cannot be read any more: {error.strerror}") from error
-        if stamp != self._stamp:
-            raise DataError(f"{self.path}: the file has been changed since the run began; start again")
-        return parsed_line(line)
+    def scan(self) -> Iterator[tuple[int, Any]]:
+        """Parse the file from its beginning: the place of each line from 0, and its record. Blank lines are skipped.
 
-    @property
-    def nbytes(self) -> np.ndarray:
-        """[records] bytes of each record's text, at least; the last line's end is not known."""
-        return np.append(np.abs(np.diff(self.offsets)), np.iinfo(np.int64).max)[: len(self)]
-
-    def where(self, index: int) -> str:
-        """The file and the line of a record."""
-        return f"{self.path}, line {self.numbers[index]}"
-
-
-def open_json_lines(path: str | Path, check: Callable[[Any], None]) -> JsonLines:
-    """Index a file, one line in memory at a time; every record is parsed and checked, and let go.
-
-    Args:
-      check: raises a ValueError for a record that cannot be used.
-
-    Raises:
-      DataError: the file cannot be read, a line is no JSON or fails the check; the first such line is named.
-    """
-    path, offsets, numbers = Path(path), array("q"), array("q")
-    try:
-        with open(path, "rb") as file:
-            stamp, offset = _stamp(file.fileno()), 0
-            for number, line in enumerate(file, 1):
+        Raises:
+          DataError: the file cannot be read, or a line is not JSON.
+        """
+        with _opened(self.path) as file:
+            for place, line in enumerate(file):
                 if line.strip():
-                    try:
-                        check(parsed_line(line))
-                    except ValueError as error:  # what json and utf-8 raise is one too
-                        raise DataError(f"{path}, line {number}: {error}") from error
-                    offsets.append(offset)
-                    numbers.append(number)
-                offset += len(line)
-    except OSError as error:
-        raise DataError(f"{path}: it cannot be read: {error.strerror}") from error
-    return JsonLines(path, np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64), stamp)
+                    yield place, self._parsed(place, line)
+
+    def read(self, place: int) -> Any:
+        """Parse one line. Raises: DataError, the file has changed since it was indexed."""
+        assert self.offsets is not None
+        with _opened(self.path) as file:
+            if _stamp(file) != self.stamp:
+                raise DataError(f"{self.path}: the file has been changed since the run began; start again")
+            file.seek(int(self.offsets[place]))
+            return self._parsed(place, file.readline())
+
+    def where(self, place: int) -> str:
+        """The file and the number of a line."""
+        return f"{self.path}, line {place + 1}"
+
+    def sizes(self) -> np.ndarray:
+        """[lines] bytes of each line."""
+        assert self.offsets is not None
+        return np.diff(self.offsets)
+
+    def _parsed(self, place: int, line: bytes) -> Any:
+        try:
+            return parsed_json(line)
+        except ValueError as error:
+            raise DataError(f"{self.where(place)}: {error}") from error
 
 
-def parsed_line(line: bytes) -> Any:
-    """The value that JSON text means. Raises: ValueError, it is no JSON, not UTF-8, or nested too deeply."""
+def parsed_json(text: bytes) -> Any:
+    """Parse JSON. Raises: ValueError, it is not JSON in UTF-8, is nested too deeply, or repeats a key."""
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-        if b"\\ud" in line.lower():
-            json.dumps(record, ensure_ascii=False).encode()
-        return record
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise ValueError(f"{half} is half of a surrogate pair, which no text has; write the character itself") from None
@@ -104,11 +88,27 @@ def parsed_line(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise ValueError(f"not valid JSON: {error.msg} at {at}") from error
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"not valid JSON: {error.msg} at {line}column {error.colno}") from error
 
 
-def _stamp(descriptor: int) -> tuple[int, int]:
-    """Signature of a file, which changes when it is written."""
-    status = os.fstat(descriptor)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises: ValueError, it has a key twice, so that one value would be lost."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} is there twice; leave one of them out")
+    return record
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{path}: it cannot be read: {error.strerror}") from error
+
+
+def _stamp(file: BinaryIO) -> Stamp:
+    status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns

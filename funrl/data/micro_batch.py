@@ -31,6 +31,7 @@ class Slots(NamedTuple):
     longest: int
 
     def to(self, device: torch.device) -> Slots:
+        """The same on a device."""
         return self._make(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
 
 
@@ -57,17 +58,24 @@ def slots(lengths: np.ndarray, rows: np.ndarray, width: int, size: int, max_segm
     ends = np.cumsum(own)
     positions = np.zeros(size, dtype=np.int32)
     positions[:total] = np.arange(total) - np.repeat(ends - own, own)
-    source, segments = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int32)
+    source = np.zeros(size, dtype=np.int64)
+    segments = np.zeros(size, dtype=np.int32)
     source[:total] = np.repeat(rows * width, own) + positions[:total]
     segments[:total] = np.repeat(np.arange(1, len(rows) + 1), own)
     offsets = np.full(max_segments + 1, total, dtype=np.int32)
-    offsets[0], offsets[1 : len(rows) + 1] = 0, ends
+    offsets[0] = 0
+    offsets[1 : len(rows) + 1] = ends
     longest = min(size, 1 << max(int(own.max(initial=1)) - 1, 0).bit_length())
-    at = torch.from_numpy(segments).unsqueeze(0)
+    segments_1N = torch.from_numpy(segments).unsqueeze(0)
     return Slots(
-        torch.from_numpy(source), at > 0, torch.from_numpy(positions).unsqueeze(0), at, torch.from_numpy(offsets),
-        total, longest,
-    )  # fmt: skip
+        torch.from_numpy(source),
+        used=segments_1N > 0,
+        positions=torch.from_numpy(positions).unsqueeze(0),
+        segments=segments_1N,
+        offsets=torch.from_numpy(offsets),
+        total=total,
+        longest=longest,
+    )
 
 
 def pack_tokens(x_bT: Tensor, at: Slots, fill: float = 0) -> Tensor:

@@ -34,15 +34,15 @@ def weighted_files(text: str) -> list[WeightedFile]:
     """
     if Path(text).exists():
         return [WeightedFile(text, None)]
-    found = []
+    files = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         match = None if Path(part).exists() else WEIGHTED.fullmatch(part)
-        found.append(WeightedFile(match[1], float(match[2])) if match else WeightedFile(part, None))
-    if len({one.weight is None for one in found}) != 1:
+        files.append(WeightedFile(match[1], float(match[2])) if match else WeightedFile(part, None))
+    if len({file.weight is None for file in files}) != 1:
         raise DataError(f"{text}: give each file a weight, as in a.jsonl@0.7,b.jsonl@0.3, or none")
-    if found[0].weight is not None:
-        shares_of([one.weight or 0.0 for one in found])
-    return found
+    if files[0].weight is not None:
+        shares_of([file.weight or 0.0 for file in files])
+    return files
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
@@ -74,7 +74,8 @@ class Mixture(Sequence[MixedItem]):
     """
 
     def __init__(self, parts: Sequence[Sequence[MixedItem]], shares: Sequence[int] | None):
-        self.parts, self.shares = parts, shares
+        self.parts = parts
+        self.shares = shares
         self.starts = np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:

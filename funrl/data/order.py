@@ -30,7 +30,8 @@ class Drawn(Sequence[DrawnItem]):
     """
 
     def __init__(self, items: Sequence[DrawnItem], places: Sequence[int]):
-        self.items, self.places = items, places
+        self.items = items
+        self.places = places
 
     def __len__(self) -> int:
         return len(self.places)
@@ -87,32 +88,35 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
     they come up, those of weight 0 never, and equal weights change nothing.
 
     Args:
-      items, count, seed, position: as in `places_in_order`.
+      items: as in `places_in_order`.
+      count: how many.
+      seed: of the shuffles.
+      position: where to begin.
       weights: [N] at least 0, one of them above; None: all equal.
     """
     if weights is None or not count:
-        return Taken(
-            np.arange(position, position + count), places_in_order(items, count, seed, position), position + count
-        )
-    chance_N, at, span = weights / weights.max(), position, 2 * count
-    positions, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    missing = count
-    while missing:
-        come_up = places_in_order(items, span, seed, at)
-        taken = np.flatnonzero(_chances(seed, at, span) < chance_N[come_up])[:missing]
-        positions.append(at + taken)
-        places.append(come_up[taken])
-        missing, at, span = missing - len(taken), at + span, min(2 * span, max(len(items), 2 * count))
-    found = np.concatenate(positions)
-    return Taken(found, np.concatenate(places), int(found[-1]) + 1)
+        end = position + count
+        return Taken(np.arange(position, end), places_in_order(items, count, seed, position), end)
+    chance_N = weights / weights.max()
+    span = 2 * count
+    positions: list[int] = []
+    places: list[int] = []
+    while len(places) < count:
+        come_up = places_in_order(items, span, seed, position)
+        taken = np.flatnonzero(_chances(seed, position, span) < chance_N[come_up])[: count - len(places)]
+        positions += (position + taken).tolist()
+        places += come_up[taken].tolist()
+        position += span
+        span = min(2 * span, max(len(items), 2 * count))
+    return Taken(np.array(positions), np.array(places), positions[-1] + 1)
 
 
 def order_digest(items: Sequence[Any], seed: int, lengths: Sequence[int] = ()) -> int:
     """A number below 2^63 that tells orders apart: by the seed, the parts, their shares, and the lengths of items."""
     parts, shares = (items.parts, items.shares) if isinstance(items, Mixture) else ([items], None)
     facts = repr((seed, [len(part) for part in parts], shares and list(shares))).encode()
-    found = hashlib.sha256(facts + np.array(lengths, dtype=np.int64).tobytes()).digest()
-    return int.from_bytes(found[:8], "little") >> 1
+    digest = hashlib.sha256(facts + np.array(lengths, dtype=np.int64).tobytes()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _shuffled(total: int, count: int, seed: int, position: int) -> np.ndarray:

@@ -98,7 +98,6 @@ def pack(
     max_segments: int,
     example: Sequence[int] | np.ndarray | None = None,
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
-    owner: Sequence[int] | np.ndarray | None = None,
 ) -> Packing:
     """Pack rows into micro-batches such that micro-batch i takes all ranks about equally long.
 
@@ -113,7 +112,6 @@ def pack(
       max_segments: rows of a micro-batch, at most.
       example: [rows] the number of each row's example; rows of one example go together. None: each row alone.
       cost: how work grows with a row's length.
-      owner: [rows] the rank that has each row, where rows are not to move; the same for all rows of an example.
 
     Raises:
       PackingError: an example has more tokens than the largest size or more rows than `max_segments`.
@@ -124,17 +122,44 @@ def pack(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _units(lengths, example, cost)
-    _check(units, sizes[-1], max_segments)
-    most = (cost.work(np.arange(sizes[-1] + 1)) + max_segments).tolist()
-    rule = _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most)
-    homes = np.zeros(len(units.tokens), dtype=np.int64)
-    if owner is None:
-        rank, micro, size = _align(_best(units, rule), units, rule)
-    else:
-        homes[units.of_row] = np.asarray(owner, dtype=np.int64)
-        rank, micro, size = _stay(homes, units, rule)
-    rank, micro = rank[units.of_row], micro[units.of_row]
-    order = np.lexsort((np.arange(len(lengths)), units.of_row, micro, rank))
+    rule = _rule(units, ranks, sizes, max_segments, cost)
+    rank, micro, size = _align(_best(units, rule), units, rule)
+    return _packing(lengths, rank[units.of_row], micro[units.of_row], size, units.of_row)
+
+
+def pack_owned(
+    lengths: Sequence[int] | np.ndarray,
+    owner: Sequence[int] | np.ndarray,
+    ranks: int,
+    sizes: Sequence[int],
+    max_segments: int,
+    cost: RowCost = RowCost(),  # noqa: B008  (immutable)
+) -> Packing:
+    """Pack rows as `pack` does, each on the rank that has it.
+
+    Args:
+      lengths: [rows] tokens of each row.
+      owner: [rows] the rank that has each row.
+      ranks: R, how many ranks share the rows.
+      sizes: tokens of a micro-batch, ascending, as `packed_sizes` makes them.
+      max_segments: rows of a micro-batch, at most.
+      cost: how work grows with a row's length.
+
+    Raises:
+      PackingError: as `pack`.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    units = _units(lengths, None, cost)
+    rule = _rule(units, ranks, sizes, max_segments, cost)
+    rank, micro, size = _stay(np.array(owner, dtype=np.int64), units, rule)
+    return _packing(lengths, rank, micro, size, units.of_row)
+
+
+def _packing(
+    lengths: np.ndarray, rank: np.ndarray, micro: np.ndarray, size: np.ndarray, example: np.ndarray
+) -> Packing:
+    """The packing of rows whose ranks and micro-batches are known; the rows of an example are neighbours."""
+    order = np.lexsort((np.arange(len(lengths)), example, micro, rank))
     ends = np.cumsum(lengths[order])
     first = np.ones(len(order), dtype=bool)
     first[1:] = (rank[order][1:] != rank[order][:-1]) | (micro[order][1:] != micro[order][:-1])
@@ -193,31 +218,37 @@ def _units(lengths: np.ndarray, example: Sequence[int] | np.ndarray | None, cost
     if example is None:
         return _Units(lengths, np.ones_like(lengths), work, np.arange(len(lengths)))
     numbers, of_row = np.unique(np.asarray(example), return_inverse=True)
-    tokens, rows, works = np.zeros((3, len(numbers)), dtype=np.int64)
-    for total, column in ((tokens, lengths), (rows, np.ones_like(lengths)), (works, work)):
+    totals = np.zeros((3, len(numbers)), dtype=np.int64)
+    for total, column in zip(totals, (lengths, np.ones_like(lengths), work), strict=True):
         np.add.at(total, of_row, column)
+    tokens, rows, works = totals
     return _Units(tokens, rows, works, of_row)
 
 
-def _check(units: _Units, largest: int, max_segments: int) -> None:
-    for column, limit, unit in ((units.tokens, largest, "tokens"), (units.rows, max_segments, "rows")):
+def _rule(units: _Units, ranks: int, sizes: Sequence[int], max_segments: int, cost: RowCost) -> _Rule:
+    """The bins for some examples. Raises: PackingError, one of them fits nowhere."""
+    for column, limit, unit in ((units.tokens, sizes[-1], "tokens"), (units.rows, max_segments, "rows")):
         if len(column) and column.max() > limit:
             row = int(np.flatnonzero(units.of_row == column.argmax())[0])
             raise PackingError(
                 f"the example of row {row} has {column.max()} {unit}, a micro-batch holds {limit}; raise the "
                 f"{'token budget' if unit == 'tokens' else 'number of segments'}"
             )
+    most = (cost.work(np.arange(sizes[-1] + 1)) + max_segments).tolist()
+    return _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most)
 
 
 def _best(units: _Units, rule: _Rule) -> np.ndarray:
     """The bins that are soonest done, or the first that are so within `_ENOUGH` of perfect balance without padding."""
-    best, least = np.zeros(0, dtype=np.int64), None
+    best = np.zeros(0, dtype=np.int64)
+    least = None
     for bins in _plans(units, rule):
         work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule)
         time = int(np.sort(work)[::-1][:: rule.ranks].sum())
         cost = time + -(-len(work) // rule.ranks) * rule.overhead
         if least is None or cost < least:
-            best, least = bins, cost
+            best = bins
+            least = cost
         if time * rule.ranks <= _ENOUGH * int(units.work.sum()):
             break
     return best
@@ -244,27 +275,36 @@ def _fill(ascending: list[tuple[int, int, int, int]], rule: _Rule, level: bool) 
     """Fill bins one by one, each time with the largest example that fits.
 
     Args:
+      ascending: examples, as `_Units.ascending` gives them.
+      rule: of the bins.
       level: let each `ranks` bins end at the same work: that of the largest example left, or what is left divided by
         the bins that it takes at least, whichever is more. False: fill them to the largest size.
     """
-    left, bins = list(ascending), np.zeros(len(ascending), dtype=np.int64)
-    remaining, count, target = sum(one[0] for one in left), 0, 0
+    left = list(ascending)
+    bins = np.zeros(len(ascending), dtype=np.int64)
+    remaining = sum(work for work, *_ in left)
+    count = target = 0
     while left:
         if count % rule.ranks == 0:
             share = -(-remaining // rule.ranks)
             deep = max(1, -(-share * 50 // (51 * UNIT * rule.largest)))  # 2% above the size is a matter of attention
             target = max(left[-1][0], -(-share // deep))
-        gap, room, seats = target if level else remaining, rule.largest, rule.max_segments
-        while left and seats:
-            at = bisect_left(left, (min(gap, rule.most_work[room]) + 1,)) - 1
-            lowest = max(at - _TRIES, -1)
-            while at > lowest and (left[at][2] > room or left[at][3] > seats):
-                at -= 1
-            if at == lowest:
+        gap = target if level else remaining
+        room = rule.largest
+        segments = rule.max_segments
+        while left and segments:
+            place = bisect_left(left, (min(gap, rule.most_work[room]) + 1,)) - 1
+            lowest = max(place - _TRIES, -1)
+            while place > lowest and (left[place][2] > room or left[place][3] > segments):
+                place -= 1
+            if place == lowest:
                 break
-            work, number, tokens, rows = left.pop(at)
+            work, number, tokens, rows = left.pop(place)
             bins[number] = count
-            gap, room, seats, remaining = gap - work, room - tokens, seats - rows, remaining - work
+            gap -= work
+            room -= tokens
+            segments -= rows
+            remaining -= work
         count += 1
     return bins
 
@@ -274,25 +314,26 @@ def _spread(ascending: list[tuple[int, int, int, int]], count: int, rule: _Rule)
 
     Returns: None where all bins were closed before the last example.
     """
-    heap = [(0, at) for at in range(count)]
-    room, seats = [rule.largest] * count, [rule.max_segments] * count
+    heap = [(0, number) for number in range(count)]
+    room = [rule.largest] * count
+    segments = [rule.max_segments] * count
     bins = np.zeros(len(ascending), dtype=np.int64)
     for work, number, tokens, rows in reversed(ascending):
-        while heap and (tokens > room[heap[0][1]] or rows > seats[heap[0][1]]):
+        while heap and (tokens > room[heap[0][1]] or rows > segments[heap[0][1]]):
             heapq.heappop(heap)
         if not heap:
             return None
-        total, at = heap[0]
-        bins[number] = at
-        room[at] -= tokens
-        seats[at] -= rows
-        heapq.heapreplace(heap, (total + work, at))
+        total, least = heap[0]
+        bins[number] = least
+        room[least] -= tokens
+        segments[least] -= rows
+        heapq.heapreplace(heap, (total + work, least))
     return bins
 
 
 def _bin_work(bins: np.ndarray, count: int, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray]:
     """Work of each bin, its padding included, and its size."""
-    tokens, work = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    tokens, work = np.zeros((2, count), dtype=np.int64)
     np.add.at(tokens, bins, units.tokens)
     np.add.at(work, bins, units.work)
     size = rule.sizes[np.searchsorted(rule.sizes, tokens)]
@@ -308,11 +349,12 @@ def _align(bins: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
     work, size = _bin_work(bins, deep * rule.ranks, units, rule)
     by_work = np.argsort(-work, kind="stable").reshape(deep, rule.ranks)
     had = np.zeros(rule.ranks, dtype=np.int64)
-    rank, micro = np.empty(by_work.size, dtype=np.int64), np.empty(by_work.size, dtype=np.int64)
+    rank, micro = np.empty((2, by_work.size), dtype=np.int64)
     sizes = np.empty((deep, rule.ranks), dtype=np.int64)
     for number, these in enumerate(by_work):
         least_first = np.argsort(had, kind="stable")
-        rank[these], micro[these] = least_first, number
+        rank[these] = least_first
+        micro[these] = number
         sizes[number, least_first] = size[these]
         had[least_first] += work[these]
     return rank[bins], micro[bins], sizes
@@ -329,60 +371,18 @@ def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
     full = [_fill(part.ascending(), alone, level=False) for part in parts]
     deep = max([1, *(int(bins.max(initial=-1)) + 1 for bins in full)])
     even = [_spread(part.ascending(), deep, alone) for part in parts]
-    even = [one if two is None else two for one, two in zip(full, even, strict=True)]
+    even = [first if bins is None else bins for first, bins in zip(full, even, strict=True)]
     works = [
         [np.sort(_bin_work(bins, deep, part, rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
         for plan in (full, even)
     ]
     sooner = full if np.max(works[0], axis=0).sum() <= np.max(works[1], axis=0).sum() else even
-    micro, sizes = np.zeros(len(homes), dtype=np.int64), np.full((deep, rule.ranks), rule.sizes[0])
+    micro = np.zeros(len(homes), dtype=np.int64)
+    sizes = np.full((deep, rule.ranks), rule.sizes[0])
     for home, (share, bins, part) in enumerate(zip(shares, sooner, parts, strict=True)):
         _, micro[share], size = _align(bins, part, alone)
         sizes[: len(size), home] = size[:, 0]
     return homes, micro, sizes
-
-
-def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Split rows into parts of nearly equal total length: the longest row left goes to the part that has least.
-
-    Args:
-      lengths: tokens (or any cost) of each row.
-      parts: how many parts; with fewer rows than parts some stay empty.
-
-    Returns: for each part the numbers of its rows, ascending; no total is above 4/3 of the best possible.
-
-    Example: balance([5, 1, 4, 2], 2) is [[0, 1], [2, 3]].
-    References: Graham, 1969, https://doi.org/10.1137/0117039
-    """
-    heap = [(0, 0, part) for part in range(parts)]  # total, rows, part: ties go to fewer rows, then to the lower part
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    for row in _longest_first(lengths):
-        total, rows, part = heap[0]
-        shares[part].append(row)
-        heapq.heapreplace(heap, (total + lengths[row], rows + 1, part))
-    return [sorted(share) for share in shares]
-
-
-def micro_batches(lengths: Sequence[int], token_budget: int, multiple: int = 1) -> list[list[int]]:
-    """Split rows into micro-batches of similar lengths, longest first.
-
-    Args:
-      lengths: tokens of each row.
-      token_budget: bound on rows times width of a micro-batch; a row that is wider than it is alone.
-      multiple: widths are rounded up to a multiple of this.
-
-    Returns: the numbers of the rows of each micro-batch; every row is in exactly one.
-
-    Example: micro_batches([5, 1, 4, 2], 8) is [[0], [2, 3], [1]].
-    """
-    batches: list[list[int]] = []
-    width = 0
-    for row in _longest_first(lengths):
-        if not batches or (len(batches[-1]) + 1) * width > token_budget:
-            batches.append([])
-            width = _round_up(lengths[row], multiple)
-        batches[-1].append(row)
-    return batches
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, multiple: int = 1) -> np.ndarray:
@@ -392,10 +392,6 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int, multiple: int = 1) -> np.n
     for to, row in zip(out, rows, strict=True):
         to[: len(row)] = row
     return out
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 def _round_up(length: int, multiple: int) -> int:

@@ -78,6 +78,9 @@ def encoded(
     """Token ids of a prompt in its format, and their text; see `encode_prompt`.
 
     Args:
+      tokenizer: of Hugging Face.
+      prompt: text or messages.
+      form: the format.
       tools: of the record, as a list or as JSON; None: those of the format.
 
     Raises:
@@ -98,6 +101,7 @@ def read_shots(text: str, fields: Fields) -> tuple[Shot, ...]:
     The completion of a record is its column "completion", else "answer", else "solution".
 
     Args:
+      text: FILE:n.
       fields: names of fields -> columns, as in `renamed`.
 
     Raises:
@@ -133,10 +137,10 @@ def template_arguments(text: str) -> dict[str, Any]:
       DataError: the text is not of this form, or names an argument twice.
     """
     pairs = [part.partition(":") for part in text.split(",") if part.strip()]
-    found = {name.strip(): _value(value.strip()) for name, _, value in pairs}
-    if not found or len(found) < len(pairs) or not all(name.isidentifier() and mark for name, mark, _ in pairs):
+    arguments = {name.strip(): _value(value.strip()) for name, _, value in pairs}
+    if not arguments or len(arguments) < len(pairs) or not all(name.isidentifier() and mark for name, mark, _ in pairs):
         raise DataError(f"{text}: write NAME:VALUE, with commas between, as in enable_thinking:false")
-    return found
+    return arguments
 
 
 def read_tools(path: str) -> tuple[Any, ...]:
@@ -155,12 +159,12 @@ def text_of_file(path: str) -> str:
 
 def _tools(given: Any) -> list[Any]:
     try:
-        found = json.loads(given) if isinstance(given, str) else given or []
+        tools = json.loads(given) if isinstance(given, str) else given or []
     except ValueError as error:
         raise DataError(f"tools are a list of JSON schemas; this is not JSON: {error}") from error
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise DataError(f"tools are a list of JSON schemas, not {type(found).__name__}")
-    return found
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"tools are a list of JSON schemas, not {type(tools).__name__}")
+    return tools
 
 
 def _shot(where: str, record: Any, fields: Fields) -> Shot:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from funrl.data.columns import Fields, prompt_columns, renamed
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted
 from funrl.data.records import FORMATS, read_records, source_problem
+from funrl.data.tokenizer import TokenizerError
 
 RESERVED = ("completion",)  # names that a reward function is given anyway
 T = TypeVar("T")
@@ -32,6 +34,26 @@ class Prompt(NamedTuple):
     prompt: str | list[dict[str, str]]
     fields: dict[str, Any]
     source: str = ""
+
+
+class Example(NamedTuple):
+    """A prompt ready to be completed.
+
+    Attributes:
+      tokens: ids of the prompt, special tokens and chat template included.
+      text: what the reward function is given as the prompt.
+      fields: the other fields of the prompt's record, given to the reward function by name.
+      source: the file and the line or row it is from.
+      messages: of a chat, which the text is made of; None: the prompt is a text.
+      conversational: whether the record's prompt is a chat itself, and not a text that a template makes one of.
+    """
+
+    tokens: list[int]
+    text: str
+    fields: dict[str, Any]
+    source: str = ""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    conversational: bool = False
 
 
 def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]:
@@ -66,6 +88,35 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
     if not records:
         raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
     return [_check_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(records, 1)]
+
+
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
+    """Prompts as token ids, except those that are among the few-shot examples. Raises: PromptError, as `encode`."""
+    shown = [shot.prompt for shot in form.shots]
+    examples = [encode(prompt, tokenizer, form) for prompt in prompts if prompt.prompt not in shown]
+    if not examples:
+        raise PromptError(f"{prompts[0].source}: all of its prompts are examples of --few_shot; give another file")
+    return examples
+
+
+def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> Example:
+    """A prompt as token ids, in its format.
+
+    Raises:
+      PromptError: the tokenizer or the chat template refuses it, or it has no tokens.
+    """
+    where = f"{prompt.source}: " if prompt.source else ""
+    try:
+        tokens, text = encoded(tokenizer, prompt.prompt, form, prompt.fields.get("tools"))
+        content = formatted(prompt.prompt, form)
+    except (TokenizerError, DataError) as error:
+        raise PromptError(f"{where}{error}") from error
+    except Exception as error:  # tokenizers raise plain ones
+        raise PromptError(f"{where}the tokenizer refuses it: {error}") from error
+    if not tokens:
+        raise PromptError(f"{where}prompt {prompt.prompt!r} has no tokens")
+    messages = None if isinstance(content, str) else content
+    return Example(tokens, text, prompt.fields, prompt.source, messages, not isinstance(prompt.prompt, str))
 
 
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:

@@ -1,17 +1,15 @@
 """Records of data in any format: JSON lines, a JSON list, CSV, parquet, a directory that `datasets` saved, or a
 dataset of the local Hugging Face cache.
 
-Of JSON lines an index is held in memory, of parquet two row groups, and what `datasets` has written is mapped; a JSON
-list and a CSV file are held whole.
+JSON lines are read where they are, what `datasets` reads is mapped into memory, and JSON lists and CSV are held whole.
 """
 
 from __future__ import annotations
 
 import csv
-import functools
 import importlib
+import io
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,37 +17,36 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
-from funrl.data.cached_datasets import DatasetName, cached_name, load_cached, looks_like_name
-from funrl.data.json_lines import DataError, JsonLines, open_json_lines, parsed_line
+from funrl.data.cached_datasets import TRAIN, cached_name, load_cached, looks_like_name
+from funrl.data.json_lines import DataError, JsonLines, parsed_json
 
 FORMATS = (
     "a .jsonl, .json, .csv or .parquet file, a directory that `datasets` saved, or the name of a dataset in the local "
     "Hugging Face cache"
 )
-SAVED = ("dataset_dict.json", "state.json")  # one of these is in a directory that `datasets` saved
-CHUNK = 1000  # rows of parquet that are Python objects at a time
+SAVED = "state.json"  # is in a directory of one split that `datasets` saved
+SAVED_SPLITS = "dataset_dict.json"  # is in a directory of several
 
 
 class Table(Protocol):
-    """Rows by their places from 0."""
+    """TableRows by their places from 0."""
 
-    def __len__(self) -> int: ...
     def read(self, place: int) -> Any: ...
     def where(self, place: int) -> str: ...
-    def rows(self) -> Iterator[Any]: ...
+    def sizes(self) -> np.ndarray: ...
 
 
 class Records(Sequence[Any]):
-    """Records of a table, read when they are asked for. Slices and arrays of places give views.
+    """Records of a table, each read when it is asked for. Slices and arrays of indices give views.
 
     Attributes:
       table: the rows.
-      places: [records] of the records in the table.
-      nbytes: [records] bytes of each record's text, at least.
+      places: [records] int64, of the records in the table.
     """
 
-    def __init__(self, table: Table, places: np.ndarray, nbytes: np.ndarray):
-        self.table, self.places, self.nbytes = table, places, nbytes
+    def __init__(self, table: Table, places: np.ndarray):
+        self.table = table
+        self.places = places
 
     def __len__(self) -> int:
         return len(self.places)
@@ -59,90 +56,58 @@ class Records(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice | np.ndarray) -> Records: ...
     def __getitem__(self, index: int | slice | np.ndarray) -> Any:
-        """Raises: DataError, the file has been changed since it was opened."""
+        """Raises: DataError, the file has changed since it was opened."""
         if isinstance(index, (slice, np.ndarray)):
-            return Records(self.table, self.places[index], self.nbytes[index])
+            return Records(self.table, self.places[index])
         return self.table.read(int(self.places[index]))
 
     def where(self, index: int) -> str:
         """The file and the line or row of a record."""
         return self.table.where(int(self.places[index]))
 
-
-class _Held(NamedTuple):
-    """Rows in memory, with the file and line of each."""
-
-    records: list[Any]
-    sources: list[str]
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def read(self, place: int) -> Any:
-        return self.records[place]
-
-    def where(self, place: int) -> str:
-        return self.sources[place]
-
-    def rows(self) -> Iterator[Any]:
-        return iter(self.records)
+    def sizes(self) -> np.ndarray:
+        """[records] bytes of each record's text."""
+        return self.table.sizes()[self.places]
 
 
-class _Parquet:
-    """Rows of a parquet file, of which two row groups are in memory. It holds no open file.
-
-    Args:
-      path: of the file.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.stamp = path, _stamp(path)
-        found = _parquet(path).metadata
-        self.starts = np.cumsum([0, *(found.row_group(n).num_rows for n in range(found.num_row_groups))])
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def read(self, place: int) -> Any:
-        group = int(np.searchsorted(self.starts, place, side="right")) - 1
-        return _row_group(self.path, self.stamp, group).slice(place - int(self.starts[group]), 1).to_pylist()[0]
-
-    def where(self, place: int) -> str:
-        return f"{self.path}, row {place + 1}"
-
-    def rows(self) -> Iterator[Any]:
-        for group in range(len(self.starts) - 1):
-            for chunk in _row_group(self.path, self.stamp, group).to_batches(CHUNK):
-                yield from chunk.to_pylist()
-
-
-class _Mapped(NamedTuple):
-    """Rows that `datasets` has written, which are mapped into memory."""
+class TableRows(NamedTuple):
+    """TableRows in memory, or mapped into it by `datasets`."""
 
     name: str
-    found: Any
+    rows: Sequence[Any]
 
-    def __len__(self) -> int:
-        return len(self.found)
+    def indexed(self) -> TableRows:
+        """The same: every row can be read alone."""
+        return self
+
+    def scan(self) -> Iterator[tuple[int, Any]]:
+        """Each row with its place."""
+        return enumerate(self.rows)
 
     def read(self, place: int) -> Any:
-        return self.found[place]
+        """One row."""
+        return self.rows[place]
 
     def where(self, place: int) -> str:
+        """The file and the number of a row."""
         return f"{self.name}, row {place + 1}"
 
-    def rows(self) -> Iterator[Any]:
-        return iter(self.found)
+    def sizes(self) -> np.ndarray:
+        """[rows] bytes of each row as JSON."""
+        return np.fromiter((len(json.dumps(row, default=str)) for row in self.rows), dtype=np.int64)
 
 
 def source_problem(path: str | Path) -> str:
     """Reason why a path cannot be a data file or the name of a dataset; "" where it may be one."""
     path = Path(path)
-    if path.is_dir():
-        saved = any((path / name).is_file() for name in SAVED)
-        return "" if saved else "this is a directory, and not one that `datasets` saved"
-    if path.is_file() or cached_name(str(path)):
+    saved = _saved_folder(path)
+    if saved is not None and not saved.is_dir():
+        splits = sorted(f"{saved.parent}:{file.parent.name}" for file in saved.parent.glob(f"*/{SAVED}"))
+        return f"it has no split {saved.name!r}; give one of {', '.join(splits)}"
+    if saved is not None or path.is_file() or cached_name(str(path)):
         return ""
+    if path.is_dir():
+        return "this is a directory, and not one that `datasets` saved"
     return "no such file" + (", and no such dataset in the local cache" if looks_like_name(str(path)) else "")
 
 
@@ -152,149 +117,104 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
     Raises:
       DataError: the file or a line of it cannot be read, or a library for its format is not installed.
     """
-    table = _table(path := Path(path))
-    if table is not None:
-        for place, record in enumerate(table.rows()):
-            yield table.where(place), record
-        return
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    try:
-                        record = parsed_line(line)
-                    except ValueError as error:
-                        raise DataError(f"{where}: {error}") from error
-                    yield where, record
-    except OSError as error:
-        raise DataError(f"{path}: it cannot be read: {error.strerror}") from error
+    table = _table(Path(path))
+    for place, record in table.scan():
+        yield table.where(place), record
 
 
-def open_records(path: str | Path, check: Callable[[Any], None]) -> JsonLines | Records:
-    """Open a file to read its records later; every record is checked, and let go where the format allows it.
+def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
+    """Open a file to read its records later. Every record is checked once, and held only where the format needs it.
 
     Args:
+      path: of the file, or the name of a dataset.
       check: raises a ValueError for a record that cannot be used.
 
     Raises:
       DataError: the file cannot be read, or a record fails the check; the first such record is named.
     """
-    table, nbytes = _table(path := Path(path)), array("q")
-    if table is None:
-        return open_json_lines(path, check)
-    for place, record in enumerate(table.rows()):
+    table = _table(Path(path)).indexed()
+    places = array("q")
+    for place, record in table.scan():
         try:
             check(record)
         except ValueError as error:
             raise DataError(f"{table.where(place)}: {error}") from error
-        nbytes.append(len(json.dumps(record, default=str)))
-    return Records(table, np.arange(len(nbytes)), np.frombuffer(nbytes, np.int64))
+        places.append(place)
+    return Records(table, np.frombuffer(places, dtype=np.int64))
 
 
-def _table(path: Path) -> Table | None:
-    """The rows of a file; None: it has JSON lines."""
-    if path.is_dir():
-        return _saved(path)
-    if (name := cached_name(str(path))) is not None:
-        return _cached(name, path)
+def _table(path: Path) -> JsonLines | TableRows:
+    saved = _saved_folder(path)
+    if saved is not None:
+        return _dataset(path, lambda datasets: datasets.load_from_disk(str(saved)))
+    wanted = cached_name(str(path))
+    if wanted is not None:
+        return _dataset(path, lambda datasets: load_cached(datasets, wanted))
+    if path.suffix == ".parquet":
+        return _dataset(path, lambda datasets: datasets.load_dataset("parquet", data_files=str(path), split=TRAIN))
+    if path.suffix not in (".csv", ".json"):
+        return JsonLines(path)
     try:
-        with open(path, "rb") as file:
-            begin = file.read(256)
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: it cannot be read: {error.strerror}") from error
-    if path.suffix == ".parquet" or begin.startswith(b"PAR1"):
-        return _Parquet(path)
-    if path.suffix == ".csv":
-        return _csv_rows(path)
-    if path.suffix == ".json" and begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        return _json_rows(path)
-    return None
-
-
-def _json_rows(path: Path) -> _Held:
+    if path.suffix == ".json" and not content[:256].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return JsonLines(path)
     try:
-        records = parsed_line(path.read_bytes())
+        return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parsed_json(content))
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
-    return _Held(records, [f"{path}, row {n}" for n in range(1, len(records) + 1)])
 
 
-def _csv_rows(path: Path) -> _Held:
-    records, sources, line = [], [], 1
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for record in reader:
-                where, line = f"{path}, line {line + 1}", reader.line_num
-                if None in record or None in record.values():
-                    names = reader.fieldnames or ()
-                    more = "more" if None in record else "fewer"
-                    raise DataError(f"{where}: it has {more} cells than the {len(names)} names of the first line")
-                records.append(record)
-                sources.append(where)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {line + 1}: not CSV in UTF-8: {error}; JSON lines may hold it") from error
-    return _Held(records, sources)
+def _csv_rows(content: bytes) -> list[dict[str, str]]:
+    """TableRows of CSV, every value a text.
+
+    `datasets` reads CSV by pandas, which takes numbers for text, fills missing cells and drops extra ones silently.
+    """
+    try:
+        lines = io.StringIO(content.decode("utf-8-sig"), newline="")
+        rows = [cells for cells in csv.reader(lines, strict=True) if cells]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"not CSV in UTF-8: {error}; JSON lines may hold it") from error
+    names = rows.pop(0) if rows else []
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two columns have the name {repeated[0]!r}; rename one of them")
+    for number, cells in enumerate(rows, 1):
+        if len(cells) != len(names):
+            raise ValueError(f"row {number} has {len(cells)} cells, and the first line has {len(names)} names")
+    return [dict(zip(names, cells, strict=True)) for cells in rows]
 
 
-def _cached(name: DatasetName, path: Path) -> _Mapped:
-    _library("datasets", path, "a dataset of the local cache")
-    return _Mapped(str(path), load_cached(name).with_format(None))
+def _saved_folder(path: Path) -> Path | None:
+    """The directory of one split that `datasets` saved: DIR, DIR/train of several, or DIR/SPLIT of "DIR:SPLIT"."""
+    if (path / SAVED).is_file():
+        return path
+    if (path / SAVED_SPLITS).is_file():
+        return path / TRAIN
+    folder, _, split = str(path).rpartition(":")
+    several = folder and not path.exists() and (Path(folder) / SAVED_SPLITS).is_file()
+    return Path(folder, split) if several else None
 
 
-def _saved(path: Path) -> _Mapped:
+def _dataset(path: Path, load: Callable[[Any], Any]) -> TableRows:
+    """TableRows that `load` gives with the library `datasets`, whose import takes a second.
+
+    Raises:
+      DataError: the library is missing, or refuses.
+    """
     if problem := source_problem(path):
         raise DataError(f"{path}: {problem}")
     try:
-        if (path / SAVED[0]).is_file():
-            splits = json.loads((path / SAVED[0]).read_text())["splits"]
-            if "train" not in splits:
-                raise DataError(
-                    f"{path}: it has no split 'train'; give one of " + ", ".join(f"{path / s}" for s in splits)
-                )
-            path = path / "train"
-        found = _library("datasets", path, "a saved `datasets` directory").load_from_disk(str(path))
-    except DataError:
-        raise
-    except Exception as error:  # datasets raises many kinds for a broken directory
-        raise DataError(f"{path}: datasets cannot load it: {error}") from error
-    return _Mapped(str(path), found.with_format(None))
-
-
-def _library(name: str, path: Path, what: str) -> Any:
-    try:
-        return importlib.import_module(name)
+        library = importlib.import_module("datasets")
     except ImportError as error:
-        package = name.partition(".")[0]
-        raise DataError(
-            f"{path}: {what} needs {package}, which is not installed; pip install 'funrl[data]', or {package} alone"
-        ) from error
-
-
-def _parquet(path: Path) -> Any:
-    library = _library("pyarrow.parquet", path, "parquet")
+        raise DataError(f"{path}: it needs datasets, which is not installed; pip install 'funrl[data]'") from error
+    config = library.config
+    was_offline = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = True  # it would look for a name at the hub, and count what it loads there
     try:
-        return library.ParquetFile(path)
-    except (OSError, ValueError) as error:  # what pyarrow raises are subclasses
-        raise DataError(f"{path}: it cannot be read as parquet: {error}") from error
-
-
-@functools.lru_cache(maxsize=2)
-def _row_group(path: Path, stamp: tuple[int, int], group: int) -> Any:
-    """A row group as it was when the file had this stamp."""
-    if _stamp(path) != stamp:
-        raise DataError(f"{path}: the file has been changed since the run began; start again")
-    with _parquet(path) as file:
-        try:
-            return file.read_row_group(group, use_threads=False)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: its row group {group} cannot be read: {error}") from error
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise DataError(f"{path}: it cannot be read any more: {error.strerror}") from error
-    return status.st_size, status.st_mtime_ns
+        return TableRows(str(path), load(library).with_format(None))
+    except Exception as error:  # datasets raises many kinds for broken files
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise DataError(f"{path}: datasets cannot read it: {reason}") from error
+    finally:
+        config.HF_HUB_OFFLINE = was_offline

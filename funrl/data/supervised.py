@@ -4,6 +4,7 @@
 |---|---|
 | demonstrations | `{"prompt": text or messages, "completion": text}` or `{"messages": [...]}` or `{"text": text}` |
 | preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and "margin" where it is known |
+| triples | a preference with "reference": text, the best one, which is imitated |
 | ratings | `{"prompt": text or messages, "completion": text, "label": true or false}`, or a preference, which is two |
 | steps | `{"prompt": text or messages, "completions": [text, ...], "labels": [true or false, ...]}` |
 
@@ -14,15 +15,17 @@ predicts. A separator follows every step, and what is trained of a step is its l
 names of columns.
 
 What is checked when: `load_examples` reads every record and checks its fields, without tokenizing. Before a run,
-`fit_texts` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
+`fit_examples` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
 that may be too long by their bytes. A text is tokenized when it is read: once a draw, by the rank that has it. What is
 drawn for a step is checked too, as a chat template may add tokens to a line of few bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -31,7 +34,7 @@ import torch
 
 from funrl.batch import Batch
 from funrl.data.columns import Fields, renamed, text_columns
-from funrl.data.json_lines import DataError, JsonLines
+from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
@@ -40,9 +43,12 @@ from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
 
 TEXT_FIELDS = {
-    "demonstrations": ("completion",), "preferences": ("chosen", "rejected"), "ratings": ("completion",),
+    "demonstrations": ("completion",),
+    "preferences": ("chosen", "rejected"),
+    "ratings": ("completion",),
     "steps": ("completions",),
-}  # fmt: skip
+    "triples": ("chosen", "rejected", "reference"),
+}
 LABELS = {"ratings": "label", "steps": "labels"}
 SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
 FIRST_LINES = 1000  # that are tokenized before the run of any file
@@ -56,7 +62,7 @@ class Text(NamedTuple):
 
 
 class TextExample(NamedTuple):
-    """One example: a text, or the chosen and the rejected one.
+    """One example: a text, or the chosen and the rejected one, or these and the one to imitate.
 
     Attributes:
       margin: by how much the first text should win.
@@ -70,8 +76,9 @@ class TextExample(NamedTuple):
     source: str = ""
 
 
+@dataclass(frozen=True, eq=False)
 class TextFile(Sequence[TextExample]):
-    """The examples of a file, read and tokenized when they are asked for. Slices and arrays of places give views.
+    """The examples of a file, read and tokenized when they are asked for. Slices and arrays of indices give views.
 
     Attributes:
       records: of the file.
@@ -83,18 +90,13 @@ class TextFile(Sequence[TextExample]):
       most: tokens of a text, beyond which it is `shortened`; None: it is taken whole.
     """
 
-    def __init__(
-        self,
-        records: JsonLines | Records | PairHalves,
-        kind: str,
-        tokenizer: Any,
-        has_margin: bool,
-        fields: Fields | None = None,
-        form: PromptFormat = PLAIN_PROMPTS,
-        most: int | None = None,
-    ):
-        self.records, self.kind, self.tokenizer = records, kind, tokenizer
-        self.has_margin, self.fields, self.form, self.most = has_margin, fields or {}, form, most
+    records: Records
+    kind: str
+    tokenizer: Any
+    has_margin: bool
+    fields: Fields
+    form: PromptFormat = PLAIN_PROMPTS
+    most: int | None = None
 
     def __len__(self) -> int:
         return len(self.records)
@@ -106,37 +108,26 @@ class TextFile(Sequence[TextExample]):
     def __getitem__(self, index: int | slice | np.ndarray) -> TextExample | TextFile:
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
         if isinstance(index, (slice, np.ndarray)):
-            return self._with(records=self.records[index])
-        record, where = self.records[index], self.records.where(index)
+            return dataclasses.replace(self, records=self.records[index])
+        record = self.records[index]
+        where = self.records.where(index)
         try:
-            found = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
-            found = found if self.most is None else shortened(found, self.most)
+            example = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
+            example = example if self.most is None else shortened(example, self.most)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
             raise DataError(f"{where}: the tokenizer refuses it: {error}") from error
         # A column of margins needs one for every row, whichever rows are drawn.
-        return found._replace(margin=found.margin if self.has_margin else None, source=where)
-
-    def with_margin(self, has_margin: bool) -> TextFile:
-        """The same with margins or without."""
-        return self._with(has_margin=has_margin)
-
-    def at_most(self, tokens: int) -> TextFile:
-        """The same with texts that are `shortened` when they are read."""
-        return self._with(most=tokens)
+        return example._replace(margin=example.margin if self.has_margin else None, source=where)
 
     def suspects(self, positions: int) -> Iterable[int]:
         """Indices of the examples that are worth tokenizing to find one that is too long or that is refused."""
-        nbytes = self.records.nbytes
-        if nbytes[nbytes < np.iinfo(np.int64).max].sum() <= SMALL_BYTES:  # that of a last line is not known
+        sizes = self.records.sizes()
+        if sizes.sum() <= SMALL_BYTES:
             return range(len(self))
         # A token is a byte at least, but for what a template adds.
-        return np.flatnonzero((nbytes > positions) | (np.arange(len(nbytes)) < FIRST_LINES)).tolist()
-
-    def _with(self, **changes: Any) -> TextFile:
-        names = ("records", "kind", "tokenizer", "has_margin", "fields", "form", "most")
-        return TextFile(**{name: getattr(self, name) for name in names} | changes)
+        return np.flatnonzero((sizes > positions) | (np.arange(len(sizes)) < FIRST_LINES)).tolist()
 
 
 def load_examples(
@@ -152,21 +143,24 @@ def load_examples(
     Raises:
       DataError: the file is missing or empty, or a record is not as the table above says.
     """
-    fields, without_margin, paired = fields or {}, 0, None
+    fields = fields or {}
+    without_margin = 0
+    paired = None
 
     def check(record: Any) -> None:
         nonlocal without_margin, paired
         record = renamed(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
-        found = text_columns(record, "preferences" if paired else kind)
-        check_record(found, "preferences" if paired else kind)
-        without_margin += found.get("margin") is None
+        columns = text_columns(record, "preferences" if paired else kind)
+        check_record(columns, "preferences" if paired else kind)
+        without_margin += columns.get("margin") is None
 
     records = open_records(path, check)
     if not len(records):
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
     if paired:
-        return TextFile(PairHalves(records, fields), kind, tokenizer, False, {}, form)
+        halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))
+        return TextFile(halves, kind, tokenizer, False, {}, form)
     return TextFile(records, kind, tokenizer, not without_margin, fields, form)
 
 
@@ -174,11 +168,12 @@ def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seq
     """The examples of several files as one sequence, with margins where all of them have these.
 
     Args:
+      files: to join.
       shares: as in `Mixture`.
     """
-    margin = all(file.has_margin for file in files)
-    alike = [one.with_margin(margin) for one in files]
-    return alike[0] if len(alike) == 1 else Mixture(alike, shares)
+    has_margin = all(file.has_margin for file in files)
+    parts = [dataclasses.replace(file, has_margin=has_margin) for file in files]
+    return parts[0] if len(parts) == 1 else Mixture(parts, shares)
 
 
 def check_record(record: Any, kind: str) -> None:
@@ -237,7 +232,7 @@ def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PL
         labels = tuple(float(label) for label in record["labels"])
         text = steps_text(prompt, record["completions"], form.step_separator, tokenizer)
         return TextExample((text,), labels=labels)
-    texts = tuple(_completed(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
+    texts = tuple(completed_text(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
     return TextExample(texts, record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
 
 
@@ -250,7 +245,8 @@ def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenize
     Raises:
       DataError: a step has no tokens.
     """
-    tokens, trained = list(prompt), [False] * len(prompt)
+    tokens = list(prompt)
+    trained = [False] * len(prompt)
     between = tokenizer.encode(separator, add_special_tokens=False)
     for number, step in enumerate(steps, 1):
         ids = [*tokenizer.encode(step, add_special_tokens=False), *between]
@@ -271,8 +267,11 @@ def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMP
     Raises:
       DataError, TokenizerError: the template writes a turn differently once another follows.
     """
-    text, tokens, trained = "", [], []
-    messages, tools = formatted(messages, form), tools_of(tools, form)
+    text = ""
+    tokens = []
+    trained = []
+    messages = formatted(messages, form)
+    tools = tools_of(tools, form)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -290,7 +289,8 @@ def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMP
 
 def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: int) -> TextExample:
     """The prompt of one demonstration and the completion of another, as far as a model has positions for it."""
-    (first,), (second,) = prompt_of.texts, completion_of.texts
+    (first,) = prompt_of.texts
+    (second,) = completion_of.texts
     prompt = first.tokens[: first.trained.index(True)]
     completion = [token for token, trained in zip(second.tokens, second.trained, strict=True) if trained]
     completion = completion[: max(1, positions - len(prompt))]
@@ -301,7 +301,7 @@ def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: in
 def text_batch(
     examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu", steps: bool = False
 ) -> Batch:
-    """Rows to train on, one an example; the two texts of a preference are laid side by side as segments 1 and 2.
+    """Rows to train on, one an example; the texts of a preference or a triple lie side by side as segments 1, 2 and 3.
 
     Args:
       pad: id of the padding token.
@@ -311,25 +311,23 @@ def text_batch(
       device: where the batch goes.
       steps: of a reader, let the mask be true behind each token that is trained instead: a number for every step.
     """
-    rows, masks, places, segments = [], [], [], []
     read = _read_steps if steps else _read
-    for one in examples:
-        texts = [read(text, pad) for text in one.texts] if reader else one.texts
-        rows.append([i for t in texts for i in t.tokens])
-        masks.append([i for t in texts for i in t.trained])
-        places.append([i for t in texts for i in range(len(t.tokens))])
-        segments.append([n for n, t in enumerate(texts, 1) for _ in t.tokens])
+    rows_of_texts = [[read(text, pad) for text in x.texts] if reader else x.texts for x in examples]
+    rows = [[i for text in texts for i in text.tokens] for texts in rows_of_texts]
+    masks = [[i for text in texts for i in text.trained] for texts in rows_of_texts]
+    places = [[i for text in texts for i in range(len(text.tokens))] for texts in rows_of_texts]
+    segments = [[n for n, text in enumerate(texts, 1) for _ in text.tokens] for texts in rows_of_texts]
     put = lambda x, fill=0: torch.as_tensor(pad_rows(x, fill, 8), device=device)  # noqa: E731
     length = torch.tensor([len(r) for r in rows], dtype=torch.int64, device=device)
     batch = Batch(tokens=put(rows, pad), mask=put(masks).bool(), length=length)
-    if examples and all(one.labels for one in examples):
+    if examples and all(example.labels for example in examples):
         batch = batch._replace(label=_labels(examples, batch.mask))
-    if all(len(one.texts) == 1 for one in examples):
+    if all(len(example.texts) == 1 for example in examples):
         return batch
     batch = batch._replace(positions=put(places), segments=put(segments))
-    if any(one.margin is None for one in examples):
+    if any(example.margin is None for example in examples):
         return batch
-    margin_B = torch.tensor([one.margin for one in examples], device=device)
+    margin_B = torch.tensor([example.margin for example in examples], device=device)
     return batch._replace(margin=margin_B[:, None].expand(batch.tokens.shape).contiguous())
 
 
@@ -365,8 +363,8 @@ def _read_steps(text: Text, pad: int) -> Text:
 def _labels(examples: Sequence[TextExample], mask_BT: torch.Tensor) -> torch.Tensor:
     """[B, T] float32, the label of each token in the mask; a single one is that of the whole row."""
     label_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
-    for label_T, mask_T, one in zip(label_BT, mask_BT, examples, strict=True):
-        labels = torch.tensor(one.labels, device=mask_BT.device)
+    for label_T, mask_T, example in zip(label_BT, mask_BT, examples, strict=True):
+        labels = torch.tensor(example.labels, device=mask_BT.device)
         if len(labels) > 1:
             label_T[mask_T] = labels
         else:
@@ -391,7 +389,15 @@ def _content(completion: Any) -> Any:
     return completion[0]["content"] if _are_messages(completion) and len(completion) == 1 else completion
 
 
-def _completed(prompt: list[int], name: str, completion: str, tokenizer: Any) -> Text:
+def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any) -> Text:
+    """A prompt's tokens and a completion, which is trained and ends with the end-of-text token.
+
+    Args:
+      name: of the completion's field, for the error.
+
+    Raises:
+      DataError: one of them has no tokens.
+    """
     ids = tokenizer.encode(completion, add_special_tokens=False)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]

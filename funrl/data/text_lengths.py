@@ -1,42 +1,31 @@
-"""Texts that are longer than a model or a flag allows: refused, left out or shortened, and named with their lines."""
+"""Examples that are longer than a model or a flag allows: refused, left out or shortened, with their lines named."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
+from funrl.data.prompts import Example
 from funrl.data.supervised import TEXT_FIELDS, TextExample, TextFile, shortened
 
 MOST_SOURCES = 10  # lines that a remark names
+FitExample = TypeVar("FitExample", Example, TextExample)
 
 
-class FittingTexts(NamedTuple):
-    """Texts that are short enough, and a remark on the others; "" where there are none."""
+class Fitting(NamedTuple):
+    """Examples that are short enough, and a remark on the others; "" where there are none."""
 
-    examples: Sequence[TextExample]
+    examples: Sequence[Any]
     remark: str
 
 
-class LongTexts(NamedTuple):
-    """Examples that are too long.
-
-    Attributes:
-      places: of all.
-      sources: of the first of them, the file and the line.
-      first: example.
-    """
-
-    places: list[int]
-    sources: list[str]
-    first: TextExample | None
-
-
-def suspects_of(examples: Sequence[TextExample], positions: int) -> Iterable[int]:
+def suspects_of(examples: Sequence[FitExample], positions: int) -> Iterable[int]:
     """Places of the examples to look at for one that is too long: of a file `TextFile.suspects`, else all."""
     if isinstance(examples, Mixture):
         parts = zip(examples.starts.tolist(), examples.parts, strict=False)
@@ -44,99 +33,117 @@ def suspects_of(examples: Sequence[TextExample], positions: int) -> Iterable[int
     return examples.suspects(positions) if isinstance(examples, TextFile) else range(len(examples))
 
 
-def long_texts(examples: Sequence[TextExample], most: int) -> LongTexts:
-    """The examples with a text of more than `most` tokens; of a large file only `suspects` are looked at."""
-    found = LongTexts([], [], None)
+def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
+    """Places of the examples with more than `most` tokens, and the source of each: its file and line.
+
+    Of a large file only `suspects_of` are looked at.
+    """
+    sources = {}
     for place in suspects_of(examples, most):
-        one = examples[place]
-        if max(len(text.tokens) for text in one.texts) > most:
-            found.places.append(place)
-            if len(found.sources) < MOST_SOURCES:
-                found.sources.append(one.source or f"example {place + 1}")
-            found = found._replace(first=found.first or one)
-    return found
+        example = examples[place]
+        if max(map(len, _token_ids(example))) > most:
+            sources[place] = example.source or f"example {place + 1}"
+    return sources
 
 
-def check_lengths(examples: Sequence[TextExample], most: int, tokenizer: Any, reason: str = "") -> None:
-    """Compare texts with the longest one that is allowed.
+def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, reason: str = "") -> None:
+    """Compare examples with the longest one that is allowed.
 
     Args:
+      examples: prompts, or texts to learn from.
+      most: tokens that one may have.
+      tokenizer: of the tokens.
       reason: of the limit; "": it is the model's.
 
     Raises:
       DataError: naming the first example that is longer, and how many there are.
     """
-    places, sources, first = long_texts(examples, most)
-    if first is None:
+    sources = long_examples(examples, most)
+    if not sources:
         return
-    longest, text = max(enumerate(first.texts), key=lambda pair: len(pair[1].tokens))
-    name = "text" if len(first.texts) == 1 else f"prompt with {TEXT_FIELDS['preferences'][longest]!r}"
-    begins = tokenizer.decode(text.tokens[:40])[:60]
-    others = f"; {len(places)} of {len(examples)} examples are too long: {named_lines(sources, len(places))}"
+    place, source = next(iter(sources.items()))
+    ids = _token_ids(examples[place])
+    longest, tokens = max(enumerate(ids), key=lambda pair: len(pair[1]))
+    name = f"prompt with {TEXT_FIELDS['triples'][longest]!r}" if len(ids) > 1 else "text"
+    name = "prompt" if isinstance(examples[place], Example) else name
+    begins = tokenizer.decode(tokens[:40])[:60]
+    count = f"{len(sources)} of {len(examples)} examples are too long"
+    others = f"; {count}: {named_lines(sources.values())}" if len(sources) > 1 else ""
     raise DataError(
-        f"{sources[0]}: the {name} has {len(text.tokens)} tokens, but {reason or f'the model has {most} positions'}; "
-        "--long_prompts=drop leaves such texts out, truncate shortens them"
-        f"{others if len(places) > 1 else ''} (it begins {begins!r})"
+        f"{source}: the {name} has {len(tokens)} tokens, but {reason or f'the model has {most} positions'}; "
+        f"--long_prompts=drop leaves such examples out, truncate shortens them{others} (it begins {begins!r})"
     )
 
 
-def fit_texts(examples: Sequence[TextExample], most: int, how: str, reason: str, tokenizer: Any) -> FittingTexts:
-    """Texts of at most so many tokens.
+def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: str, tokenizer: Any) -> Fitting:
+    """Examples of at most `most` tokens.
 
     Args:
-      how: with a longer one: "error", "drop", or "truncate", as `shortened` does.
+      examples: prompts, or texts to learn from.
+      most: tokens that one may have.
+      long: with a longer one: "error", "drop", or "truncate". A prompt keeps its last tokens, and the reward is given
+        its whole text all the same; a text is `shortened`.
       reason: of the limit, for the message.
+      tokenizer: of the tokens.
 
     Raises:
-      DataError: one is longer and `how` is "error", or none is left of a file.
+      DataError: one is longer and `long` is "error", or none is left of a file.
     """
-    if how == "error":
+    if long == "error":
         check_lengths(examples, most, tokenizer, reason)
-        return FittingTexts(examples, "")
-    places, sources, _ = long_texts(examples, most)
-    lines = f"as {reason}: {named_lines(sources, len(places))}"
-    if how == "truncate":  # also those that are found to be too long when they are drawn
-        done = f"{len(places)} of {len(examples)} are shortened to {most} tokens, {lines}"
-        return FittingTexts(_shortened(examples, most), done if places else "")
-    if not places:
-        return FittingTexts(examples, "")
-    left = _without(examples, np.array(places))
+        return Fitting(examples, "")
+    sources = long_examples(examples, most)
+    lines = f"as {reason}: {named_lines(sources.values())}"
+    count = f"{len(sources)} of {len(examples)}"
+    if long == "truncate":  # also those that are found to be too long when they are drawn
+        remark = f"{count} are shortened to {most} tokens, {lines}" if sources else ""
+        return Fitting(_shortened(examples, most), remark)
+    if not sources:
+        return Fitting(examples, "")
+    left = pick(examples, np.setdiff1d(np.arange(len(examples)), list(sources)))
     if not all(len(part) for part in (left.parts if isinstance(left, Mixture) else [left])):
-        raise DataError(f"--long_prompts=drop: no text is left of a file, {lines}")
-    return FittingTexts(left, f"{len(places)} of {len(examples)} are left out, {lines}")
+        raise DataError(f"--long_prompts=drop: nothing is left of a file, {lines}")
+    return Fitting(left, f"{count} are left out, {lines}")
 
 
-def named_lines(sources: Sequence[str], count: int) -> str:
-    """The first of `count` lines by file.
+def pick(examples: Sequence[Any], places: np.ndarray) -> Sequence[Any]:
+    """Some examples, by their places in ascending order; those of files are read when they are asked for."""
+    if isinstance(examples, TextFile):
+        return examples[places]
+    if not isinstance(examples, Mixture):
+        return [examples[place] for place in places.tolist()]
+    ends = np.searchsorted(places, examples.starts)
+    bounds = zip(examples.parts, examples.starts, ends[:-1], ends[1:], strict=False)
+    return Mixture([pick(part, places[low:high] - start) for part, start, low, high in bounds], examples.shares)
 
-    >>> named_lines(["a.jsonl, line 3", "a.jsonl, line 7", "b.jsonl, line 2"], 8)
-    'a.jsonl, line 3, 7; b.jsonl, line 2 and 5 more'
+
+def named_lines(sources: Iterable[str]) -> str:
+    """The first of some lines, by file.
+
+    >>> named_lines(["a.jsonl, line 3", "a.jsonl, line 7", "b.jsonl, line 2"])
+    'a.jsonl, line 3, 7; b.jsonl, line 2'
     """
+    lines = list(sources)
     by_file: dict[str, list[str]] = {}
-    for source in sources:
+    for source in lines[:MOST_SOURCES]:
         numbered = re.fullmatch(r"(.*) (\d+)", source)
         numbers = by_file.setdefault(numbered[1] if numbered else source, [])
         numbers += [numbered[2]] if numbered else []
     named = "; ".join(f"{file} {', '.join(dict.fromkeys(numbers))}".strip() for file, numbers in by_file.items())
-    return named + (f" and {count - len(sources)} more" if count > len(sources) else "")
+    return named + (f" and {len(lines) - MOST_SOURCES} more" if len(lines) > MOST_SOURCES else "")
 
 
-def _shortened(examples: Sequence[TextExample], most: int) -> Sequence[TextExample]:
+def _token_ids(example: Example | TextExample) -> list[list[int]]:
+    """Token ids of a prompt, or of each text of an example."""
+    return [example.tokens] if isinstance(example, Example) else [text.tokens for text in example.texts]
+
+
+def _shortened(examples: Sequence[FitExample], most: int) -> Sequence[Any]:
     if isinstance(examples, Mixture):
         return Mixture([_shortened(part, most) for part in examples.parts], examples.shares)
     if isinstance(examples, TextFile):
-        return examples.at_most(most)
-    return [shortened(one, most) for one in examples]
-
-
-def _without(examples: Sequence[TextExample], places: np.ndarray) -> Sequence[TextExample]:
-    """All but the examples at these places, in ascending order."""
-    if isinstance(examples, Mixture):
-        starts = examples.starts.tolist()
-        parts = [
-            _without(part, places[(places >= start) & (places < start + len(part))] - start)
-            for start, part in zip(starts, examples.parts, strict=False)
-        ]
-        return Mixture(parts, examples.shares)
-    rest = np.setdiff1d(np.arange(len(examples)), places)
-    return examples[rest] if isinstance(examples, TextFile) else [examples[place] for place in rest.tolist()]
+        return dataclasses.replace(examples, most=most)
+    return [
+        example._replace(tokens=example.tokens[-most:]) if isinstance(example, Example) else shortened(example, most)
+        for example in examples
+    ]

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PAD, END = "<pad>", "</s>"
+PAD = "<pad>"
+END = "</s>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -65,8 +66,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for a broken file
-        said = " ".join(str(error).split())
-        raise TokenizerError(f"{folder}: transformers cannot load its tokenizer: {said}") from error
+        reason = " ".join(str(error).split())
+        raise TokenizerError(f"{folder}: transformers cannot load its tokenizer: {reason}") from error
 
 
 def encode_prompt(
@@ -75,6 +76,7 @@ def encode_prompt(
     """Token ids of a prompt that a completion can follow, and their text.
 
     Args:
+      tokenizer: of Hugging Face.
       prompt: text, which gets the tokenizer's special tokens; or chat messages with "role" and "content", which go
         through its chat template with the opening of the assistant's turn.
       tools: JSON schemas of tools, for the chat template.
@@ -90,7 +92,7 @@ def encode_prompt(
     if tokenizer.chat_template is None:
         raise TokenizerError(
             "a prompt is a list of chat messages, but this tokenizer has no chat template; "
-            "give prompts as text, or add chat_template to its tokenizer_config.json"
+            "give --chat_template=FILE.jinja, or prompts as text"
         )
     try:
         text = chat_text(tokenizer, prompt, tools, arguments, add_generation_prompt=True)
@@ -100,11 +102,11 @@ def encode_prompt(
 
 
 def chat_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **how: Any
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
 ) -> str:
     """The text that a tokenizer's chat template makes of messages; it raises what it likes."""
     return tokenizer.apply_chat_template(
-        list(messages), tools=list(tools) or None, tokenize=False, **{**(arguments or {}), **how}
+        list(messages), tools=list(tools) or None, tokenize=False, **{**(arguments or {}), **more}
     )
 
 

@@ -11,7 +11,7 @@ Left out on purpose: MiniMax's filter of repeated text.
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("cispo"))

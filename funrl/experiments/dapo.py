@@ -12,7 +12,7 @@ Left out on purpose: sampling more prompts than a batch and keeping the rest for
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("dapo"))

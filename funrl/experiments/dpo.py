@@ -17,7 +17,7 @@ Left out on purpose: sampling the pairs from the policy, which is `online_pairs`
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("dpo"))

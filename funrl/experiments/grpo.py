@@ -8,7 +8,7 @@ The same run as `ppo.py`: compare their recipes, `funrl/algos/recipes/`, to see 
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("grpo"))

@@ -10,7 +10,7 @@ Left out on purpose: replaying the experts' routes of a mixture, which this rati
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("gspo"))

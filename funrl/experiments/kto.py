@@ -11,7 +11,7 @@ Left out on purpose: weights that balance good and bad by themselves, which are 
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("kto"))

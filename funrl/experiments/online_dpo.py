@@ -12,7 +12,7 @@ Left out on purpose: a judge that is shown two completions at once.
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("online_dpo", minibatches=1))

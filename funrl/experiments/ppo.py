@@ -12,7 +12,7 @@ Left out on purpose: a learned reward model, early stopping on the KL, and share
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("ppo"))

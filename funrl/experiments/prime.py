@@ -12,7 +12,7 @@ Left out on purpose: updating the process model before its rewards are used in t
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("prime"))

@@ -12,7 +12,7 @@ Left out on purpose: rewards of steps without labels of steps, which are `prime.
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("process_reward_model", steps=100))

@@ -11,7 +11,7 @@ Left out on purpose: OpenRLHF's asynchronous sampling.
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("reinforce_plus_plus"))

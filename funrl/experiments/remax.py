@@ -11,7 +11,7 @@ Left out on purpose: the paper's reward models; the task's reward is verified.
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("remax", batch_prompts=1024, samples_per_prompt=1))

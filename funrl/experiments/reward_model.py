@@ -11,7 +11,7 @@ Left out on purpose: rewards of single steps, which are `step_reward` of `funrl.
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("reward_model", steps=100))

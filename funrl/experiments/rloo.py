@@ -10,7 +10,7 @@ Left out on purpose: one ratio for the whole sequence, as TRL takes it; with one
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("rloo"))

@@ -11,7 +11,7 @@ Left out on purpose: several texts packed into one row; rows of similar lengths 
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main("sft", warmstart_steps=0, steps=300, eval_every=50))

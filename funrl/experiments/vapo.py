@@ -12,7 +12,7 @@ Left out on purpose: sampling fewer prompts more often, which is `--batch_prompt
 
 import sys
 
-from funrl.experiments.run import main
+from funrl.cli.run import main
 
 if __name__ == "__main__":
     # The task's sums have 4 tokens: with the paper's alpha of 0.05 lambda would be 0, and it would hardly learn.

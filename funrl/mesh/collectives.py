@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from funrl.mesh.heartbeat import entered, left
 from funrl.mesh.mesh import AXES, Axes, Mesh
+from funrl.processes.heartbeat import entered, left
 
 _c10d = torch.ops._c10d_functional
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
-from funrl.mesh.heartbeat import entered, left
-from funrl.mesh.mesh import Mesh
-
-_MADE = itertools.count()
+from funrl.mesh.collectives import pmax
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.processes.heartbeat import entered, left
 
 
 def shared_counter(mesh: Mesh) -> Callable[[int], int]:
-    """A counter from 0: `(count)` -> the first of `count` numbers, which nobody else gets.
+    """A counter from 0: `(count)` -> the first of `count` numbers, which no other caller gets.
 
-    A number costs one message to the process that keeps the run's rendezvous.
-
-    Args:
-      mesh: any mesh of the run. Every process of the run makes its counters in the same order.
+    Collective over the mesh: its first rank names the counter in the store. After that a number costs one message to
+    the process that holds the store.
     """
-    key = f"funrl/counter/{next(_MADE)}"
     if mesh.world == 1 or not dist.is_initialized():
         taken = [0]
 
@@ -31,6 +27,9 @@ def shared_counter(mesh: Mesh) -> Callable[[int], int]:
 
         return take
     store = dist.distributed_c10d._get_default_store()
+    number = store.add("funrl/counters", 1) if mesh.rank == 0 else 0
+    number = int(pmax(torch.tensor(number, device=mesh.device), mesh, AXES))
+    key = f"funrl/counter/{number}"
 
     def take_shared(count: int) -> int:
         entered("the counter of the run")

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from funrl.mesh import heartbeat
 from funrl.mesh import mesh as meshes
-from funrl.mesh.board import Board
-from funrl.mesh.environment import read_environment
-from funrl.mesh.heartbeat import RECORD_BYTES, Link
 from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.mesh.processes import RankProgram, WorkerError, can_fork, report_failure, run_processes
-from funrl.mesh.store_signs import Alone, StoreLink
+from funrl.processes import heartbeat
+from funrl.processes.board import Board
+from funrl.processes.environment import read_environment
+from funrl.processes.heartbeat import RECORD_BYTES, Link
+from funrl.processes.store_signs import Alone, StoreLink
+from funrl.processes.workers import RankProgram, WorkerError, can_fork, report_failure, run_processes
 
 __all__ = [
     "WorkerError", "check_devices", "communication_backends", "cores", "device_type", "groups", "launch", "local_ranks",
@@ -86,6 +86,7 @@ def launch(
     timeout: timedelta = timedelta(minutes=10),
     before: Before | None = None,
     heartbeat_s: float | None = HEARTBEAT_S,
+    stalled_s: float | None = None,
 ) -> Any:
     """Run `program(mesh)` on every rank and return what rank 0 returned.
 
@@ -102,10 +103,12 @@ def launch(
         at the end; what it gives is the program's second argument. It is where a rank forks processes of its own.
       heartbeat_s: seconds without progress after which a line on the standard error says for which rank, in which
         phase, the run waits; None: it is not said.
+      stalled_s: seconds without a sign of life from a rank's process after which the run ends; None: it does not.
 
     Raises:
       MeshError: the mesh does not fit the devices.
-      WorkerError: a rank raised or died. All other ranks are ended first; the message shows that rank's traceback.
+      WorkerError: a rank raised, died or does not answer. All other ranks are ended first; the message shows that
+        rank's traceback.
       KeyboardInterrupt: the user interrupted; all ranks have ended.
     """
     device = device or device_type()
@@ -115,13 +118,13 @@ def launch(
     if "WORLD_SIZE" in os.environ:
         rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
         group = functools.partial(_process_group, sizes, rank, local, local_ranks(world), device, ENVIRONMENT, timeout)
-        link = StoreLink(rank, world, heartbeat_s, timeout.total_seconds())
+        link = StoreLink(rank, world, heartbeat_s, timeout.total_seconds(), stalled_s)
         return _on_rank(program, before, rank, group, link)
     if world == 1:
         return _on_rank(program, before, 0, functools.partial(_single, device), Alone(heartbeat_s))
     run = functools.partial(_run, program, before, sizes, device, timeout, plain)
     fork = device == "cpu" and can_fork()
-    return run_processes(RankProgram(run, plain), world, fork, heartbeat_s, timeout.total_seconds())
+    return run_processes(RankProgram(run, plain), world, fork, heartbeat_s, timeout.total_seconds(), stalled_s)
 
 
 def _run(

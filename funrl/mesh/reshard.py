@@ -22,10 +22,10 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh import plan as plans
 from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, program, starts_together
-from funrl.mesh.heartbeat import entered, left
 from funrl.mesh.mesh import AXES, Mesh, MeshError
 from funrl.mesh.plan import Held, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
+from funrl.processes.heartbeat import entered, left
 
 __all__ = ["BUCKET_BYTES", "Plan", "copied", "export_weights", "plan", "replicated", "reshard", "unshard"]
 BUCKET_BYTES = 64 << 20

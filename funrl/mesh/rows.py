@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from funrl.across import Across, row_sums
-from funrl.mesh.collectives import psum
-from funrl.mesh.exchange import exchange
+from funrl.kinds import FIELD_KINDS, FieldKind, Value, line_places
+from funrl.mesh.collectives import psum, ragged_all_to_all
 from funrl.mesh.mesh import Axes, Mesh, coordinates
 
+TOKEN = FIELD_KINDS["token"]
 DIGIT = 16  # bits that one count of `kth_largest` decides
 
 
@@ -106,53 +107,73 @@ class Moved(NamedTuple):
     """Rows after a move.
 
     Attributes:
-      fields: [b', T', ...] of the rows that this rank has now, in the order of their numbers.
+      fields: values of the rows that this rank has now, in the order of their numbers.
       sent, received: bytes to and from other ranks.
     """
 
-    fields: dict[str, Tensor]
+    fields: dict[str, Value]
     sent: int
     received: int
 
 
+class RowRoute(NamedTuple):
+    """Rows on their way between the ranks of `axes`; each array has numbers of rows.
+
+    Attributes:
+      before, after: rows that this rank has before and after, ascending.
+      sends, receives: rows that go to and come from each rank, this one included.
+      mesh, axes: whose ranks exchange them.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    sends: list[np.ndarray]
+    receives: list[np.ndarray]
+    mesh: Mesh
+    axes: Axes
+
+
 def move_rows(
-    fields: Mapping[str, Tensor],
+    fields: Mapping[str, Value],
     lengths: np.ndarray,
     owner: np.ndarray,
     to: np.ndarray,
     mesh: Mesh,
     axes: Axes,
-    fill: Mapping[str, float] | None = None,
+    kinds: Mapping[str, FieldKind] | None = None,
     multiple: int = 8,
 ) -> Moved:
-    """Send rows from the ranks that have them to others, all fields in one collective, and no padding.
+    """Send rows from the ranks that have them to others, without padding.
 
-    Every rank knows `lengths`, `owner` and `to` of all rows. Beside the rows before and after, a rank holds a copy of
-    what it sends and one of what it receives.
+    Every rank knows `lengths`, `owner` and `to` of all rows. Fields per token take one collective together, any other
+    field one of its own, after one that tells all ranks how much of it each row has. Beside the rows before and after,
+    a rank holds a copy of what it sends and one of what it receives.
 
     Args:
-      fields: [b, T, ...] of this rank's rows in the order of their numbers; the same names and dtypes on every rank.
-        int64 is sent as int32, which rows have anyhow: ids, places and numbers of sequences are below 2^31.
+      fields: values of this rank's rows in the order of their numbers; the same names and dtypes on every rank. int64
+        per token is sent as int32, which rows have anyhow: ids, places and numbers of sequences are below 2^31.
       lengths: [B] tokens of each row.
       owner, to: [B] each row's rank before and after.
-      fill: by field, what stands behind a row's end; 0 where it is not named.
-      multiple: T' is the longest row's length rounded up to a multiple of it.
+      kinds: by field; "token" where it is not named.
+      multiple: T of the fields per token is the longest row's length rounded up to a multiple of it.
     """
     ranks, me = mesh.size(axes), int(mesh.index(axes))
     mine, coming = np.flatnonzero(owner == me), np.flatnonzero(to == me)
     sends = [mine[to[mine] == peer] for peer in range(ranks)]
     receives = [coming[owner[coming] == peer] for peer in range(ranks)]
-    return _exchanged(fields, lengths, (mine, sends), (coming, receives), me, mesh, axes, fill or {}, multiple)
+    route = RowRoute(mine, coming, sends, receives, mesh, axes)
+    counts = _row_counts(fields, kinds or {}, lengths, owner, mesh, axes)
+    return _moved(fields, kinds or {}, lengths, counts, route, multiple)
 
 
 def hand_over(
-    fields: Mapping[str, Tensor],
+    fields: Mapping[str, Value],
     lengths: np.ndarray,
     owner: np.ndarray,
     source: Mesh,
     to: np.ndarray,
     target: Mesh,
-    fill: Mapping[str, float] | None = None,
+    kinds: Mapping[str, FieldKind] | None = None,
     multiple: int = 8,
 ) -> Moved:
     """`move_rows` between two meshes over the same processes, such as the one to generate on and the one to train on.
@@ -177,7 +198,9 @@ def hand_over(
     receives = [none] * world
     for index, peer in enumerate(from_peer):
         receives[peer] = np.concatenate([receives[peer], by_index[index]])
-    return _exchanged(fields, lengths, (mine, sends), (coming, receives), me, target, everyone, fill or {}, multiple)
+    route = RowRoute(mine, coming, sends, receives, target, everyone)
+    counts = _row_counts(fields, kinds or {}, lengths, owner, source, source.row_axes)
+    return _moved(fields, kinds or {}, lengths, counts, route, multiple)
 
 
 def _senders(has: np.ndarray, index: int, peers: np.ndarray) -> np.ndarray:
@@ -226,7 +249,7 @@ def move_traffic(lengths: np.ndarray, owner: np.ndarray, source: Mesh, to: np.nd
 
 def token_bytes(fields: Mapping[str, Tensor]) -> int:
     """Bytes that a move sends of one token."""
-    return sum(_record(x).bytes for x in fields.values())
+    return sum(_line_bytes(x.flatten(0, 1), True) for x in fields.values())
 
 
 def row_indices(mesh: Mesh) -> np.ndarray:
@@ -238,75 +261,97 @@ def row_indices(mesh: Mesh) -> np.ndarray:
     return index
 
 
-def _exchanged(
-    fields: Mapping[str, Tensor],
+def _row_counts(
+    fields: Mapping[str, Value],
+    kinds: Mapping[str, FieldKind],
     lengths: np.ndarray,
-    before: tuple[np.ndarray, list[np.ndarray]],
-    after: tuple[np.ndarray, list[np.ndarray]],
-    me: int,
+    owner: np.ndarray,
     mesh: Mesh,
     axes: Axes,
-    fill: Mapping[str, float],
+) -> dict[str, np.ndarray]:
+    """[B] lines of all rows, of the fields that are not per token; one collective where there are such fields."""
+    own = lengths[owner == int(mesh.index(axes))]
+    columns = {
+        name: torch.from_numpy(kinds[name].counts(x, own))
+        for name, x in fields.items()
+        if not kinds.get(name, TOKEN).per_token
+    }
+    return {name: x.numpy() for name, x in gather_table(columns, owner, mesh, axes).items()} if columns else {}
+
+
+def _moved(
+    fields: Mapping[str, Value],
+    kinds: Mapping[str, FieldKind],
+    lengths: np.ndarray,
+    counts: Mapping[str, np.ndarray],
+    route: RowRoute,
     multiple: int,
 ) -> Moved:
-    """The rows after an exchange.
+    """The rows after a move.
 
     Args:
-      before: numbers of the rows that this rank has, and of those that it sends to each rank of `axes`.
-      after: numbers of the rows that this rank is to have, and of those that it receives of each.
-      me: this rank's place among the peers.
+      counts: [B] lines of each row, of the fields that are not per token.
     """
-    (mine, sends), (coming, receives) = before, after
-    if not fields:
-        return Moved({}, 0, 0)
-    send = [int(lengths[rows].sum()) for rows in sends]
-    receive = [int(lengths[rows].sum()) for rows in receives]
-    sent_rows, received_rows = np.concatenate(sends), np.concatenate(receives)
-    width = -(-int(lengths[coming].max(initial=1)) // multiple) * multiple
-    records = {name: _record(x) for name, x in fields.items()}
-    some = next(iter(fields.values()))
-    source = _tokens(np.searchsorted(mine, sent_rows), lengths[sent_rows], some.shape[1]).to(some.device)
-    flat = torch.cat(
-        [_bytes(x.flatten(0, 1)[source].to(records[name].dtype)) for name, x in fields.items()], 1
-    )  # one line of bytes a token
-    arrived = exchange(flat, send, receive, mesh, axes)
-    del flat
-    target = _tokens(np.searchsorted(coming, received_rows), lengths[received_rows], width).to(some.device)
-    begin, out = 0, {}
+    width = -(-int(lengths[route.after].max(initial=1)) // multiple) * multiple
+    per_token = {name: x for name, x in fields.items() if name not in counts}
+    groups = [(per_token, lengths)] if per_token else []
+    groups += [({name: fields[name]}, of_rows) for name, of_rows in counts.items()]
+    out, sent, received = dict[str, Value](), 0, 0
+    for group, of_rows in groups:
+        some = {name: kinds.get(name, TOKEN) for name in group}
+        moved = _exchange_lines(group, some, of_rows, width, route)
+        out |= moved.fields
+        sent += moved.sent
+        received += moved.received
+    return Moved({name: out[name] for name in fields}, sent, received)
+
+
+def _exchange_lines(
+    fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], counts: np.ndarray, width: int, route: RowRoute
+) -> Moved:
+    """Fields of one number of lines per row after a move, in one collective.
+
+    Args:
+      counts: [B] lines of each row.
+      width: T of the fields per token afterwards.
+    """
+    send = [int(counts[rows].sum()) for rows in route.sends]
+    receive = [int(counts[rows].sum()) for rows in route.receives]
+    sent_rows, received_rows = np.concatenate(route.sends), np.concatenate(route.receives)
+    lines = {name: kinds[name].lines(x) for name, x in fields.items()}
+    sent_places = np.searchsorted(route.before, sent_rows)
+    columns = []
     for name, x in fields.items():
-        record = records[name]
-        column = arrived[:, begin : begin + record.bytes].clone(memory_format=torch.contiguous_format)
-        begin += record.bytes
-        rows = x.new_full((len(coming) * width, *x.shape[2:]), fill.get(name, 0))
-        rows[target] = column.view(-1).view(record.dtype).reshape(-1, *x.shape[2:]).to(x.dtype)
-        out[name] = rows.unflatten(0, (len(coming), width))
-    line = token_bytes(fields)
-    return Moved(out, (sum(send) - send[me]) * line, (sum(receive) - receive[me]) * line)
+        source = line_places(kinds[name].begins(x)[sent_places], counts[sent_rows]).to(lines[name].device)
+        columns.append(_bytes(lines[name][source].to(_sent_dtype(lines[name], kinds[name].per_token))))
+    arrived = ragged_all_to_all(torch.cat(columns, 1), send, receive, route.mesh, route.axes)  # one line of bytes each
+    del columns
+    received_places = np.searchsorted(route.after, received_rows)
+    begin, out = 0, {}
+    for name, x in lines.items():
+        kind, size = kinds[name], _line_bytes(x, kinds[name].per_token)
+        column = arrived[:, begin : begin + size].clone(memory_format=torch.contiguous_format)
+        begin += size
+        out[name] = kind.blank(x, counts[route.after], width)
+        target = line_places(kind.begins(out[name])[received_places], counts[received_rows]).to(x.device)
+        values = column.view(-1).view(_sent_dtype(x, kind.per_token)).reshape(-1, *x.shape[1:])
+        kind.lines(out[name])[target] = values.to(x.dtype)
+    me = int(route.mesh.index(route.axes))
+    return Moved(out, (sum(send) - send[me]) * begin, (sum(receive) - receive[me]) * begin)
 
 
-class _Record(NamedTuple):
-    """Format in which one token of a field is sent."""
-
-    dtype: torch.dtype
-    bytes: int
+def _sent_dtype(lines: Tensor, per_token: bool) -> torch.dtype:
+    return torch.int32 if per_token and lines.dtype == torch.int64 else lines.dtype
 
 
-def _record(x_bT: Tensor) -> _Record:
-    dtype = torch.int32 if x_bT.dtype == torch.int64 else x_bT.dtype
-    return _Record(dtype, x_bT.shape[2:].numel() * dtype.itemsize)
+def _line_bytes(lines: Tensor, per_token: bool) -> int:
+    return lines.shape[1:].numel() * _sent_dtype(lines, per_token).itemsize
 
 
 def _bytes(x: Tensor) -> Tensor:
     """[n, ...] as bytes [n, bytes of one]."""
-    one = x.shape[1:].numel() * x.element_size()
-    return x.contiguous().reshape(-1).view(torch.uint8).view(len(x), one)
-
-
-def _tokens(rows: np.ndarray, lengths: np.ndarray, width: int) -> Tensor:
-    """Places of the tokens of some rows in flattened [b * width], end to end."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return torch.from_numpy(np.repeat(rows * width - (ends - lengths), lengths) + np.arange(total))
+    size = x.shape[1:].numel() * x.element_size()
+    return x.contiguous().reshape(-1).view(torch.uint8).view(len(x), size)
 
 
 def _words(x: Tensor) -> Tensor:

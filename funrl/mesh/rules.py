@@ -13,7 +13,7 @@ axis to a mesh axis, to several (outermost first), or to None. The three togethe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -164,6 +164,11 @@ def layout(
             f"{name}: mesh axis {twice[0]!r} would split two dims of {tuple(shape)} {logical}; change a rule"
         )
     return Layout(tuple(shape), tuple(spec), tuple(sizes[a] for a in AXES))
+
+
+def whole_layout(shape: Sequence[int], mesh: Mesh) -> Layout:
+    """The layout of a tensor that is whole on every rank of a mesh."""
+    return Layout(tuple(shape), ((),) * len(shape), tuple(mesh.sizes[axis] for axis in AXES))
 
 
 def layouts(shapes: trees.Tree, axes: trees.Tree, rules: Rules, sizes: Mapping[str, int]) -> trees.Tree:

@@ -7,24 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funrl.models.compile import compile_layer
-    from funrl.models.config import Config, ModelError
-    from funrl.models.decoder import decoder_model
-    from funrl.models.hf import load_model
-    from funrl.models.model import Inputs, Model, Output
+    from funrl.models.decoder.config import Config
+    from funrl.models.decoder.decoder import decoder_model
+    from funrl.models.errors import ModelError
+    from funrl.models.huggingface.directories import load_model
+    from funrl.models.model import Inputs, Model, ModelConfig, Output
     from funrl.models.placed import Placed, place
     from funrl.models.remat import rematerialized
     from funrl.models.value_head import with_value_head
 
 _FILES = {
-    "Config": "config",
+    "Config": "decoder.config",
     "Inputs": "model",
     "Model": "model",
-    "ModelError": "config",
+    "ModelConfig": "model",
+    "ModelError": "errors",
     "Output": "model",
     "Placed": "placed",
     "compile_layer": "compile",
-    "decoder_model": "decoder",
-    "load_model": "hf",
+    "decoder_model": "decoder.decoder",
+    "load_model": "huggingface.directories",
     "place": "placed",
     "rematerialized": "remat",
     "with_value_head": "value_head",
@@ -34,6 +36,7 @@ __all__ = [
     "Config",
     "Inputs",
     "Model",
+    "ModelConfig",
     "ModelError",
     "Output",
     "Placed",

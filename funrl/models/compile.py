@@ -48,7 +48,7 @@ def compile_layer(
       backend: torch.compile's.
     """
     plain = rematerialized(model.layer, remat)
-    if mode == "off" or model.config.module or (mode == "auto" and device != "cuda"):
+    if mode == "off" or model.abilities.code or (mode == "auto" and device != "cuda"):
         return plain
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
@@ -71,7 +71,7 @@ def compile_layer(
 def _mark_dynamic(x_BTD, context) -> None:
     """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, which one operator takes."""
     rotations = [(x, x.dim() - 2) for x in context.rope or ()]
-    others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.real_BT, 2), (context.routes_BTK, 2)
+    others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.segments_BT, 2), (context.routes_BTK, 2)
     for x, dims in [(x_BTD, 2), *rotations, *others]:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])

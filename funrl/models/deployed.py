@@ -65,8 +65,10 @@ def deployed(placed: Placed, params: trees.Tree) -> Deployed:
     model, plain, mesh = placed.model, dict(trees.named(params)), placed.mesh
     if model.adapters is None:
         return Deployed(model, mesh, dict(trees.named(placed.stored)), plain.__getitem__)
-    factors, without = factored(model, params), model.adapters.plain
-    stored = {name: x for name, x in trees.named(placed.stored) if name in without.names}
+    factors = factored(model, params)
+    without = model.adapters.plain
+    names = {name for name, _ in trees.named(without.shapes)}
+    stored = {name: x for name, x in trees.named(placed.stored) if name in names}
 
     def weight(name: str) -> Tensor:
         return merged(factors[name]) if name in factors else plain[name].detach()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,22 +21,16 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.config import Config, ModelError, architecture
-from funrl.models.families import FAMILIES
+from funrl.models.errors import ModelError
 from funrl.models.low_rank import LowRank
-from funrl.models.model import Adapters, Inputs, Layer, Lora, Model, Output
-from funrl.models.names import Names
+from funrl.models.model import Adapters, Inputs, Layer, LayerContext, Lora, Model, ModelConfig, Output
 from funrl.models.value_head import BIAS, HEAD
 
-ALL_LINEAR = "all-linear"  # as in PEFT: every projection of the layers
 FIRST, SECOND = "_lora_a", "_lora_b"  # behind the name of a weight, those of its factors
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down")  # families, besides
-SUMMED = (
-    "o",
-    "down",
-    "shared_down",
-)  # split over tensor ranks by their in dims: they have one out dim, others one in dim
+OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
+# Split over tensor ranks by their in dims: they have one out dim, others one in dim.
+SUMMED = ("o", "down", "shared_down", "out")
 WHOLE = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
 
 
@@ -50,62 +44,28 @@ def with_lora(model: Model, lora: Lora) -> Model:
     """
     if model.adapters is not None:
         raise ModelError("the model has adapters already")
-    if model.config.module:
-        raise ModelError(f"{architecture(model.config)} is transformers' own code, which takes no adapters")
+    if model.abilities.code:
+        raise ModelError(f"{model.abilities.code} is transformers' own code, which takes no adapters")
     layer = _with_low_rank(model.layer, lora.alpha / lora.rank)
     shapes = _with_factors(model.shapes, lora.targets, functools.partial(_factor_shapes, lora.rank))
     return dataclasses.replace(
         model,
         shapes=shapes,
         axes=_with_factors(model.axes, lora.targets, _factor_axes),
-        names=_names(model, shapes),
         init=functools.partial(_init, model, lora),
         apply=functools.partial(_apply, model, layer),
         layer=layer,
         rebuild=functools.partial(_rebuild, model, lora),
-        packs=False,
+        abilities=model.abilities._replace(compiled_step="adapters are merged for it"),
         adapters=Adapters(lora, model),
     )
 
 
-def projections(model: Model) -> dict[str, tuple[str, ...]]:
-    """Names of the projections of a model as PEFT has them -> those of the weights here.
-
-    A tensor that some family's files hold several weights in has a name too, such as "qkv_proj".
-    """
-    there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, (weight, _) in model.names.items() if "/" in name}
-    found: dict[str, tuple[str, ...]] = {}
-    for name in (*PROJECTIONS, *OF_SOME):
-        if name in there:
-            found[there[name]] = (*found.get(there[name], ()), name)
-    family = FAMILIES.get(model.config.family)
-    for whole, parts in (family.fused if family is not None else {}).items():
-        found[whole.split(".")[-2]] = tuple(found[part.split(".")[-2]][0] for part in parts)
-    return found
-
-
-def targets_of(text: str, model: Model) -> tuple[str, ...]:
-    """The weights that a list such as "q_proj,v_proj" or "all-linear" names.
-
-    Routers and routed experts have no adapters; a shared expert has those of a dense mlp.
-
-    Raises:
-      ModelError: a name is not one of the model's projections, or is there twice.
-    """
-    there = projections(model)
-    wanted = [part.strip() for part in text.split(",")]
-    known = [weight for weights in there.values() for weight in weights]
-    if wanted == [ALL_LINEAR]:
-        return (*PROJECTIONS, *(name for name in OF_SOME if name in known))
-    for name in wanted:
-        if name not in there:
-            experts = "" if model.config.experts is None else "; its routers and routed experts take no adapters"
-            names = ", ".join(there)
-            raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {names}{experts}")
-    found = [weight for name in wanted for weight in there[name]]
-    if len(set(found)) < len(found):
-        raise ModelError("a projection is named twice")
-    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in found)
+def full_rank(model: Model, targets: Collection[str]) -> int:
+    """The highest rank that a matrix of a model can have, among those that have adapters."""
+    named = ((name.rsplit("/", 1)[-1], x.shape) for name, x in trees.named(model.shapes))
+    splits = ((shape, _out_dims(name, len(shape))) for name, shape in named if name in targets)
+    return max((min(math.prod(shape[:out]), math.prod(shape[out:])) for shape, out in splits), default=0)
 
 
 def is_trained(name: str) -> bool:
@@ -194,7 +154,7 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
 def _with_low_rank(layer: Layer, scale: float) -> Layer:
     """The function of a layer that multiplies by adapted weights."""
 
-    def adapted(config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Any) -> Tensor:
+    def adapted(config: ModelConfig, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: LayerContext) -> Tensor:
         parts = {
             name: _low_rank(part, mesh, scale, context.split) if isinstance(part, dict) else part
             for name, part in params.items()
@@ -254,18 +214,6 @@ def _out_dims(name: str, dims: int) -> int:
     return 1 if name in SUMMED else dims - 1
 
 
-def _names(model: Model, shapes: trees.Tree) -> Names:
-    """Names of all weights; those of the factors as in PEFT's files, less what these begin with."""
-    found = dict(model.names)
-    for name, x in trees.named(shapes):
-        for end, there in ((FIRST, "lora_A"), (SECOND, "lora_B")):
-            if name.endswith(end):
-                weight, (rows, columns) = model.names[name.removesuffix(end)]
-                shape = (x.shape[0], columns) if end == FIRST else (rows, x.shape[-1])
-                found[name] = (f"{weight.removesuffix('.weight')}.{there}.weight", shape)
-    return found
-
-
 def _first(name: str, x: Tensor, generator: torch.Generator) -> Tensor:
     """A whole weight that learns, before the first step."""
     if not name.endswith(FIRST):
@@ -295,7 +243,7 @@ def _apply(
     return model.apply(params, inputs, mesh, cache, layer or own_layer)
 
 
-def _rebuild(model: Model, lora: Lora, config: Config) -> Model:
+def _rebuild(model: Model, lora: Lora, config: ModelConfig) -> Model:
     return with_lora(model.rebuild(config), lora)
 
 

@@ -8,20 +8,73 @@ gives another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.config import Config
-from funrl.models.names import Names
+from funrl.models.errors import ModelError
 
-# (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]; of experts (hidden, their load)
+MOST_LAYERS = 4096
+# (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]; of experts (hidden, RouterLoad)
 Layer = Callable[..., Any]
+
+
+class LayerContext(Protocol):
+    """Part of a layer's context that every architecture has; see `decoder.layers.Context`."""
+
+    @property
+    def split(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and facts that every model has, whatever its architecture.
+
+    Attributes:
+      vocab, embed, layers: sizes V, D, L.
+      tied: the unembedding is the embedding.
+      max_positions: longest sequence that the model was made for.
+      dtype: of the weights in the file.
+      family: its model_type in transformers.
+      bos, eos, pad: token ids; there may be several that end a sequence.
+      generation: the JSON text of the model's generation_config.json; "" where it has none.
+    """
+
+    vocab: int
+    embed: int
+    layers: int
+    _: KW_ONLY
+    tied: bool = False
+    max_positions: int = 2048
+    dtype: str = "float32"
+    family: str = "llama"
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    generation: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
+            size = getattr(self, name, 1)
+            if size < 1:
+                raise ModelError(f"{name} is {size}, it must be at least 1")
+        if self.layers > MOST_LAYERS:
+            raise ModelError(f"layers is {self.layers}, it must be at most {MOST_LAYERS}")
+
+    @property
+    def foreign(self) -> Mapping[str, Any]:
+        """Fields of config.json, beside those of this record, that what the model computes depends on."""
+        return {}
+
+    def with_layers(self, layers: int) -> Self:
+        """The same sizes with only the first `layers` layers."""
+        return replace(self, layers=layers)
 
 
 class Inputs(NamedTuple):
@@ -52,6 +105,22 @@ class Inputs(NamedTuple):
     split: bool = False
 
 
+class RouterLoad(NamedTuple):
+    """Sums over this rank's tokens of one layer's routes, padding left out.
+
+    Attributes:
+      counts_E: how often each expert was chosen, int64; no gradient.
+      probs_E: probabilities of each expert.
+      z: squares of the log-sum-exp of the logits.
+      ids_TK: the chosen experts.
+    """
+
+    counts_E: Tensor
+    probs_E: Tensor
+    z: Tensor
+    ids_TK: Tensor
+
+
 class Output(NamedTuple):
     """Result of a forward pass.
 
@@ -59,7 +128,7 @@ class Output(NamedTuple):
       hidden: [B, T, D] hidden states after the last norm, the same on every tensor rank; where `Inputs.split`, this
         tensor rank's part of the tokens.
       cache: the key-value cache with the new tokens in it; None where none was given.
-      aux: of a model with experts the fields of `routing.Load`, of all its layers that have some: counts_E [L, E],
+      aux: of a model with experts the fields of `RouterLoad`, of all its layers that have some: counts_E [L, E],
         probs_E [L, E], z [L] and ids_TK [L, B T, k].
     """
 
@@ -110,16 +179,144 @@ class Adapters(NamedTuple):
     plain: Model
 
 
+class LayerCost(NamedTuple):
+    """Sizes by which the time and the memory of one layer grow; numbers of a token, before tensor ranks split them.
+
+    Attributes:
+      queries: numbers of its queries, in all heads; each takes 4 FLOPs forward for a pair of tokens.
+      keys: numbers of its keys, and as many of its values, as they are sent to ranks that share a row's tokens.
+      projected: numbers of queries and keys as training makes them.
+      normed: whether queries and keys are normalized.
+      window: tokens that a token sees at most; None: all of its sequence.
+      cached: numbers of it in the cache.
+      cached_heads: ranks that can share what is cached, each a part of it; 1: all have the whole.
+      inner: numbers inside the mlp that it meets.
+      experts: in all; 0: the mlp is dense.
+      chosen: experts that it goes to.
+      expert_mlp: inner size of one expert.
+    """
+
+    queries: int = 0
+    keys: int = 0
+    projected: int = 0
+    normed: bool = False
+    window: int | None = None
+    cached: int = 0
+    cached_heads: int = 1
+    inner: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert_mlp: int = 0
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Functions of a model's sizes that give what its tokens, pairs of tokens and caches cost.
+
+    Attributes:
+      embed: size D of hidden states.
+      layers: the layers' own.
+    """
+
+    embed: int
+    layers: tuple[LayerCost, ...]
+
+    @property
+    def queries(self) -> int:
+        """Numbers of a token's queries in all layers: a quarter of the FLOPs that a pair of tokens takes forward."""
+        return sum(layer.queries for layer in self.layers)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of all layers."""
+        return sum(3 * layer.experts * layer.expert_mlp * self.embed for layer in self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees at most, where that is the same in all layers; None: it is not, or all tokens."""
+        windows = {layer.window for layer in self.layers}
+        return windows.pop() if len(windows) == 1 else None
+
+    def used_parameters(self, parameters: int) -> int:
+        """Of the `parameters` of this model those that a token meets: of the experts, its own."""
+        idle = sum(3 * (layer.experts - layer.chosen) * layer.expert_mlp * self.embed for layer in self.layers)
+        return parameters - idle
+
+    def pair_share(self, parameters: int) -> float:
+        """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.
+
+        Args:
+          parameters: of the model.
+        """
+        return 4 * self.queries / (2 * self.used_parameters(parameters))
+
+    def cached(self, tensor: int = 1) -> float:
+        """Numbers of a token in the cache of all layers, on one of the ranks that share the heads."""
+        return sum(layer.cached / min(tensor, layer.cached_heads) for layer in self.layers)
+
+
+class Routers(NamedTuple):
+    """Routers of a model with experts.
+
+    Attributes:
+      experts: of a layer, E.
+      per_token: experts that a token goes to, k.
+      layers: numbers of the layers that have experts.
+      biased: experts are chosen by score + bias; the bias is a weight without a gradient.
+    """
+
+    experts: int
+    per_token: int
+    layers: tuple[int, ...]
+    biased: bool
+
+
+class Abilities(NamedTuple):
+    """Abilities of a model, for code that does not know its architecture.
+
+    Attributes:
+      cost: of its tokens, pairs of tokens and caches.
+      code: the class of transformers whose own code computes the model; "" where this package's does: only then can it
+        be compiled, split over `sequence` and `tensor`, and be given adapters and further rows of the vocabulary.
+      compiled_step: sizes for `compiled_kernels.decode_step`, if it computes what `apply` and `unembed` do; else the
+        reason why it does not.
+      routers: None: there are no experts.
+      splits_rows: ranks of `sequence` can share a row's tokens; False: a state is carried along the row.
+      heads: query heads of a layer, which ranks that share a row's tokens may split.
+      logit_cap: logits x become cap tanh(x / cap); None: they stay.
+      paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.
+    """
+
+    cost: ModelCost
+    code: str = ""
+    compiled_step: StepSizes | str = "it has another architecture"
+    routers: Routers | None = None
+    splits_rows: bool = True
+    heads: int = 1
+    logit_cap: float | None = None
+    paged_kernel: PagedHeads | None = None
+
+    @property
+    def choices(self) -> int:
+        """Number of experts that a token goes to, in all layers together."""
+        return 0 if self.routers is None else len(self.routers.layers) * self.routers.per_token
+
+
+class PagedHeads(NamedTuple):
+    """Heads as the kernel of paged attention takes them: their size, and the cap of their logits."""
+
+    head: int
+    cap: float | None
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """An architecture of given sizes.
 
     Attributes:
-      config: sizes and switches.
+      config: sizes and facts.
       shapes: the tree of whole weights, as tensors without memory.
       axes: the same tree with the logical axes of every weight, a tuple of names per tensor.
-      names: for each weight, its name and shape in transformers; some neighbouring dims may be merged there. A file may
-        hold several as one tensor (`names.stored_in`).
       init: `(generator, dtype=float32)` -> random weights, whole.
       apply: `(params, inputs, mesh=SINGLE, cache=None, layer=None)` -> `Output`. `params` are this rank's shards of the
         weights, or what `fsdp.gathered` makes of them; `layer` replaces `Model.layer`. With a cache and
@@ -128,26 +325,35 @@ class Model:
       unembed: `(params)` -> this rank's rows of the matrix [V, D] from hidden states to logits; None: it has no logits.
       value: `(params, hidden [B, T, D])` -> a number per token [B, T]; None: it has no value head.
       layer: the function of one layer that `apply` calls for each; what `compile_layer` and `rematerialized` replace.
-      init_cache: `(mesh, pages, page_tokens, dtype, device=None)` -> an empty key-value cache for this rank's heads, a
-        tree of tensors [pages, page_tokens, ...].
+      init_cache: `(mesh, pages, page_tokens, dtype, device=None)` -> an empty cache for this rank's heads, a tree of
+        tensors [pages, page_tokens, ...]; None: it has no cache of pages.
       rebuild: `(config)` -> the same architecture of another size.
-      packs: whether `compiled_kernels.decode_step` computes what `apply` and `unembed` do.
+      abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
     """
 
-    config: Config
+    config: ModelConfig
     shapes: trees.Tree
     axes: trees.Tree
-    names: Names
     init: Init
     apply: Apply
     unembed: Callable[[trees.Tree], Any] | None
     value: Callable[[trees.Tree, Tensor], Tensor] | None
     layer: Layer
-    init_cache: InitCache
-    rebuild: Callable[[Config], Model]
-    packs: bool = False
+    init_cache: InitCache | None
+    rebuild: Callable[[Any], Model]
+    abilities: Abilities
     adapters: Adapters | None = None
+
+    @property
+    def generates(self) -> bool:
+        """True if it gives probabilities to tokens, which a value head does not."""
+        return self.unembed is not None
+
+    @property
+    def pages(self) -> bool:
+        """True if it decodes with a cache of pages."""
+        return self.init_cache is not None
 
     def with_layers(self, layers: int) -> Model:
         """The same model with only its first `layers` layers."""

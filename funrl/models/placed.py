@@ -19,14 +19,14 @@ from funrl.mesh.collectives import gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
-from funrl.models.config import ModelError
+from funrl.models.errors import ModelError
 from funrl.models.fsdp import gathered
-from funrl.models.model import Inputs, Layer, Model, Output
-from funrl.models.routing import Load
-from funrl.models.sequence_parallel import AXIS as SEQUENCE
+from funrl.models.model import Inputs, Layer, Model, Output, RouterLoad
 from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
 from funrl.models.weight_dtypes import weight_dtypes
+
+SEQUENCE = "sequence"  # axis that splits the tokens of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,12 +102,12 @@ class Placed:
         topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
         after_N = self._own_next(batch.tokens)[at_N].long()
         scores = linear_logprob(
-            hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK, cap=self.model.config.logit_cap
+            hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK, cap=self.model.abilities.logit_cap
         )
         if teacher is not None:
             with torch.no_grad():
                 (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
-            caps = self.model.config.logit_cap, teacher.placed.model.config.logit_cap
+            caps = self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap
             divergence_N = linear_divergence(
                 hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature, caps=caps
             )
@@ -123,7 +123,7 @@ class Placed:
         """
         with torch.no_grad():
             (hidden_ND, w_VD, over, at_N), _ = self._before_tokens(params, batch)
-            ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.config.logit_cap)
+            ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.abilities.logit_cap)
             return self._spread(ids_NK, at_N, batch), self._spread(logp_NK, at_N, batch)
 
     def values(self, params: trees.Tree, batch: Batch) -> Tensor:
@@ -168,13 +168,13 @@ class Placed:
         weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
         dtypes = None if dtype is None else weight_dtypes(src, dtype)
         made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtypes)
-        for name in HEADS.keys() & (dst.keys() - made.keys()):
+        for name in set(HEADS) & (dst.keys() - made.keys()):
             made[name] = next(iter(made.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [made[name] for name in dst])
 
     def _before_tokens(
         self, params: trees.Tree, batch: Batch
-    ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], Load | None]:
+    ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], RouterLoad | None]:
         """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of this
         rank's B t hidden states these are; and the load of experts, where there are some."""
         if self.model.unembed is None:
@@ -183,7 +183,7 @@ class Placed:
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype, tied)
         hidden_BtD, _, aux = self._apply(weights, batch)
         hidden_BtD = all_tokens(hidden_BtD, self.mesh, self._splits(batch))
-        load, before_MD = Load(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")
+        load, before_MD = RouterLoad(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
         mask_BT, at_N = batch.get("mask"), batch.get("trained")
@@ -201,10 +201,11 @@ class Placed:
 
     def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
         """The forward pass over this rank's part of the tokens, with the recorded experts where they are replayed."""
-        routes, inputs, experts = batch.get("routes"), inputs_of(batch), self.model.config.experts
-        inputs = inputs._replace(split=self._splits(batch))
-        if routes is not None and experts is not None and self.replay:
-            inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=experts.per_token))
+        routes = batch.get("routes")
+        routers = self.model.abilities.routers
+        inputs = inputs_of(batch)._replace(split=self._splits(batch))
+        if routes is not None and routers is not None and self.replay:
+            inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=routers.per_token))
         return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
 
     def _splits(self, batch: Batch) -> bool:

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.config import Config, ModelError
-from funrl.models.model import Inputs, Layer, Model, Output
-from funrl.models.names import Names
+from funrl.models.errors import ModelError
+from funrl.models.model import Inputs, Layer, Model, ModelConfig, Output
 
-HEAD, BIAS = "value", "value_bias"  # names of its weights
-HEADS = {HEAD: "score.weight", BIAS: "score.bias"}  # and in transformers' ForSequence- and ForTokenClassification
+HEAD, BIAS = HEADS = ("value", "value_bias")  # names of its weights
 
 
 def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
@@ -44,7 +42,6 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
         config=model.config,
         shapes=_with_head(model.shapes, meta),
         axes=_with_head(model.axes, {name: axes[name] for name in shapes}),
-        names=_names(model, shapes),
         init=functools.partial(_init, model, shapes),
         apply=functools.partial(_apply, model),
         unembed=None,
@@ -52,6 +49,7 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
         layer=model.layer,
         init_cache=model.init_cache,
         rebuild=functools.partial(_rebuild, model, labels, bias),
+        abilities=model.abilities._replace(compiled_step="a model with a value head does not decode"),
     )
 
 
@@ -63,12 +61,6 @@ def is_token_classifier(model: Model) -> bool:
 def _with_head(tree: trees.Tree, head: dict[str, Any]) -> trees.Tree:
     """A tree of a decoder's weights (or of their axes) as that of one with a value head."""
     return {"decoder": {name: part for name, part in tree.items() if name != "unembed"}, **head}
-
-
-def _names(model: Model, shapes: dict[str, tuple[int, ...]]) -> Names:
-    """Names of the decoder's weights and of the head in transformers."""
-    named = {f"decoder/{name}": there for name, there in model.names.items() if name != "unembed"}
-    return named | {name: (HEADS[name], shape) for name, shape in shapes.items()}
 
 
 def _init(
@@ -100,5 +92,5 @@ def _value(params: trees.Tree, hidden_BTD: Tensor) -> Tensor:
     return logits[..., -1] - logits[..., 0] if logits.shape[-1] == 2 else logits.squeeze(-1)
 
 
-def _rebuild(model: Model, labels: int, bias: bool, config: Config) -> Model:
+def _rebuild(model: Model, labels: int, bias: bool, config: ModelConfig) -> Model:
     return with_value_head(model.rebuild(config), labels, bias)

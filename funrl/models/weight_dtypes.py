@@ -9,6 +9,7 @@ import torch
 
 from funrl import trees
 
+TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}  # as flags name them
 WIDE = ("router_bias",)  # last parts of the names of weights that are never narrower than float32
 
 

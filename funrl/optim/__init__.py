@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         warmup_cosine,
         warmup_linear,
     )
-    from funrl.optim.skip import SkipState, skip_nonfinite
     from funrl.optim.state_layouts import layouts_of
 
 _FILES = {
@@ -40,7 +39,6 @@ _FILES = {
     "Mask": "scaling",
     "MatrixView": "orthogonal",
     "Schedule": "schedules",
-    "SkipState": "skip",
     "Transformation": "base",
     "adamw": "recipes",
     "add_decayed_weights": "scaling",
@@ -67,7 +65,6 @@ _FILES = {
     "scale_by_learning_rate": "scaling",
     "scale_by_schedule": "scaling",
     "sgd": "recipes",
-    "skip_nonfinite": "skip",
     "trace": "scaling",
     "warmup_constant": "schedules",
     "warmup_cosine": "schedules",
@@ -79,7 +76,6 @@ __all__ = [
     "Mask",
     "MatrixView",
     "Schedule",
-    "SkipState",
     "Transformation",
     "adamw",
     "add_decayed_weights",
@@ -106,7 +102,6 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_schedule",
     "sgd",
-    "skip_nonfinite",
     "trace",
     "warmup_constant",
     "warmup_cosine",

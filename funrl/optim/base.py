@@ -31,13 +31,11 @@ class Transformation(NamedTuple):
       name: the key of its state in the state of a `chain`.
       init: params -> state, a tree of tensors; it is part of the checkpoint.
       update: pure unless the factory says that it takes its arguments over.
-      in_place: `update` takes over the state, so that there is no way back to the one before.
     """
 
     name: str
     init: Callable[[trees.Tree], Any]
     update: Update
-    in_place: bool = False
 
 
 def chain(*steps: Transformation, name: str = "chain") -> Transformation:
@@ -63,14 +61,13 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
             norm = None
         return grads, after
 
-    return Transformation(name, init, update, any(step.in_place for step in steps))
+    return Transformation(name, init, update)
 
 
 def stateful(
     name: str,
     init: Callable[[trees.Tree], Any],
     fn: Callable[[trees.Tree, Any, trees.Tree], tuple[trees.Tree, Any]],
-    in_place: bool = False,
 ) -> Transformation:
     """A transformation `fn(grads, state, params) -> (updates, state)` that has no use for the global norm."""
 
@@ -79,7 +76,7 @@ def stateful(
     ) -> tuple[trees.Tree, Any]:
         return fn(grads, state, params)
 
-    return Transformation(name, init, update, in_place)
+    return Transformation(name, init, update)
 
 
 def stateless(name: str, fn: Callable[[trees.Tree, trees.Tree], trees.Tree]) -> Transformation:

@@ -64,7 +64,7 @@ def fused_adamw(
             torch._foreach_mul_(g, -rate)
         return wide, state | {"adam": AdamState(count, adam.mu, adam.nu), "learning_rate": timer}
 
-    return stateful("adamw", init, update, in_place=True)
+    return stateful("adamw", init, update)
 
 
 def _groups(columns: Sequence[list]) -> Iterator[list[list]]:

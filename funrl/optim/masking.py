@@ -49,7 +49,7 @@ def partition(transformations: Mapping[str, Transformation], labels: Labels, nam
             updates = _join(updates, updated)
         return updates, after
 
-    return Transformation(name, init, update, any(t.in_place for t in transformations.values()))
+    return Transformation(name, init, update)
 
 
 def masked(inner: Transformation, mask: Mask) -> Transformation:
@@ -69,7 +69,7 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
         updates, state = inner.update(_part(grads, chosen), state, _part(params, chosen))
         return _join(grads, updates), state
 
-    return Transformation(inner.name, init, update, inner.in_place)
+    return Transformation(inner.name, init, update)
 
 
 def _part(tree: trees.Tree, chosen: trees.Tree) -> trees.Tree:

@@ -72,6 +72,7 @@ def muon(
     layouts: trees.Tree = None,
     mesh: Mesh | None = None,
     view: Callable[[str, Sequence[str]], MatrixView] = matrix_view,
+    mask: Mask = matrices,
 ) -> Transformation:
     """Muon for matrices inside the model; AdamW for embeddings, unembedding, norms, biases and heads of values.
 
@@ -80,12 +81,13 @@ def muon(
     Args:
       learning_rate: a number or a schedule.
       momentum, nesterov: see `trace`.
-      weight_decay: per update, in units of the learning rate; of all weights that `matrices` selects.
+      weight_decay: per update, in units of the learning rate; of what Muon takes, and of the rest what `mask` selects.
       scaling: s, see `orthogonalize`. With "match_rms_adamw" updates are as large as AdamW's, so that a learning rate
         and a decay that suit AdamW suit both; "original" wants one of about 0.02, and AdamW one of its own.
       coefficients, ns_dtype, axes, layouts, mesh, view: see `orthogonalize`.
       adamw_learning_rate: None: the same.
       b1, b2, eps: of AdamW.
+      mask: which of AdamW's weights decay; None: all.
       axes: the weights' logical axes; those with `embed` and without `vocab` are matrices inside the model. None: what
         `matrices` selects.
 
@@ -101,7 +103,7 @@ def muon(
         scale_by_learning_rate(learning_rate),
     )
     rate = learning_rate if adamw_learning_rate is None else adamw_learning_rate
-    rest = adamw(rate, b1, b2, eps, weight_decay, matrices)
+    rest = adamw(rate, b1, b2, eps, weight_decay, mask)
     known = axes_by_name(axes)
 
     def label(name: str, is_matrix: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
 def final_answer(completion: str) -> str:
@@ -16,16 +16,28 @@ def final_answer(completion: str) -> str:
     ('\\frac{1}{2}', '1200', '4')
     """
     boxed = completion.rfind(r"\boxed{")
-    tagged = _TAGGED.findall(completion)
+    tagged = last_tagged(completion)
     if boxed >= 0:
         found = _braced(completion[boxed + len(r"\boxed{") :])
-    elif tagged:
-        found = tagged[-1]
+    elif tagged is not None:
+        found = tagged
     else:
         _, mark, rest = completion.rpartition("####")
         found = (rest.strip().splitlines() or [""])[0] if mark else completion
     found = found.strip()
     return re.sub(r"[$,]", "", found) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", found) else found
+
+
+def last_tagged(text: str) -> str | None:
+    """Content of the last <answer>...</answer>, None where there is none; in time linear in the text's length."""
+    content, begin = None, None
+    for tag in _TAG.finditer(text):
+        closes = bool(tag[1])
+        if closes and begin is not None:
+            content, begin = text[begin : tag.start()], None
+        elif not closes and begin is None:
+            begin = tag.end()
+    return content
 
 
 def _braced(text: str) -> str:

@@ -6,10 +6,11 @@
 | batched | lists of prompts, completions and fields, those that it takes by name | a list of them |
 | `async def`, plain or batched | the same, many calls at once in one event loop | the same |
 
-A function that has an argument `completions`, `prompts` or `completion_ids` is a batched one, as TRL's are. A plain one
+A function that has an argument `completions`, `prompts` or `completion_ids` is a batched one, as TRL's are: where the
+records' prompts are chats, its prompts and completions are lists of messages. A plain one is always given texts. One
 that has an argument `solution_str` is called as verl's are: the completion by this name, and the fields that it takes.
-Instead of a number a dict may be given that has it as "score". None, or NaN, says that a function does not apply to a
-completion, whose score is then the sum of the others.
+Instead of a number a dict may be given that has it as "score"; its other numbers are metrics. None, or NaN, says that
+a function does not apply to a completion, whose score is then the sum of the others.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ class Completed(NamedTuple):
       prompt, completion: what the reward functions are given.
       fields: the other fields of the prompt's record, given by name.
       completion_ids: tokens of the completion, for batched functions that take them.
+      messages: of a chat, which the prompt is made of; None: the prompt is a text. A batched function is given lists of
+        messages instead of texts then, as TRL's are.
     """
 
     prompt: str
     completion: str
     fields: Mapping[str, Any] = {}
     completion_ids: Sequence[int] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 class TooSlow(Exception):
@@ -75,6 +79,21 @@ class Failure(NamedTuple):
     prompt: str | None = None
     completion: str | None = None
     value: Any = None
+
+
+class Score(float):
+    """A number that came with others, which are metrics.
+
+    Attributes:
+      entries: the others by name.
+    """
+
+    def __new__(cls, value: float, entries: Mapping[str, float] | None = None) -> Score:
+        made = super().__new__(cls, value)
+        made.entries = dict(entries or {})
+        return made
+
+    entries: dict[str, float]
 
 
 RewardOutcome = float | Failure  # of one function for one row; NaN: it does not apply
@@ -91,6 +110,7 @@ class RewardFunction(NamedTuple):
       takes: names of its arguments; of a batched one, the columns that it is given.
       keywords: it takes any further field by name.
       needs: of each tuple, a prompt's record has at least one field.
+      check: raises ValueError where a record's fields cannot be used; None: nothing is checked.
       alone: there is no other function, so it has to apply to every completion.
     """
 
@@ -101,6 +121,7 @@ class RewardFunction(NamedTuple):
     takes: frozenset[str] = frozenset()
     keywords: bool = True
     needs: tuple[tuple[str, ...], ...] = ()
+    check: Callable[[Mapping[str, Any]], None] | None = None
     alone: bool = True
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
@@ -184,7 +205,13 @@ def _called(one: RewardFunction, row: Completed) -> Any:
 def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
     """The arguments of a batched function: a list of one item a row for each column that it takes; None where a row
     has no such field."""
-    own = {"prompts": [row.prompt for row in rows], "completions": [row.completion for row in rows]}
+    own: dict[str, list[Any]] = {
+        "prompts": [row.prompt if row.messages is None else list(row.messages) for row in rows],
+        "completions": [
+            row.completion if row.messages is None else [{"role": "assistant", "content": row.completion}]
+            for row in rows
+        ],
+    }
     fields = dict.fromkeys(name for row in rows for name in row.fields)
     columns = own | {name: [row.fields.get(name) for row in rows] for name in fields if name not in BATCH_ARGUMENTS}
     if "completion_ids" in one.takes:
@@ -274,13 +301,17 @@ def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callab
 
 def _checked(one: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
     """The number of a row; NaN where the function does not apply."""
-    value = value["score"] if isinstance(value, Mapping) and "score" in value else value
+    entries: dict[str, float] = {}
+    if isinstance(value, Mapping) and "score" in value:
+        others = {str(name): _number(x) for name, x in value.items() if name != "score"}
+        entries = {name: x for name, x in others.items() if x is not None and math.isfinite(x)}
+        value = value["score"]
     number = _number(value)
     if not one.alone and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
         return failure_of(one, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", "", value)
-    return number
+    return Score(number, entries) if entries else number
 
 
 async def _awaited(call: Callable[[], Awaitable[Any]], timeout_s: float | None) -> Callable[[], Any]:

@@ -9,12 +9,11 @@ line there.
 What confines it, all of it by the kernel and as an ordinary user as well as root:
 
 - resource limits: memory, seconds of a core, size of a file, open files;
-- a seccomp filter: no other process, no socket, no signal to others, no memory that the limit does not count, nothing
-  that changes owners, modes or times of files, or the system;
-- Landlock: files are made, written and removed in the working directory only, and no folders. Where a kernel has no
-  Landlock, the filter refuses to open any file for writing.
-
-Files may be read as the user may.
+- a seccomp filter: no other process and no other program, no socket, no signal to others, no memory that the limit does
+  not count, no folders, nothing that changes owners, modes or times of files, or the system;
+- Landlock: files are made, written and removed in the working directory only; read are that directory, Python, the
+  system's libraries and what /proc says of the process itself. Where a kernel has no Landlock, bubblewrap (a mount
+  namespace in which there are no other files) does this part instead; `sandbox` starts the process in it.
 """
 
 import ctypes
@@ -55,39 +54,38 @@ REFUSED = {  # with EPERM
     "ioperm": (173, None), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "move_pages": (279, 239), "migrate_pages": (256, 238),
+    "execve": (59, 221), "execveat": (322, 281), "mkdir": (83, None), "mkdirat": (258, 34),
 }  # fmt: skip
 BEGINS_A_PROCESS = {"fork": (57, None), "vfork": (58, None)}  # with EAGAIN, as where there are too many
 NEEDS_OTHER_CALLS = {"clone3": (435, 435), "openat2": (437, 437)}  # with ENOSYS: libraries then use clone and openat
 CLONE, KILL, TGKILL = (56, 220), (62, 129), (234, 131)
 PRLIMIT, PRCTL, FCNTL = (302, 261), (157, 167), (72, 25)
-OPEN, OPENAT = (2, None), (257, 56)
-CHANGES_FOLDERS = {  # with EACCES where nothing may be written
-    "creat": (85, None), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None),
-    "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
-    "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
-}  # fmt: skip
+LINKS = {"link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36)}  # with EPERM
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in the pairs above, and the kernel's number
-OPEN_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CLONE_THREAD = 0x10000
 F_SETOWN, F_SETOWN_EX = 8, 15
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
-# Rights to change files that a version of Landlock knows: to write, remove and make; to link, truncate, use devices.
-LANDLOCK_RIGHTS = (0b1_1111_1111_0010, 0b11_1111_1111_0010, 0b111_1111_1111_0010)
-WRITE_FILE, TRUNCATE = 1 << 1, 1 << 14
-FILES_ONLY = WRITE_FILE | 1 << 5 | 1 << 8 | TRUNCATE  # and remove and make them, but no folders, links and devices
+# Rights that a version of Landlock knows: to execute, write, read, remove and make; to move; to truncate.
+LANDLOCK_RIGHTS = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)
+WRITE_FILE, READ_FILE, READ_FOLDER, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
+READ_RIGHTS = READ_FILE | READ_FOLDER
+FILES_ONLY = (
+    READ_RIGHTS | WRITE_FILE | 1 << 5 | 1 << 8 | TRUNCATE
+)  # and remove and make them, but no folders, links, devices
+DEVICE_FILES = (os.devnull, "/dev/zero", "/dev/urandom", "/dev/random")
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def confine(directory: str, limits: dict, parent: int, landlock: bool = True) -> None:
+def confine(directory: str, limits: dict, readable: list, parent: int) -> None:
     """Confine this process for good.
 
     Args:
       directory: where files may be written.
       limits: memory_bytes, cpu_s, file_bytes, open_files.
-      parent: number of the process with which this one ends.
-      landlock: whether it is used where the kernel has it.
+      readable: files and folders that may be read.
+      parent: number of the process with which this one ends; 0: it is in bubblewrap, which sees to that and to files.
 
     Raises:
       OSError: the kernel refuses a part of it.
@@ -105,25 +103,27 @@ def confine(directory: str, limits: dict, parent: int, landlock: bool = True) ->
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (most, most + 1 if what == resource.RLIMIT_CPU and hard != most else most))
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    writes = landlock and _write_only_in(directory)
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which a scheduler may send to every process of a run
+        signal.signal(sign, signal.SIG_IGN)
+    if parent:
+        _restrict_files(directory, readable)
     _drop_capabilities()
     os.stat(json.__file__)  # which only root with its capabilities may read where Python is another user's
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if parent and os.getppid() != parent:
         os._exit(1)
-    program = b"".join(struct.pack("<HBBI", *line) for line in filter_lines(platform.machine(), os.getpid(), writes))
+    program = b"".join(struct.pack("<HBBI", *line) for line in filter_lines(platform.machine(), os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
     pointer = struct.pack("<H6xQ", len(program) // 8, ctypes.addressof(buffer))
     _prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(pointer, len(pointer)))
 
 
-def filter_lines(machine: str, pid: int, writes: bool) -> list:
+def filter_lines(machine: str, pid: int) -> list:
     """The seccomp filter, as instructions of the packet filter's machine: (code, jump if true, if false, number).
 
     Args:
       machine: one of `MACHINES`.
       pid: number of the process.
-      writes: whether files may be opened for writing.
     """
     column, kernel = MACHINES[machine]
     load, equal, some, give = 0x20, 0x15, 0x45, 0x06
@@ -145,39 +145,40 @@ def filter_lines(machine: str, pid: int, writes: bool) -> list:
     return [
         (load, 0, 0, 4), (equal, 1, 0, kernel), (give, 0, 0, kill), (load, 0, 0, 0),
         (0x35, 0, 1, 0x40000000), (give, 0, 0, kill),  # numbers of another interface of the same machine
-        *refuse(REFUSED, errno.EPERM), *refuse(BEGINS_A_PROCESS, errno.EAGAIN),
+        *refuse(REFUSED, errno.EPERM), *refuse(LINKS, errno.EPERM), *refuse(BEGINS_A_PROCESS, errno.EAGAIN),
         *refuse(NEEDS_OTHER_CALLS, errno.ENOSYS),
         *check(CLONE, 0, some, (CLONE_THREAD,), errno.EAGAIN, True),
         *check(KILL, 0, equal, (pid,), errno.EPERM, True),
         *check(TGKILL, 0, equal, (pid,), errno.EPERM, True),
         *check(PRLIMIT, 0, equal, (0, pid), errno.EPERM, True),
-        *check(PRCTL, 0, equal, (PR_SET_PDEATHSIG,), errno.EPERM, False),
+        *check(PRCTL, 0, equal, (PR_SET_PDEATHSIG, PR_SET_DUMPABLE), errno.EPERM, False),
         *check(FCNTL, 1, equal, (F_SETOWN, F_SETOWN_EX), errno.EPERM, False),
-        *([] if writes else [
-            *refuse(CHANGES_FOLDERS, errno.EACCES),
-            *check(OPEN, 1, some, (OPEN_TO_WRITE,), errno.EACCES, False),
-            *check(OPENAT, 2, some, (OPEN_TO_WRITE,), errno.EACCES, False),
-        ]),
         (give, 0, 0, allow),
     ]  # fmt: skip
 
 
-def _write_only_in(directory: str) -> bool:
-    """Let this process change files in a directory only; False where the kernel cannot do so."""
-    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    if version < 1:
-        return False
+def landlock_version() -> int:
+    """Version of the kernel's Landlock; below 1 it has none."""
+    return libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+
+
+def _restrict_files(directory: str, readable: list) -> None:
+    """Let this process change files in a directory only, and read only that and what is readable."""
+    version = landlock_version()
     rights = LANDLOCK_RIGHTS[min(version, len(LANDLOCK_RIGHTS)) - 1]
     ruleset = struct.pack("<QQQ", rights, 0, 3 if version >= 6 else 0)  # the last: sockets and signals beyond it
     ruleset = ruleset[: 24 if version >= 6 else 16 if version >= 4 else 8]
     made = _checked(libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0))
-    for path, allowed in ((directory, FILES_ONLY), (os.devnull, WRITE_FILE | TRUNCATE)):
+    devices = [(path, READ_FILE | WRITE_FILE | TRUNCATE) for path in DEVICE_FILES]
+    files = [(path, READ_RIGHTS if os.path.isdir(path) else READ_FILE) for path in (*readable, f"/proc/{os.getpid()}")]
+    for path, allowed in ((directory, FILES_ONLY), *devices, *files):
+        if not os.path.exists(path):
+            continue
         where = os.open(path, os.O_PATH | os.O_CLOEXEC)
         _checked(libc.syscall(LANDLOCK_ADD_RULE, made, 1, struct.pack("<Qi", rights & allowed, where), 0))
         os.close(where)
     _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, made, 0))
     os.close(made)
-    return True
 
 
 def _drop_capabilities() -> None:
@@ -220,7 +221,7 @@ def main() -> None:
     task_file, result = map(int, sys.argv[1:3])
     with open(task_file) as file:
         task = json.load(file)
-    confine(os.getcwd(), task["limits"], task["parent"], task["landlock"])
+    confine(os.getcwd(), task["limits"], task["readable"], task["parent"])
     os.write(result, b"confined\n")
     run(task, result)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from funrl.rewards.answers import last_tagged
+
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LONGEST_EXPRESSION = 500  # characters of an expression
 
 
@@ -32,8 +32,8 @@ def countdown(
     Example: countdown("...", "<answer>(4 - 1) * 8 = 24</answer>", target=24, nums=[1, 4, 8]) is 1.0.
     References: the game as TinyZero trains it, https://github.com/Jiayi-Pan/TinyZero
     """
-    tagged, lines = _ANSWER.findall(completion), completion.strip().splitlines()
-    text = tagged[-1] if tagged else lines[-1] if lines else ""
+    tagged, lines = last_tagged(completion), completion.strip().splitlines()
+    text = (lines or [""])[-1] if tagged is None else tagged
     expression = text.split("=")[0].replace("\u00d7", "*").replace("\u00f7", "/").strip()
     used: list[Fraction] = []
     try:

@@ -38,6 +38,7 @@ def _loaded(one: NamedReward) -> RewardFunction:
     if verifier is None:
         needs = next((known.fields for known in VERIFIERS.values() if known.source == one.source), ())
         return described_function(loading.load_function("reward", one.source), one.name, needs)
+    check = loading.load_function("reward", verifier.check) if verifier.check else None
     if verifier.package:
         try:
             importlib.import_module(verifier.package)  # once, before ranks and workers are forked
@@ -51,7 +52,8 @@ def _loaded(one: NamedReward) -> RewardFunction:
             check_platform()
         except SandboxError as error:
             raise loading.LoadError(f"--reward=code: {error}") from error
-    return described_function(loading.load_function("reward", verifier.source), one.name, verifier.fields)
+    described = described_function(loading.load_function("reward", verifier.source), one.name, verifier.fields)
+    return described._replace(check=check)
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
@@ -72,6 +74,14 @@ def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]])
             )
         if one.takes or not one.keywords:  # one written in C does not say
             _check_call(text, one, names)
+    if one.check is None:
+        return
+    for record in fields:
+        try:
+            one.check(record)
+        except ValueError as error:
+            shown = {name: value for name, value in record.items() if any(name in group for group in one.needs)}
+            raise RewardError(f"--reward={text}: {error}; it is of the prompt with {str(shown)[:300]}") from None
 
 
 def _check_call(text: str, one: RewardFunction, names: Sequence[str]) -> None:

@@ -26,12 +26,14 @@ class Verifier(NamedTuple):
       fields: of each tuple, a prompt's record has at least one field.
       package: module that it imports; "": none but Python's own.
       extra: of funrl, which installs the package.
+      check: "module:function" of a record's fields, which raises ValueError where they cannot be used; "": none.
     """
 
     source: str
     fields: tuple[tuple[str, ...], ...] = ()
     package: str = ""
     extra: str = ""
+    check: str = ""
 
 
 VERIFIERS: Mapping[str, Verifier] = {
@@ -40,13 +42,15 @@ VERIFIERS: Mapping[str, Verifier] = {
     "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", "math"),
     "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", "math"),
     "choice": Verifier("funrl.rewards.verifiers:multiple_choice", (GOLD,)),
-    "regex": Verifier("funrl.rewards.verifiers:matches_pattern", (("pattern",),)),
+    "regex": Verifier(
+        "funrl.rewards.verifiers:matches_pattern", (("pattern",),), check="funrl.rewards.verifiers:check_pattern"
+    ),
     "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", "json"),
     "format": Verifier("funrl.rewards.structure:think_then_answer"),
     "length": Verifier("funrl.rewards.style:within_length", (("min_words", "max_words"),)),
     "repetition": Verifier("funrl.rewards.style:repetition"),
     "countdown": Verifier("funrl.rewards.countdown:countdown", (("target",), ("nums", "numbers"))),
-    "code": Verifier("funrl.rewards.unit_tests:code_tests", (TESTS,)),
+    "code": Verifier("funrl.rewards.unit_tests:code_tests", (TESTS,), check="funrl.rewards.unit_tests:check_tests"),
 }
 
 

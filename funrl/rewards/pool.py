@@ -5,8 +5,9 @@ can be ended, and one that crashes takes nothing with it. They are forked, becau
 that cannot be pickled. A rank later has threads of torch, gloo and CUDA, from which forking is not safe: so `open_pool`
 forks one server while there are none, and the server, which stays single-threaded, forks the workers and replaces them.
 
-A worker is a process group, and what its functions start ends with it. A terminal's interrupt reaches the rank, which
-ends the server, which ends the workers; it does so too when the rank is gone without a word.
+A worker is a process group, and what its functions start ends with it. Server and workers ignore the signals that ask a
+run to stop: the rank, which may finish its step first, ends the server, which ends the workers. The server does so too
+when the rank is gone without a word.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funrl.processes.parent import end_with_parent
 from funrl.rewards.call import (
     RewardFunction,
     RewardOutcome,
@@ -42,7 +42,6 @@ from funrl.rewards.call import (
 IN_FLIGHT = 256  # calls of an event loop at once
 BATCH_ROWS = 1024  # of a call of a batched function, unless its group alone has more
 AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call by itself
-_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 1.0
 _MEMORY = 0.9  # of how idle earlier calls were, against the latest
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -258,6 +257,15 @@ def _take_signals(handler: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
+def _leave_signals_to_the_rank() -> None:
+    """Let a worker outlive the signals that systemd and Slurm send to every process of a run: it ends with its server.
+
+    A handler is used instead of SIG_IGN, which programs that a function starts would inherit.
+    """
+    _take_signals(lambda *_: None)
+    os.register_at_fork(after_in_child=functools.partial(_take_signals, signal.SIG_DFL))
+
+
 def _work(
     connection: Connection, others: Sequence[Connection], functions: Sequence[RewardFunction], awaits: bool,
     timeout_s: float,
@@ -271,9 +279,8 @@ def _work(
     for other in others:
         other.close()
     _own_group(0)
-    _take_signals(signal.SIG_DFL)  # and so do programs that a function starts
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _leave_signals_to_the_rank()
+    end_with_parent()
     torch.set_num_threads(1)  # the threads of a pool of OpenMP do not survive a fork
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
         if awaits:

@@ -2,12 +2,11 @@
 
     ended = run_program("print(input() * 2)", stdin="ab")     # Ended(problem="", stdout="abab\\n", ...)
 
-A program is one process of Python: it may have threads, but start no other process; it has no network, can signal no
-process but itself, writes files in a directory of its own, which is removed, and is ended when it exceeds a limit. The
-kernel sees to that; `confine` says how. It needs Linux 3.17 on x86_64 or aarch64; with Landlock (Linux 5.13), programs
-may write files.
-
-A program can read the files that the user can read. It is confined, not hidden from.
+A program is one process of Python: it may have threads, but start no other process or program; it has no network, can
+signal no process but itself, writes files in a directory of its own, which is removed, reads that directory, Python
+and the system's libraries, and is ended when it exceeds a limit. The kernel sees to that; `confine` says how. It needs
+Linux on x86_64 or aarch64, and one of two means of restricting files: Landlock (Linux 5.13) or bubblewrap (`bwrap`). A
+program may do the same with either.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import secrets
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,6 +32,11 @@ from typing import IO, NamedTuple
 
 from funrl.rewards import confine
 
+MEANS = ("landlock", "bubblewrap")  # in the order in which they are tried
+_SYSTEM = (  # readable, where they exist
+    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache", "/etc/localtime",
+    "/etc/alternatives", "/etc/ssl", "/etc/mime.types", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
+)  # fmt: skip
 _LOOK_EVERY_S = 0.05
 _FOLDER = "funrl-program-{}-"  # with the number of the process that has made it
 _ENVIRONMENT = {
@@ -51,7 +56,7 @@ class Limits(NamedTuple):
       wall_s: seconds from start to end.
       cpu_s: seconds of a core, in whole ones.
       memory_bytes: address space of the process, Python's own 30 MB included.
-      file_bytes: of one file, and of all files together.
+      file_bytes: of one file, and of all files together, those included that have no name any more.
       files: in its directory.
       output_bytes: of what it prints, and of its errors.
       threads: at once.
@@ -87,7 +92,7 @@ class Ended(NamedTuple):
 
 
 def run_program(
-    program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = LIMITS, landlock: bool = True
+    program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = LIMITS, means: str = ""
 ) -> Ended:
     """Run a Python program to its end or a limit.
 
@@ -96,7 +101,7 @@ def run_program(
       tests: source texts that are run after it, in turn, each with the program's names; one passes that does not raise.
       stdin: what the program can read.
       limits: beyond which it is ended.
-      landlock: whether it may write files, where the kernel can confine that to its directory.
+      means: one of `MEANS`, which restricts files; "": that of `check_platform`.
 
     Raises:
       SandboxError: the program cannot be confined on this machine.
@@ -104,17 +109,22 @@ def run_program(
     Warning: tests run in the program's own process. One that is written to fool them, by an object that equals
       everything say, can; what a program prints is compared outside.
     """
-    check_platform()
+    means = means or check_platform()
     token = secrets.token_hex(8)
     task = {
-        "program": program, "tests": list(tests), "token": token, "limits": limits._asdict(), "parent": os.getpid(),
-        "landlock": landlock,
-    }  # fmt: skip
+        "program": program,
+        "tests": list(tests),
+        "token": token,
+        "limits": limits._asdict(),
+        "parent": os.getpid() if means == "landlock" else 0,
+        "readable": readable_paths(),
+    }
     with _own_folder() as folder, _text_file(json.dumps(task)) as task_file, _text_file(stdin) as stdin_file:
         result, its_result = os.pipe()
         try:
+            command = [sys.executable, "-I", confine.__file__, str(task_file.fileno()), str(its_result)]
             process = subprocess.Popen(
-                [sys.executable, "-I", confine.__file__, str(task_file.fileno()), str(its_result)],
+                command if means == "landlock" else [*_bubblewrap(folder), *command],
                 stdin=stdin_file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, start_new_session=True,
                 pass_fds=(task_file.fileno(), its_result), env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
             )  # fmt: skip
@@ -122,34 +132,89 @@ def run_program(
             os.close(its_result)
         with process, open(result, "rb", buffering=0) as told:
             try:
-                problem, outputs = _watch(process, told, folder, limits)
+                given = frozenset(_identity(os.fstat(file.fileno())) for file in (task_file, stdin_file))
+                problem, outputs = _watch(process, told, Watched(folder, limits, given))
             finally:
                 _kill(process)
     stdout, stderr, lines = (bytes(part).decode(errors="replace") for part in outputs)
     if not lines.startswith("confined\n"):
         raise SandboxError(f"a program cannot be confined here: {(stderr.strip().splitlines() or [problem])[-1]}")
     passed = frozenset(int(number) for number in re.findall(rf"^{token} (\d+)$", lines, re.MULTILINE))
-    return Ended(problem or _status(process.returncode), stdout, stderr, passed)
+    code = process.returncode
+    if means == "bubblewrap" and code > 128:  # its way to say which signal ended the program
+        code = 128 - code
+    return Ended(problem or _status(code), stdout, stderr, passed)
 
 
 @functools.cache
-def check_platform() -> None:
-    """Raise SandboxError where this machine is not one on which programs can be confined."""
+def check_platform() -> str:
+    """The means on this machine, one of `MEANS`, by which a program's files are restricted.
+
+    Raises:
+      SandboxError: programs cannot be confined here.
+    """
     if sys.platform != "linux" or platform.machine() not in confine.MACHINES:
         raise SandboxError(
             f"programs are confined on Linux on {' or '.join(confine.MACHINES)} only, and this is {sys.platform} on "
             f"{platform.machine()}"
         )
+    if confine.landlock_version() > 0:
+        return "landlock"
+    if shutil.which("bwrap") is None:
+        raise SandboxError(
+            "the kernel has no Landlock (Linux 5.13, with landlock among its lsm=) and bubblewrap is not installed; "
+            "programs of a policy need one of them: install bubblewrap (the command bwrap)"
+        )
+    return "bubblewrap"
+
+
+@functools.cache
+def readable_paths() -> list[str]:
+    """Files and folders that a program may read beside its own: Python and the system's libraries."""
+    python = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, confine.__file__}
+    paths = {os.path.realpath(path) for path in python} | python
+    return sorted(path for path in {*paths, *_SYSTEM} if os.path.exists(path))
+
+
+def _bubblewrap(folder: str) -> list[str]:
+    """The command that runs another where there are no files but those that a program may read, and its folder."""
+    binds = [word for path in readable_paths() for word in _bind(path)]
+    devices = [word for path in confine.DEVICE_FILES for word in ("--dev-bind", path, path)]
+    return [
+        "bwrap", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--die-with-parent", *binds, *devices,
+        "--proc", "/proc", "--remount-ro", "/proc", "--bind", folder, folder, "--chdir", folder, "--",
+    ]  # fmt: skip
+
+
+def _bind(path: str) -> list[str]:
+    """Arguments of bubblewrap that show a path, a link as a link."""
+    if path.startswith("/proc/"):  # there is a /proc of its own
+        return []
+    return ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+
+
+class Watched(NamedTuple):
+    """Bounds of a program, and the files that do not count.
+
+    Attributes:
+      folder: in which it writes.
+      given: files without a name that it was given, by device and number.
+    """
+
+    folder: str
+    limits: Limits
+    given: frozenset[tuple[int, int]]
 
 
 def _watch(
-    process: subprocess.Popen[bytes], told: IO[bytes], folder: str, limits: Limits
+    process: subprocess.Popen[bytes], told: IO[bytes], watched: Watched
 ) -> tuple[str, tuple[bytearray, bytearray, bytearray]]:
     """Take what a program prints until it ends or exceeds a limit.
 
     Returns: the limit, "" for none; output, errors and results.
     """
     assert process.stdout is not None and process.stderr is not None
+    limits = watched.limits
     outputs, problem = (bytearray(), bytearray(), bytearray()), ""
     deadline = time.monotonic() + limits.wall_s
     with selectors.DefaultSelector() as open_pipes:
@@ -168,24 +233,60 @@ def _watch(
             if time.monotonic() > deadline:
                 problem = "wall time"
             elif time.monotonic() - looked > _LOOK_EVERY_S:
-                problem, looked = problem or _exceeded(process.pid, folder, limits), time.monotonic()
+                problem, looked = problem or _exceeded(process.pid, watched), time.monotonic()
     return problem, outputs
 
 
-def _exceeded(pid: int, folder: str, limits: Limits) -> str:
-    """A limit that no system call keeps and the program has exceeded."""
+def _exceeded(pid: int, watched: Watched) -> str:
+    """A limit that no system call keeps and the program has exceeded.
+
+    Args:
+      pid: of the program, or of bubblewrap, whose last descendant it is.
+    """
+    limits, pid = watched.limits, _last_descendant(pid)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         threads = re.search(r"^Threads:\s*(\d+)", file.read(), re.MULTILINE)
         if threads is not None and int(threads[1]) > limits.threads:
             return "threads"
-    count = nbytes = 0
-    with os.scandir(folder) as files:
+    sizes: dict[tuple[int, int], int] = {}
+    with os.scandir(watched.folder) as files:
         for file in files:
             with contextlib.suppress(FileNotFoundError):
-                count, nbytes = count + 1, nbytes + file.stat(follow_symlinks=False).st_blocks * 512
-            if count > limits.files or nbytes > limits.file_bytes:
-                return "files"
-    return ""
+                status = file.stat(follow_symlinks=False)
+                sizes[_identity(status)] = status.st_blocks * 512
+    sizes |= _nameless_files(pid, watched)
+    return "files" if len(sizes) > limits.files or sum(sizes.values()) > limits.file_bytes else ""
+
+
+def _last_descendant(pid: int) -> int:
+    """The process at the end of a chain of processes each of which has one child."""
+    with contextlib.suppress(OSError):
+        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            pid = int(children[0])
+    return pid
+
+
+def _nameless_files(pid: int, watched: Watched) -> dict[tuple[int, int], int]:
+    """Bytes of the files that a process has open or mapped and that have no name, by device and number."""
+    sizes: dict[tuple[int, int], int] = {}
+    for descriptor in Path(f"/proc/{pid}/task").glob("*/fd/*"):  # a thread may have descriptors of its own
+        with contextlib.suppress(OSError):
+            status = descriptor.stat()
+            if stat.S_ISREG(status.st_mode) and not status.st_nlink and _identity(status) not in watched.given:
+                sizes[_identity(status)] = status.st_blocks * 512
+    own = re.escape(os.path.basename(watched.folder))
+    mapped = re.compile(rf"^(\w+)-(\w+) \S+ (\w+) (\w+):(\w+) (\d+) .*/{own}/.* \(deleted\)$", re.MULTILINE)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+        for *words, number in mapped.findall(maps.read()):
+            begin, end, offset, major, minor = (int(word, 16) for word in words)
+            file = os.makedev(major, minor), int(number)
+            sizes[file] = max(sizes.get(file, 0), offset + end - begin)
+    return sizes
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Device and number of a file."""
+    return status.st_dev, status.st_ino
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

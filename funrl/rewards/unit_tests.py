@@ -41,7 +41,7 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
       limits: of each run of the program: of all texts together, and of every input.
 
     Raises:
-      ValueError: the tests are in none of these forms.
+      ValueError: the tests are in none of these forms, or are not Python.
       SandboxError: programs cannot be confined on this machine.
 
     Example:
@@ -51,6 +51,7 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
     """
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
+        check_tests(fields)
         tests, program = read_tests(fields), program_of(prompt, completion, fields)
         setup = str(fields.get("test_setup_code") or "")
         passed = len(run_program(f"{setup}\n{program}", tests.sources, limits=limits).passed) if tests.sources else 0
@@ -75,6 +76,19 @@ def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
     program, entry = blocks[-1] if blocks else completion, fields.get("entry_point")
     lacks = entry is not None and not re.search(rf"^\s*def\s+{re.escape(str(entry))}\b", program, re.MULTILINE)
     return prompt + program if lacks else program
+
+
+def check_tests(fields: Mapping[str, Any]) -> None:
+    """Check the tests of a record before anything is computed.
+
+    Raises:
+      ValueError: there are none that can be read, or one is not Python: it would fail whatever the program is.
+    """
+    for number, source in enumerate(read_tests(fields).sources):
+        try:
+            compile(source, f"test {number}", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"test {number} is not Python, {source[:200]!r}: {error}") from None
 
 
 def read_tests(fields: Mapping[str, Any]) -> UnitTests:

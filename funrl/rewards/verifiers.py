@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from funrl.rewards.named import GOLD
+from funrl.rewards.patterns import compile_pattern, found
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
@@ -67,19 +68,28 @@ def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] = ()
     Example: multiple_choice("Which?", "Not A. The answer is (B).", answer="B") is 1.0.
     """
     wanted = _letter_of(right_answer(fields), choices)
-    boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{)?\s*\(?([A-Za-z])\)?[\s.}]", completion)
-    said = re.findall(r"\b(?i:answer)\b(?i: is|:)*[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
+    # No two neighbouring parts of these patterns match the same text: they take time linear in the completion.
+    boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])\)?[\s.}]", completion)
+    said = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
     first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|\s*$))", completion)
-    found = boxed[-1:] or ["".join(pair) for pair in said[-1:]] or (["".join(first.groups(""))] if first else [])
-    return float([letter.upper() for letter in found] == [wanted])
+    letters = boxed[-1:] or ["".join(pair) for pair in said[-1:]] or (["".join(first.groups(""))] if first else [])
+    return float([letter.upper() for letter in letters] == [wanted])
 
 
 def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any) -> float:
     """1 if the regular expression of the field "pattern" is found; anchor it to match the whole.
 
+    Raises:
+      PatternError: as `compile_pattern` and `found`.
+
     Example: matches_pattern("How many?", "I count 12.", pattern=r"\\b12\\b") is 1.0.
     """
-    return float(re.search(pattern, completion) is not None)
+    return float(found(compile_pattern(pattern), completion))
+
+
+def check_pattern(fields: Mapping[str, Any]) -> None:
+    """Check the field "pattern" of a record before anything is computed. Raises: PatternError."""
+    compile_pattern(fields["pattern"])
 
 
 def contains_any(*words: str) -> Callable[..., float]:
@@ -95,20 +105,26 @@ def contains_any(*words: str) -> Callable[..., float]:
 def matches(pattern: str, flags: int = 0) -> Callable[..., float]:
     """A reward of 1.0 for a completion in which the regular expression is found; anchor it to match the whole.
 
+    Args:
+      flags: as those of the module `re`.
+
+    Raises:
+      PatternError: as `compile_pattern`; the reward raises it as `found` does.
+
     Example: matches("<think>.*</think>", re.DOTALL)("", "<think>so</think> 4") is 1.0.
     """
-    compiled = re.compile(pattern, flags)
+    compiled = compile_pattern(pattern, flags)
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
-        return float(compiled.search(completion) is not None)
+        return float(found(compiled, completion))
 
     return reward
 
 
 def number_after(mark: str, text: str) -> Decimal | None:
     """The number right after the last `mark`: "$1,200.50" is 1200.5; None where there is none."""
-    _, found, rest = text.rpartition(mark)
-    match = re.match(rf"\s*({_NUMBER})", rest) if found else None
+    _, separator, rest = text.rpartition(mark)
+    match = re.match(rf"\s*({_NUMBER})", rest) if separator else None
     return None if match is None else _decimal(match[1])
 
 

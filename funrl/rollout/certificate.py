@@ -53,7 +53,7 @@ DIGEST_PASSES = 4  # over 8 bytes of every number: written, multiplied (read and
 # By bytes of a number: the whole numbers that its bits are read as.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_NEW_TOKENS = 2, 32, 8
-# Nats that two programs' rounding may make of the same weights; measured in docs/resharding.md.
+# Nats that two programs' rounding may make of the same weights; measured in benchmarks/README.md.
 PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.heartbeat import beat
 from funrl.mesh.mesh import Mesh
+from funrl.processes.heartbeat import beat
 from funrl.rollout.requests import Completion, Request
 
 

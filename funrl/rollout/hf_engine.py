@@ -16,9 +16,9 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.rules import GENERATE, layouts
-from funrl.models.config import Config, config_to_hf
-from funrl.models.model import Model
-from funrl.models.names import fused, stored_in
+from funrl.models.huggingface.config import config_to_hf
+from funrl.models.huggingface.names import fused, names_of, stored_in
+from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
@@ -34,7 +34,7 @@ class HFEngine:
       weights, version, paused: as in `Engine`; names and shapes are those of transformers.
     """
 
-    def __init__(self, config: Config, weights: WeightSpec):
+    def __init__(self, config: ModelConfig, weights: WeightSpec):
         self.weights = weights
         self.version, self.paused = None, False
         self._config, self._stored = config, stored_in(config.family, weights.names)
@@ -190,6 +190,16 @@ def _check_options(prompts: Sequence[Sequence[int]], sampling: Sampling) -> None
         )
 
 
+def no_engine(model: Model) -> str | None:
+    """Reason why no engine generates with a model that gives probabilities to tokens; None: one does."""
+    if model.pages or model.abilities.code or model.abilities.routers is None:
+        return None
+    return (
+        f"layers of a {model.config.family} keep a state and no pages, which the native engine needs, and "
+        "transformers' engine takes no experts: it can be trained and scored, but not generate"
+    )
+
+
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:
     """An engine without weights yet (they are random until `load`).
 
@@ -201,5 +211,5 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
     if mesh.size("tensor") > 1:
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
     placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    weights = WeightSpec(model.names, placed, mesh, dtype)
+    weights = WeightSpec(names_of(model), placed, mesh, dtype)
     return HFEngine(model.config, weights)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from funrl.models.config import Config
+from funrl.models.model import ModelConfig
 from funrl.rollout.sampling import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -89,7 +89,51 @@ def requests_of(
     return [Request(n, prompts[(n - first) // samples], sampling, request_seed(seed, n)) for n in numbers]
 
 
-def check_requests(config: Config, requests: Iterable[Request], taken: Container[int] = ()) -> None:
+class RequestGroups(Sequence[list[Request]]):
+    """The requests of each prompt, made when they are asked for: a replica makes only those that it completes.
+
+    Args:
+      prompts: token ids of each.
+      sampling: of the completions.
+      seed: of their noise.
+      first: number of the first request.
+      most: tokens that each of them may draw; None: to its end.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seed: int,
+        *,
+        first: int = 0,
+        most: int | None = None,
+    ):
+        self.prompts = prompts
+        self.sampling = sampling
+        self.seed = seed
+        self.first = first
+        self.most = most
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Request]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Request]]: ...
+    def __getitem__(self, index: int | slice) -> list[Request] | list[list[Request]]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        sampling = self.sampling
+        prompt = self.prompts[index]
+        numbers = range(index * sampling.samples, (index + 1) * sampling.samples)
+        seeds = [request_seed(self.seed, n) for n in numbers]
+        rows = zip(numbers, seeds, strict=True)
+        return [Request(self.first + n, prompt, sampling, seed, None, self.most) for n, seed in rows]
+
+
+def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Container[int] = ()) -> None:
     """Raise ValueError where a request cannot be completed by a model of these sizes.
 
     Args:

@@ -48,8 +48,9 @@ def complete_shared(
             if at < len(groups) and engine.room():
                 most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
                 at, count = _take(engine, groups, most, take, mesh, first)
-                begun += groups[at : at + count]
-                engine.submit([request for group in groups[at : at + count] for request in group])
+                taken = groups[at : at + count]
+                begun += taken
+                engine.submit([request for group in taken for request in group])
                 at += count
             for done in awake_step(engine):
                 found.append(done)

@@ -11,13 +11,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from funrl.data.prompts import Prompt
 from funrl.data.tokenizer import character_tokenizer, character_vocabulary
-from funrl.models.config import Config, Experts
+
+if TYPE_CHECKING:
+    from funrl.models.decoder.config import Config
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
 DIGITS = 3
@@ -104,6 +106,14 @@ def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "tra
     ]
 
 
+def triples(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, str, str]]:
+    """The pairs of `preferences`, each with the sum once more, to imitate.
+
+    Args: as in `problems`.
+    """
+    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, digits, split)]
+
+
 def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, bool]]:
     """The two answers of `preferences` one by one, as (prompt, completion, whether it is the sum).
 
@@ -184,6 +194,9 @@ def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
       model: one of `MODELS`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large together as the
         other's mlp.
     """
+    from funrl.models.decoder.config import Config  # here, for flags are read without torch
+    from funrl.models.decoder.routing import Experts
+
     dense = Config(
         vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,

@@ -1,0 +1,1 @@
+"""Records, progress and pages of a run."""

@@ -11,22 +11,31 @@ from typing import Any
 from safetensors import SafetensorError
 
 from funrl import trees
+from funrl.data.prompts import Example
 from funrl.mesh.reshard import unshard
-from funrl.models import Placed, hf
+from funrl.models import Placed
 from funrl.models.deployed import deployed
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.names import names_of
+from funrl.models.huggingface.peft_files import write_peft
 from funrl.models.lora import trained_part
-from funrl.models.peft_files import write_peft
-from funrl.track.guards import Watch
 from funrl.track.progress import open_progress
-from funrl.track.report import ORDER
-from funrl.track.run_directory import RunDirectory, RunDirectoryError, keep_steps, open_lines, read_lines
-from funrl.track.samples import Sample, open_samples
-from funrl.track.services import open_service
-from funrl.track.trackers import join_trackers, jsonl, tensorboard
-from funrl.trainer.declaration import parts
-from funrl.trainer.evaluation import EvalRow
-from funrl.trainer.generation import Example
-from funrl.trainer.job import Job
+from funrl.track.records.guards import Monitor
+from funrl.track.records.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    begin_segment,
+    keep_steps,
+    open_lines,
+    read_lines,
+)
+from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.services import open_service
+from funrl.track.records.trackers import join_trackers, jsonl, tensorboard
+from funrl.track.report.page import ORDER
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.declaration import parts
+from funrl.trainer.sources.evaluation import EvalRow
 
 OnStep = Callable[[int, dict[str, float]], Any]
 
@@ -39,42 +48,49 @@ class RunObserver:
     """
 
     def __init__(self, job: Job, run_dir: str | None, rank: int, on_step: OnStep | None = None) -> None:
-        """
+        """Prepare to observe a run.
+
         Args:
+          job: what runs.
           run_dir: the same on every rank; rank 0 writes there. None: nothing is written.
+          rank: of this process.
           on_step: called by rank 0 with the number and the metrics of every step.
         """
-        self.job, self.run_dir, self.stack = job, run_dir, contextlib.ExitStack()
+        self.job = job
+        self.stack = contextlib.ExitStack()
         self.run = RunDirectory(Path(run_dir)) if run_dir and rank == 0 else None
         self.on_step = on_step if rank == 0 else None
         self.warmstart: contextlib.AbstractContextManager[None] | None = None
         self.times_shown = 0
-        self.watch = Watch()
+        self.monitor = Monitor()
 
     def __enter__(self) -> RunObserver:
+        """Open the files and the trackers, and begin to show progress."""
         if self.run is None:
             return self
-        title = f"{self.job.task.name}, mesh {self.job.settings.mesh}, seed {self.job.settings.seed}"
+        title = f"{self.job.task.name}, mesh {self.job.settings.devices.mesh}, seed {self.job.settings.run.seed}"
         with _writing(self.run):
             self.track = join_trackers(
                 jsonl(self.run.metrics),
                 tensorboard(self.run.tensorboard),
-                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.report_to)),
+                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.outputs.report_to)),
             )
             self.stack.callback(self.track.close)
             self.write_sample = open_samples(self.run.samples)
             self.stack.callback(self.write_sample.close)
             self.table = open_lines(self.run.eval_samples)
             self.stack.callback(self.table.close)
-        self.progress = self.stack.enter_context(open_progress(self.job.settings.steps, title))
+        self.progress = self.stack.enter_context(open_progress(self.job.settings.run.steps, title))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        # Where an exception is under way already, one of closing files would hide it.
+        """Close all of them."""
+        # An error of closing files would hide the exception that ended the run.
         with contextlib.suppress(OSError) if exception[0] else _writing(self.run):
             self.stack.close()
 
     def note(self, text: str) -> None:
+        """Print a line."""
         if self.run is not None:
             self.progress.note(text)
 
@@ -97,6 +113,7 @@ class RunObserver:
         scores: Sequence[float | None],
         parts: Sequence[Mapping[str, float]],
     ) -> None:
+        """Write samples of a step to samples.jsonl and print one of them."""
         if self.run is None:
             return
         readable = self.job.task.readable
@@ -104,20 +121,20 @@ class RunObserver:
             texts = [readable(text) for text in texts]
             if not self.times_shown:
                 self.progress.note(f"samples: {ORDER}")
-        given = [
+        samples = [
             Sample(step, e.text, text, score, tuple(part.items()))
             for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):
-            for sample in given:
+            for sample in samples:
                 self.write_sample.write(sample)
-        # Evaluations come with the same prompts: another one is printed each time.
-        turn = self.times_shown % len(given)
+        # Evaluations have the same prompts: each time the next of them is printed.
+        shown = samples[self.times_shown % len(samples)]
         self.times_shown += 1
-        self.progress.sample(given[turn].prompt, given[turn].completion, scores[turn], step)
+        self.progress.sample(shown.prompt, shown.completion, shown.reward, step)
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
-        """Write rows of an evaluation's table, as people read them."""
+        """Write rows of an evaluation's table, in readable form."""
         if self.run is None:
             return
         readable = self.job.task.readable
@@ -128,7 +145,7 @@ class RunObserver:
                 self.table.write(row._asdict())
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        """One line of metrics, with the time of each phase."""
+        """Write and show the metrics of a step, with the time of each phase."""
         total = sum(seconds.values())
         tokens = metrics.get("perf/total_num_tokens", 0.0)
         times = {f"time_s/{phase}": value for phase, value in seconds.items()} | {"time_s/step": total}
@@ -137,13 +154,13 @@ class RunObserver:
             with _writing(self.run):
                 self.track(step, metrics)
             self.progress.update(step, metrics)
-            for finding in self.watch.look(step, metrics):
+            for finding in self.monitor.check(step, metrics):
                 self.progress.note(str(finding))
         if self.on_step is not None:
             self.on_step(step, metrics)
 
     def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Forget the lines of steps after `step`, which are written again; write that of `step` if it is missing."""
+        """Remove the lines of steps after `step`, which are made again; write that of `step` if it is missing."""
         if self.run is None:
             return
         last = 0
@@ -152,30 +169,38 @@ class RunObserver:
             keep_steps(self.run.samples, step)
             keep_steps(self.run.eval_samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
-                self.watch.look(row["step"], row)  # what was said is not said again
+                self.monitor.check(row["step"], row)  # guards that have reported do not report again
                 last = row["step"]
             if metrics is not None and last < step:
                 self.track(step, metrics)
+
+    def began(self, step: int, inputs: Mapping[str, str]) -> None:
+        """Record the start in config.json."""
+        if self.run is not None:
+            with _writing(self.run):
+                begin_segment(self.run, step, inputs)
 
     def checkpoint_folder(self) -> str | None:
         """Folder in which rank 0 writes checkpoints."""
         return None if self.run is None else str(self.run.checkpoints)
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
-        """Write the model; every rank takes part, as its weights come one by one from all ranks. Adapters are merged
-        in it, and written by themselves too.
+        """Write the model; every rank takes part, as its weights are gathered one by one.
+
+        Adapters are merged into it, and written by themselves too.
 
         Args:
-          placed, params: the trained model and this rank's weights.
+          placed: the trained model.
+          params: this rank's weights.
           error: what ended the run early.
         """
-        found = deployed(placed, params)
-        named = found.exported(found.model.names)
+        merged = deployed(placed, params)
+        named = merged.exported(names_of(merged.model))
         if self.run is None:
             collections.deque(named, maxlen=0)
         else:
             with _writing(self.run):
-                hf.write(self.run.model, found.model, named, self.job.tokenizer)
+                hf.write(self.run.model, merged.model, named, self.job.tokenizer)
         if placed.model.adapters is not None:
             self._write_adapters(placed, params)
         if self.run is None:
@@ -184,10 +209,11 @@ class RunObserver:
             self.progress.note(f"stopped early; the model as it is now was saved in {self.run.model}")
 
     def _write_adapters(self, placed: Placed, params: trees.Tree) -> None:
-        model, (own, stored) = placed.model, (trained_part(placed.model, x) for x in (params, placed.stored))
+        model = placed.model
+        own, stored = (trained_part(model, tree) for tree in (params, placed.stored))
         whole = dict(trees.named(unshard(own, stored, placed.mesh)))
         if self.run is not None:
-            base = Path(self.job.settings.model or self.run.base).absolute()
+            base = Path(self.job.settings.models.model or self.run.base).absolute()
             with _writing(self.run):
                 write_peft(self.run.adapter, model, whole, base, self.job.tokenizer)
 
@@ -199,5 +225,5 @@ def _writing(run: RunDirectory | None) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (getattr(error, "strerror", None) or str(error).rsplit("I/O error: ")[-1]).lower()
-        where = getattr(error, "filename", None) or (run.path if run else "")
-        raise RunDirectoryError(f"{where}: cannot be written: {reason}") from error
+        place = getattr(error, "filename", None) or (run.path if run else "")
+        raise RunDirectoryError(f"{place}: cannot be written: {reason}") from error

@@ -1,12 +1,12 @@
-"""Display of a run while it goes on: a live table on a terminal, aligned plain lines elsewhere.
+"""Display of a run that goes on: a live table on a terminal, aligned plain lines elsewhere.
 
     with open_progress(total=100, title="ppo, addition, dp4,tp2") as progress:
         with progress.stage("warm start", 300):
             progress.update(1, {"loss": 2.3})
         progress.update(1, {"reward/mean": 0.31, "time_s/step": 1.7})
 
-Steps count from 1; step 0 is the state before the first. The cursor is never hidden, so a process that is killed in
-the middle of a frame leaves a terminal that works.
+Steps count from 1; step 0 is the state before the first. The cursor is never hidden, so a process that is killed while
+it draws leaves a terminal that works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from funrl.track.trackers import StepMetrics
+from funrl.track.records.trackers import StepMetrics
 
 HEADER_EVERY = 20  # plain lines between two repetitions of the header
 PHASE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
@@ -34,12 +34,12 @@ SPARKS = "".join(chr(0x2581 + i) for i in range(8))  # eight bars of growing hei
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table: its metric's key, its heading, how wide it is and how its number is written."""
+    """One column of the table: the key of its metric, its heading, its width, and the format of its numbers."""
 
     key: str
     heading: str
     width: int
-    form: str
+    number_format: str
 
 
 COLUMNS = (  # the order on screen
@@ -58,7 +58,7 @@ COLUMNS = (  # the order on screen
     Column("perf/tokens_per_s", "tok/s", 6, ".0f"),
     Column("time_s/step", "s/step", 6, ".2f"),
 )
-CURVES = {"reward/mean": "reward", "train/loss": "loss"}  # the first that a step reports is drawn above the live table
+CURVES = {"reward/mean": "reward", "train/loss": "loss"}  # the first one reported is drawn above the live table
 DROPPED_FIRST = (
     "actor/kl_loss",
     "actor/reward_kl_penalty",
@@ -71,7 +71,13 @@ DROPPED_FIRST = (
 
 @dataclass
 class Stage:
-    """One part of a run, such as the warm start: its steps and what it has reported."""
+    """One part of a run, such as the warm start: its steps and its latest metrics.
+
+    Attributes:
+      began: when, by the clock of `time.monotonic`.
+      times: when the latest steps ended.
+      curve: the metric that is drawn, and `drawn` its values.
+    """
 
     name: str
     total: int
@@ -79,74 +85,88 @@ class Stage:
     step: int = 0
     rows: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=10))
     seen: set[str] = field(default_factory=set)
-    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))  # (step, seconds)
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
     curve: str = ""
     drawn: list[float] = field(default_factory=list)
 
     @property
     def latest(self) -> dict[str, float]:
+        """Metrics of the newest step."""
         return self.rows[-1][1] if self.rows else {}
 
 
 class Progress:
     """The display of one run; made by `open_progress`, used as a context manager."""
 
-    def __init__(self, total: int, title: str, live: bool, console: Console, sample_seconds: float):
-        self._console, self._title, self._sample_seconds = console, title, sample_seconds
-        self._run = self._now = Stage(title, total, time.monotonic())
+    def __init__(self, run: Stage, console: Console, *, live: bool, sample_seconds: float) -> None:
+        """Begin with the stage of the whole run."""
+        self._console = console
+        self._sample_seconds = sample_seconds
+        self._now = run
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2) if live else None
         self._lines_since_header = 0
         self._header: tuple[Column, ...] = ()
         self._next_sample = -math.inf
 
     def __enter__(self) -> Progress:
+        """Begin to draw."""
         if self._live is not None:
             self._live.start()
             self._console.show_cursor(True)
         return self
 
     def __exit__(self, *_) -> None:
+        """Leave the last frame as it is."""
         if self._live is not None:
             self._live.stop()
 
-    def stage(self, name: str, total: int) -> contextlib.AbstractContextManager[None]:
-        """Begin a part of the run. It lasts until the next begins or, under `with`, to the end of the block."""
-        before, began = self._now, time.monotonic()
-        self._close_stage()
-        self._now = Stage(name, total, began)
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int) -> Iterator[None]:
+        """Show a part of the run for the time of a `with` block."""
+        before = self._now
+        stage = self._now = Stage(name, total, time.monotonic())
         self._header = ()
         if self._live is None:
             self._print(Text(f"{name}: {total} steps"))
-
-        @contextlib.contextmanager
-        def block() -> Iterator[None]:
-            yield
-            self._close_stage()
-            self._now, self._header = before, ()
-            if not before.rows:
-                before.began = time.monotonic()
-
-        return block()
+        yield
+        if stage.step and not _is_training(stage):
+            duration = _duration(time.monotonic() - stage.began)
+            self._print(Text(f"{name}: {stage.step} steps in {duration}  {_others(stage.latest)}"))
+        self._now = before
+        self._header = ()
+        if not before.rows:
+            before.began = time.monotonic()
 
     def update(self, step: int, metrics: StepMetrics) -> None:
-        """Show what a step has reported. Keys that the display does not know are left to the trackers."""
-        stage, values = self._now, {key: float(value) for key, value in metrics.items()}
+        """Show the metrics of a step that has just ended. Keys that the display does not know are left out."""
+        self.record(step, metrics, time.monotonic())
+        self.show()
+
+    def record(self, step: int, metrics: StepMetrics, end: float) -> None:
+        """Take in a step that ended at `end`, by the clock of `time.monotonic`, without showing it."""
+        stage = self._now
+        values = {key: float(value) for key, value in metrics.items()}
         stage.step = step
-        stage.times.append((step, time.monotonic()))
+        stage.times.append((step, end))
         stage.rows.append((step, values))
         stage.seen |= set(values)
         stage.curve = stage.curve or next((key for key in CURVES if key in values), "")
         if math.isfinite(values.get(stage.curve, math.nan)):
             stage.drawn.append(values[stage.curve])
+
+    def show(self) -> None:
+        """Draw the table anew, or print the newest step as a line."""
+        stage = self._now
+        step = stage.step
         if self._live is not None:
             self._live.refresh()
         elif _is_training(stage):
             self._print_row(stage)
         elif step in (1, stage.total) or step * 10 // max(stage.total, 1) > (step - 1) * 10 // max(stage.total, 1):
-            self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(values)}  {_remaining(stage)}"))
+            self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(stage.latest)}  {_remaining(stage)}"))
 
     def sample(self, prompt: str, completion: str, reward: float | None, step: int | None = None) -> None:
-        """Print a sample above the table, unless one was printed a moment ago. It is of the latest step or `step`."""
+        """Print a sample of the latest step, or of `step`, above the table, unless one was printed a moment ago."""
         if time.monotonic() < self._next_sample:
             return
         self._next_sample = time.monotonic() + self._sample_seconds
@@ -156,6 +176,7 @@ class Progress:
             text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
         encoding = self._console.encoding
         text.append("  " + _one_line(prompt, encoding, keep_end=True), style="dim")
+        text.append(" | ", style="dim")  # where there are no colours it separates the prompt from the completion
         text.append(_one_line(completion, encoding), style="bold")
         self._print(text)
 
@@ -164,14 +185,8 @@ class Progress:
         self._print(Text(_one_line(text, self._console.encoding, limit=10_000)))
 
     def _print(self, text: Text) -> None:
-        # Elsewhere than on a terminal a line is one line, however long: programs read it.
+        # Where programs read the output, a long line stays one line.
         self._console.print(text, soft_wrap=self._live is None, highlight=False)
-
-    def _close_stage(self) -> None:
-        stage = self._now
-        if stage.step and stage is not self._run and not _is_training(stage):
-            took = _duration(time.monotonic() - stage.began)
-            self._print(Text(f"{stage.name}: {stage.step} steps in {took}  {_others(stage.latest)}"))
 
     def _print_row(self, stage: Stage) -> None:
         columns = tuple(c for c in COLUMNS if c.key in stage.seen)
@@ -179,14 +194,16 @@ class Progress:
         if columns != self._header or self._lines_since_header >= HEADER_EVERY:
             heads = "  ".join(c.heading.rjust(c.width) for c in columns)
             self._print(Text(f"{'step':>{max(width, 4)}}  {heads}  {'left':>7}  time by phase"))
-            self._header, self._lines_since_header = columns, 0
+            self._header = columns
+            self._lines_since_header = 0
         cells = "  ".join(_cell(stage.latest, c).rjust(c.width) for c in columns)
         shares = " ".join(f"{name} {share:.0%}" for name, share in _shares(stage.latest)[:4])
         self._print(Text(f"{_step_of(stage):>{max(width, 4)}}  {cells}  {_left(stage):>7}  {shares}".rstrip()))
         self._lines_since_header += 1
 
     def _render(self) -> RenderableType:
-        stage, console = self._now, self._console
+        stage = self._now
+        console = self._console
         head = Table.grid(padding=(0, 2))
         elapsed = _duration(time.monotonic() - stage.began)
         bar = ProgressBar(total=max(stage.total, 1), completed=stage.step, width=max(10, min(40, console.width // 4)))
@@ -205,26 +222,30 @@ class Progress:
 
 
 def open_progress(
-    total: int, title: str, live: bool | None = None, console: Console | None = None, sample_seconds: float = 10.0
+    total: int,
+    title: str,
+    *,
+    live: bool | None = None,
+    console: Console | None = None,
+    sample_seconds: float = 10.0,
+    began: float | None = None,
 ) -> Progress:
     """The display of a run of `total` steps.
 
     Args:
+      total: the last step.
       title: what runs, in a few words.
       live: a table that is redrawn in place; None: if standard output is a terminal.
       console: where to; None: standard output.
       sample_seconds: the shortest time between two samples that are shown.
+      began: when the run began, by the clock of `time.monotonic`; None: now.
     """
     if console is None:
         console = Console()
     if live is None:
         live = console.is_terminal and not console.is_dumb_terminal
-    return Progress(total, title, live, console, sample_seconds)
-
-
-def quiet_progress() -> Progress:
-    """A display that shows nothing, for every rank but the first."""
-    return Progress(0, "", False, Console(quiet=True), math.inf)
+    run = Stage(title, total, time.monotonic() if began is None else began)
+    return Progress(run, console, live=live, sample_seconds=sample_seconds)
 
 
 def _is_training(stage: Stage) -> bool:
@@ -251,7 +272,8 @@ def _table(stage: Stage, console: Console) -> Table:
 def _phase_bar(shares: list[tuple[str, float]], width: int) -> Text:
     """One coloured stretch per phase, and the names in the same colours below it."""
     room = max(10, min(width, 80) - 1)
-    bar, names = Text(no_wrap=True, overflow="crop"), Text(overflow="fold")
+    bar = Text(no_wrap=True, overflow="crop")
+    names = Text(overflow="fold")
     for number, (name, share) in enumerate(shares):
         colour = PHASE_COLOURS[number % len(PHASE_COLOURS)]
         bar.append(" " * round(share * room), style=f"on {colour}")
@@ -260,7 +282,7 @@ def _phase_bar(shares: list[tuple[str, float]], width: int) -> Text:
 
 
 def _shares(values: StepMetrics) -> list[tuple[str, float]]:
-    """The share of each phase in the time of a step, the largest first."""
+    """Share of each phase in the time of a step, the largest first."""
     phases = {key.removeprefix("time_s/"): value for key, value in values.items() if key.startswith("time_s/")}
     whole = phases.pop("step", 0.0)
     phases = {name: value for name, value in phases.items() if math.isfinite(value) and value > 0}
@@ -269,7 +291,7 @@ def _shares(values: StepMetrics) -> list[tuple[str, float]]:
 
 
 def _cell(values: StepMetrics, column: Column, empty: str = "-") -> str:
-    return format(values[column.key], column.form) if column.key in values else empty
+    return format(values[column.key], column.number_format) if column.key in values else empty
 
 
 def _others(values: StepMetrics) -> str:
@@ -281,7 +303,7 @@ def _step_of(stage: Stage) -> str:
 
 
 def _seconds_left(stage: Stage) -> float | None:
-    """Seconds that remain at the pace of the last steps; None where there is no pace yet."""
+    """Seconds that remain at the pace of the last steps; None before the pace is known."""
     before = [(0, stage.began)] if stage.times and stage.times[0][0] == 1 else []
     marks = before + list(stage.times)
     if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
@@ -312,19 +334,19 @@ def _duration(seconds: float) -> str:
 
 
 def _spark(values: list[float], width: int, console: Console) -> str:
-    """The values as a row of little bars, each the mean of its stretch; nothing where it cannot be written."""
+    """The values as a row of small bars, each a mean of neighbours; "" where the encoding has no bars."""
     if len(values) < 2 or not (console.encoding or "").lower().startswith("utf"):
         return ""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
+    low = min(means)
+    span = (max(means) - low) or 1.0
     return "".join(SPARKS[min(7, int(8 * (mean - low) / span))] for mean in means)
 
 
-def _one_line(text: str, encoding: str, limit: int = 160, keep_end: bool = False) -> str:
-    """The text on one line of at most `limit` characters; what the terminal cannot show is written out."""
+def _one_line(text: str, encoding: str, *, limit: int = 160, keep_end: bool = False) -> str:
+    """The text on one line of at most `limit` characters; characters that the terminal cannot show are escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     shown = shown.encode(encoding, "backslashreplace").decode(encoding)
     if len(shown) <= limit:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.batch import FIELDS
-
 BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the first that fits
     "sync/": "verify", "eval/": "eval", "rollout/logprob_gap": "score_policy", "rollout/": "generate",
@@ -120,11 +118,10 @@ def phase_of_metric(name: str) -> str:
     return next((phase for prefix, phase in METRIC_PHASES.items() if name.startswith(prefix)), "update")
 
 
-def phase_of_field(name: str, stage: str) -> str:
+def phase_of_field(writer: str, stage: str) -> str:
     """Phase of a step that writes a field of the rows, which are at the stage "drawn" or "scored"."""
     if stage == "drawn":
         return "generate"
-    writer = FIELDS[name].writer
     return "advantage" if writer in ("source", "advantage", "trainer") else f"score_{writer}"
 
 

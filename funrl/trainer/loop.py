@@ -16,52 +16,59 @@ import numpy as np
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh import heartbeat
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.processes import stops_when_asked
+from funrl.processes import heartbeat
+from funrl.processes.processor import products_problem
+from funrl.processes.workers import stops_when_asked
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
-from funrl.trainer import offload, warmstart
-from funrl.trainer.advantage_phase import advantages, describe
-from funrl.trainer.base_model import adapter_facts, keep_base, kept_already, own_base
-from funrl.trainer.build import Parts, build, first_state, first_weights, frozen_weights, sync
-from funrl.trainer.clock import Clock, memory_metrics
-from funrl.trainer.curriculum import CurriculumError
-from funrl.trainer.job import Job
-from funrl.trainer.job_source import make_source
-from funrl.trainer.learn import learn
-from funrl.trainer.micro import plan_epoch, ranks_of_groups, row_cost, token_ranks
-from funrl.trainer.observing import Observer
+from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
+from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
+from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
+from funrl.trainer.checkpoints.weight_digests import role_digests, with_first_digests
+from funrl.trainer.jobs import offload, warmstart
+from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.profiling import StepProfiler
-from funrl.trainer.rescue import WholeState, saved_on_failure
-from funrl.trainer.roles import BASE, weights_of
-from funrl.trainer.saver import Evaluations, Saver, shared_folder
-from funrl.trainer.score import score
-from funrl.trainer.settings import scoring_budget
-from funrl.trainer.skipped import Skips
-from funrl.trainer.sources import Source
-from funrl.trainer.state import State
-from funrl.trainer.step import NotFiniteError
-from funrl.trainer.step_rows import Rows, moved, on_cpu
-from funrl.trainer.weight_digests import role_digests
+from funrl.trainer.recovery import Recovery
+from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.sources.curriculum import CurriculumError
+from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
+from funrl.trainer.sources.sources import SKIPPED, FilterError, Source
+from funrl.trainer.steps.advantage_phase import advantages, describe
+from funrl.trainer.steps.clock import Clock, memory_metrics
+from funrl.trainer.steps.learn import UpdateMonitor, learn
+from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
+from funrl.trainer.steps.roles import BASE, weights_of
+from funrl.trainer.steps.score import score
+from funrl.trainer.steps.skipped import Skips
+from funrl.trainer.steps.state import State
+from funrl.trainer.steps.step import NotFiniteError
+from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
+Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError)  # end a run with what it has learned
 
 
 class Outcome(NamedTuple):
     """End of a run.
 
     Attributes:
-      first, last: the evaluations at the start and the end.
+      first, last: the evaluations at the start and the end; `last` is empty where there was only the one at the start.
       error: what ended it early; None: nothing did.
-      stopped: the step after which it stopped, as SIGTERM had asked; None: it did not.
+      stopped: the step after which it stopped, as a signal had asked; None: it did not.
+      cause: the exception of which `error` is the text; on several ranks without what led to it.
     """
 
     first: dict[str, float]
     last: dict[str, float]
     error: str | None
     stopped: int | None = None
+    cause: Exception | None = None
 
 
 class Trainer(NamedTuple):
@@ -103,14 +110,18 @@ def train_loop(
         adapters = {}
         if job.lora is not None and trainer.folder is not None:
             adapters = adapter_facts(job, trainer.parts, trainer.frozen[BASE])
+        if trainer.folder is not None:
+            job = with_first_digests(job, trainer.parts, state.roles[job.lead].params, frozen, adapters)
     with (
         Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
         stops_when_asked(),
-        saved_on_failure(saver) as held,
+        saved_on_failure(saver) as recoverable,
     ):
         state, evaluations = saver.resumed(state)
-        outcome, state = run_steps(trainer, state, saver, evaluations, observer, held)
-        if outcome.stopped is None:
+        if trainer.folder is not None:
+            observer.began(state.step, job.provenance.inputs)
+        outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)
+        if outcome.stopped is None and not (outcome.error and state.step == 0):
             role = trainer.parts.roles[job.lead]
             with heartbeat.phase("finish"):
                 observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
@@ -119,60 +130,47 @@ def train_loop(
 
 
 def run_steps(
-    trainer: Trainer, state: State, saver: Saver, evaluations: Evaluations | None, observer: Observer, held: WholeState
+    trainer: Trainer,
+    state: State,
+    saver: Saver,
+    evaluations: Evaluations | None,
+    observer: Observer,
+    recoverable: RecoverableState,
 ) -> tuple[Outcome, State]:
     """All steps that are left, and the state at the end, with its weights where they can be saved.
 
     Args:
       evaluations: so far, of a run that goes on; None: it begins.
-      held: given the state whenever it is whole.
+      recoverable: receives the state whenever it is complete.
     """
-    settings, parts = trainer.job.settings, trainer.parts
-    begun = state if evaluations is None else state._replace(version=state.version - 1)
-    state = sync(parts, begun, frozen=trainer.frozen)
-    move = offload.mover(settings.offload, parts, observer.note)
-    done, before = evaluations or Evaluations({}, {}), state._replace(roles={})
-    error = stopped = None
-
-    def place(trainer: Trainer, state: State, stage: str) -> tuple[Trainer, State]:
-        """Both with what a stage needs where it is needed; the state before the step is held, but for an update."""
-        held.release()
-        trainer, state = move(trainer, state, stage)
-        if stage != "update":
-            held.keep(before._replace(roles=state.roles), done)
-        return trainer, state
-
+    settings = trainer.job.settings
+    parts = trainer.parts
+    first = state if evaluations is None else state._replace(version=state.version - 1)
+    state = sync(parts, first, frozen=trainer.frozen)
+    done = evaluations or Evaluations({}, {})
+    recovery = Recovery(recoverable, offload.mover(settings.devices.offload, parts, observer.note), state, done)
     run_dir = None if trainer.folder is None else os.path.dirname(trainer.folder)
     profiler = StepProfiler(settings, parts.mesh, run_dir, observer.note)
+    failure = stopped = None
     try:
-        checked = verify(trainer, state, True)
-        if evaluations is None:
-            first = trainer.source.evaluate(state.roles, state.step)
-            done = Evaluations(first, first)
-        for step in range(state.step + 1, settings.steps + 1):
+        proof = verify(trainer, state, True)
+        if not done.first and state.step < settings.run.steps:
+            done = Evaluations(trainer.source.evaluate(state.roles, state.step), {})
+            recovery.evaluations = done
+        for step in range(state.step + 1, settings.run.steps + 1):
             heartbeat.at_step(step)
             profiler.begin(step)
-            trainer, state = place(trainer, state, "generate")
-            drawn, state, metrics = draw_batch(trainer, state)
-            trainer, state = place(trainer, state, "score")
-            rows, state, scored = score_batch(trainer, state, drawn)
-            trainer, state = place(trainer, state, "update")
-            state, learned = learn_batch(trainer, state, rows)
-            state = sync(parts, state, trainer.clock, trainer.frozen)
-            stages = {"drawn": metrics, "scored": scored, "learned": learned}
-            metrics = metrics | scored | learned | verify(trainer, state)
+            trainer, state, record = one_step(trainer, state, recovery.enter)
+            metrics = record.metrics
             if step == 1:  # as it was before the first update
-                metrics = checked | metrics | done.first
-            if step % settings.eval_every == 0 or step == settings.steps:
+                metrics = proof | metrics | done.first
+            if step % settings.evaluation.eval_every == 0 or step == settings.run.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
             state = state._replace(source=trainer.source.observed(state.source, metrics))
             metrics |= memory_metrics(parts.mesh)
-            before = state._replace(roles={})
-            held.keep(state, done, metrics)
-            if saver.rows.due(step):
-                with trainer.clock.phase("save_rollouts"):
-                    saver.rows.save(state, drawn, rows, stages)
+            recovery.commit(state, done, metrics)
+            save_rollouts(trainer, saver, state, record)
             profiler.end(step)
             observer.step(step, metrics, trainer.clock.take())
             if trainer.skips is not None:
@@ -180,23 +178,67 @@ def run_steps(
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
-    except (RewardError, CurriculumError, NotFiniteError, SyncError) as failure:
-        error = str(failure)
-        if held.state is not None:  # the weights are still those after the step before
-            saver.save(held.state, done)
+    except ENDING as error:
+        failure = error
+        recovery.save_last(saver)
     finally:
         profiler.close()
-    return Outcome(*done, error, stopped), to_save(trainer, state, move, held, done)
+    return ended(done, failure, stopped, parts.mesh), recovery.to_save(trainer, state)
 
 
-def to_save(trainer: Trainer, state: State, move: offload.Mover, held: WholeState, done: Evaluations) -> State:
-    """The state with its weights where they can be saved; if it is whole, so it is held."""
-    whole = held.state
-    held.release()
-    _, state = move(trainer, state, "save")
-    if whole is not None:
-        held.keep(whole._replace(roles=state.roles), done)
-    return state
+def ended(done: Evaluations, failure: Exception | None, stopped: int | None, mesh: Mesh) -> Outcome:
+    """The end of a run as its caller receives it."""
+    if failure is None:
+        return Outcome(*done, None, stopped)
+    # A rank's result is pickled, and what a reward function gave or raised may refuse that.
+    cause = failure if mesh.world == 1 else type(failure)(str(failure))
+    return Outcome(*done, str(failure), stopped, cause)
+
+
+class StepRecord(NamedTuple):
+    """Rows and metrics of one step.
+
+    Attributes:
+      drawn, rows: before and after scoring.
+      stages: metrics of "drawn", "scored" and "learned" rows.
+      engine: metrics of the engine after the sync.
+    """
+
+    drawn: Rows
+    rows: Rows
+    stages: Mapping[str, dict[str, float]]
+    engine: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step."""
+        return {name: value for part in (*self.stages.values(), self.engine) for name, value in part.items()}
+
+
+def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, State, StepRecord]:
+    """Run one step: draw rows, score them, learn from them, and give the engine the new weights.
+
+    Args:
+      enter: called as `enter(trainer, state, stage)` before the stages "generate", "score" and "update"; returns both
+        with each tensor where the stage needs it.
+    """
+    trainer, state = enter(trainer, state, "generate")
+    drawn, state, metrics = draw_batch(trainer, state)
+    trainer, state = enter(trainer, state, "score")
+    if metrics.get(SKIPPED):
+        rows, state, scored = skipped_batch(trainer, state, drawn)
+        return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": {}}, {})
+    rows, state, scored = score_batch(trainer, state, drawn)
+    trainer, state = enter(trainer, state, "update")
+    state, learned, engine = update_batch(trainer, state, rows)
+    return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
+
+
+def save_rollouts(trainer: Trainer, saver: Saver, state: State, record: StepRecord) -> None:
+    """Save the rows of the step that has just ended, if --save_rollouts keeps it."""
+    if saver.rows.due(state.step):
+        with trainer.clock.phase("save_rollouts"):
+            saver.rows.save(state, record.drawn, record.rows, record.stages)
 
 
 def begin_run(
@@ -208,12 +250,15 @@ def begin_run(
     pool: Pool | None = None,
 ) -> tuple[Trainer, State]:
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
-    clock, parts = clock or Clock(), build(job, mesh, observer.note)._replace(pool=pool)
+    if problem := products_problem():
+        observer.note(problem)
+    clock = clock or Clock(mesh.device)
+    parts = build(job, mesh, observer.note)._replace(pool=pool)
     weights = first_weights(job, parts, first_base(job, parts, observer))
     frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
     folder = shared_folder(observer, mesh)
-    skips = Skips(job.settings.max_skipped, mesh, folder, observer.note)
+    skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
     return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
 
 
@@ -222,7 +267,7 @@ def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
     if job.lora is None:
         return warmstart.initial_weights(job, parts.begin, observer)
     kept = own_base(job, shared_folder(observer, parts.mesh))
-    if job.settings.resume and kept_already(kept, parts.mesh):
+    if job.settings.run.resume and kept_already(kept, parts.mesh):
         return warmstart.initial_weights(job, parts.begin, observer, kept)
     begin = warmstart.initial_weights(job, parts.begin, observer)
     if kept is not None:
@@ -232,30 +277,50 @@ def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
-    rows, at, metrics = trainer.source.draw(state.source, state.step + 1)
-    return settled(trainer, rows, state.step + 1), state._replace(source=at), metrics
+    rows, source, metrics = trainer.source.draw(state.source, state.step + 1)
+    rows = rows.declaring(trainer.job.algorithm.fields)
+    return balance_rows(trainer, rows, state.step + 1), state._replace(source=source), metrics
 
 
-def settled(trainer: Trainer, rows: Rows, step: int) -> Rows:
-    """The rows on the ranks that score them."""
-    to = scoring_ranks(trainer.job, trainer.parts, rows.lengths, rows.batch.get("group"), step)
-    return moved(rows, to, trainer.parts.mesh)
+def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
+    """Move rows to the ranks that score them."""
+    to, epoch = scoring_ranks(trainer.job, trainer.parts, rows.lengths, rows.batch.get("group"), step)
+    return moved(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
 
 
-def scoring_ranks(job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int) -> np.ndarray:
-    """[B] the ranks where the first pass over the rows is balanced; or whole groups where advantages need these.
+def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:
+    """Division of a step's rows into updates, as the flags say."""
+    settings = job.settings
+    cost = row_cost(parts.roles[job.lead].placed)
+    return UpdatePlan(
+        step,
+        settings.run.seed,
+        settings.updates.epochs,
+        settings.updates.minibatches,
+        settings.updates.token_budget,
+        cost,
+    )
+
+
+def scoring_ranks(
+    job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int
+) -> tuple[np.ndarray, Epoch | None]:
+    """[B] the ranks where the first pass over the rows is balanced, with that pass; where advantages need whole groups
+    the ranks of these, without a pass.
 
     Args:
       lengths: [B] tokens of each row.
       group: [B] of each row.
     """
-    mesh, settings, chain = parts.mesh, job.settings, job.algorithm.advantage
-    ranks, cost = mesh.size(mesh.row_axes), row_cost(parts.roles[job.lead].placed)
+    mesh = parts.mesh
+    chain = job.algorithm.advantage
     if chain is not None and chain.whole_groups:
         assert group is not None
-        return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(settings), cost)
-    how = (settings.minibatches, settings.seed, step, 0, settings.token_budget, cost, token_ranks(mesh))
-    return plan_epoch(lengths, ranks, *how).to
+        cost = row_cost(parts.roles[job.lead].placed)
+        ranks = mesh.size(mesh.row_axes)
+        return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None
+    epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step))
+    return epoch.to, epoch
 
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
@@ -263,24 +328,44 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        here, names = on_cpu(rows), trainer.job.reward_names
-        pairs = trainer.job.algorithm.example == "pair"  # which the source has told of
-        return rows, state, describe(here, here.batch, names) if trainer.job.generates and not pairs else {}
+        pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has told of
+        return rows, state, described_rows(trainer, rows) if trainer.job.generates and not pairs else {}
     with trainer.clock.phase("advantage"):
         chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
         rows, chain, metrics = advantages(chain, state.advantage, rows, names)
     return rows, state._replace(advantage=chain), metrics
 
 
+def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, State, dict[str, float]]:
+    """A step without an update, as the source's metric `SKIPPED` asks for: its rows, the state, metrics of the rows.
+
+    Weights, optimizers and the advantage chain's state stay what they are, and so does the engine.
+    """
+    told = {} if trainer.job.algorithm.example == "pair" else described_rows(trainer, drawn)  # its source says them
+    return drawn, state._replace(step=state.step + 1), told
+
+
+def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:
+    """Metrics of rows without advantages."""
+    here = on_cpu(rows)
+    return describe(here, here.batch, trainer.job.reward_names)
+
+
+def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[str, float], dict[str, float]]:
+    """The state after the step's updates with the engine's weights renewed; metrics of the updates and the engine."""
+    state, learned = learn_batch(trainer, state, rows)
+    state = sync(trainer.parts, state, trainer.clock, trainer.frozen)
+    return state, learned, verify(trainer, state)
+
+
 def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[str, float]]:
     """The state after the step's updates, and their metrics."""
-    settings, step = trainer.job.settings, state.step + 1
-    roles, metrics = learn(
-        trainer.parts.roles, state.roles, rows, step, settings.epochs, settings.minibatches, settings.seed,
-        settings.token_budget, trainer.clock, trainer.frozen, row_cost(trainer.parts.roles[trainer.job.lead].placed),
-        trainer.skips,
-    )  # fmt: skip
-    return state._replace(roles=roles, step=step), metrics | (trainer.skips.take() if trainer.skips else {})
+    plan = update_plan(trainer.job, trainer.parts, state.step + 1)
+    monitor = UpdateMonitor(trainer.clock, trainer.skips)
+    roles, metrics = learn(trainer.parts.roles, state.roles, rows, plan, frozen=trainer.frozen, monitor=monitor)
+    if trainer.skips is not None:
+        metrics |= trainer.skips.take()
+    return state._replace(roles=roles, step=plan.step), metrics
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
@@ -293,11 +378,11 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
       SyncError: it does not.
     """
     settings, generator = trainer.job.settings, trainer.parts.generator
-    every = settings.probe_sync_every
+    every = settings.engines.probe_sync_every
     probes = every > 0 and (first or state.step % every == 0)
-    if generator is None or not (settings.verify_sync or probes):
+    if generator is None or not (settings.engines.verify_sync or probes):
         return {}
     role = trainer.parts.roles["policy"]
     params = role.whole(state.roles["policy"].params, trainer.frozen)
     with trainer.clock.phase("verify"):
-        return certify(role.placed, params, generator.engine, state.version, settings.verify_sync, probes)
+        return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)

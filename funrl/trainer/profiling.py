@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from funrl.mesh import heartbeat
 from funrl.mesh.mesh import Mesh
-from funrl.trainer.checks import profile_window
-from funrl.trainer.declaration import parts
-from funrl.trainer.settings import Settings
+from funrl.processes import heartbeat
+from funrl.trainer.settings.checks import profile_window
+from funrl.trainer.settings.declaration import parts
+from funrl.trainer.settings.settings import Settings
 
 PROFILES = "profile"  # in the run directory
 
 
 def is_profiled(settings: Settings, mesh: Mesh) -> bool:
     """True if this rank writes a trace."""
-    return settings.profile_ranks == "all" or str(mesh.process) in parts(settings.profile_ranks)
+    return settings.outputs.profile_ranks == "all" or str(mesh.process) in parts(settings.outputs.profile_ranks)
 
 
 class StepProfiler:

@@ -1,4 +1,4 @@
-"""What the table of pieces is made of: a row per piece, one small batch that is awkward on purpose, and its variants.
+"""What the table of pieces is made of: a row per piece. The batch and the properties are those of `funrl.testing`.
 
 A row's reference is written from the formula, with Python floats and loops: it gets the batch as nested lists
 (`plain(batch)`), with the same field names, and knows nothing of tensors.
@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from funrl import trees
-from funrl.algos import Loss, Mean, Reduction, clean, where_masked
-from funrl.batch import FIELDS, Batch, as_dict, token_fields
+from funrl.batch import Batch
+from funrl.testing.awkward_rows import awkward_batch as example
+from funrl.testing.awkward_rows import nearby_logp as policy_logp
+from funrl.testing.awkward_rows import plain_batch as plain
+from funrl.testing.awkward_rows import token_rewards_like as token_signal
+from funrl.testing.check_pieces import OF_REFERENCES, PROPERTIES
+from funrl.testing.subjects import Subject
+from funrl.testing.subjects import loss_parts as fractions
+from funrl.testing.subjects import term_output as on_term
+
+__all__ = ["Batch", "Row", "example", "fractions", "on_term", "plain", "policy_logp", "token_signal"]
 
 
 @dataclass(frozen=True)
@@ -54,84 +61,18 @@ class Row:
     permutes: bool = True
     also: tuple[str, ...] = ()
 
+    @property
+    def subject(self) -> Subject:
+        """The piece as `funrl.testing` checks it."""
+        return Subject(self.kind, self.make(), self.tokens, "weighted" in self.name, self.prepare, self.reference)
 
-#   prompt, completion with a tool's output in it (.), padding; row 4 has no sampled token
-MASKS = (
-    "..xxxx.......",
-    "...xx..xxx...",
-    ".xxxxxxxxxxx.",
-    "..x..........",
-    "....,........",
-    "..xxx.x......",
-    "...xxxxx.....",
-)
-GROUPS = (7, -2, 7, 40, 7, -2, 3)  # 40 and 3 are alone, any order, any numbers
-SEQUENCE_LENGTHS = (7, 11, 12, 3, 6, 8, 8)
-
-
-def example(dtype=torch.float64, seed=0) -> Batch:
-    """Seven rows of thirteen tokens with every field of a batch filled with plausible random numbers."""
-    draw = torch.Generator().manual_seed(seed)
-    mask = torch.tensor([[c == "x" for c in row] for row in MASKS])
-    B, T = mask.shape
-
-    def normal(*shape, scale=1.0, shift=0.0):
-        return (torch.randn(*shape, generator=draw, dtype=torch.float64) * scale + shift).to(dtype)
-
-    def logp(*shape):
-        return -normal(*shape).abs() - 0.05
-
-    old = logp(B, T)
-    near = {
-        name: old + normal(B, T, scale=0.3) for name in ("rollout_logp", "ref_logp", "teacher_logp", "implicit_logp")
-    }
-    return Batch(
-        tokens=torch.randint(0, 50, (B, T), generator=draw),
-        mask=mask,
-        length=torch.tensor(SEQUENCE_LENGTHS),
-        group=torch.tensor(GROUPS),
-        score=normal(B, shift=0.3),
-        scores=normal(B, 3),
-        token_reward=normal(B, T, scale=0.1),
-        truncated=torch.tensor([False, True, True, False, False, False, True]),
-        failed=torch.tensor([False, False, True, True, False, False, False]),
-        old_logp=old,
-        value=normal(B, T),
-        sum_pi_squared=old.exp().square() + 0.2 * normal(B, T).sigmoid(),
-        greedy_score=normal(B),
-        advantage=normal(B, T),
-        returns=normal(B, T),
-        weight=normal(B, T).abs() + 0.1,
-        entropy=normal(B, T).abs(),
-        old_entropy=normal(B, T).abs(),
-        entropy_coefficient=torch.full((B, T), 0.02, dtype=dtype),
-        selected=torch.rand(B, T, generator=draw) < 0.5,
-        label=(torch.rand(B, T, generator=draw) < 0.5).to(dtype),
-        margin=normal(B, T).abs(),
-        kl_baseline=torch.full((B, T), 0.1, dtype=dtype),
-        mismatched=torch.tensor([False, False, True, False, False, True, False]),
-        imitated=mask & (torch.arange(B) % 2 == 0)[:, None],
-        divergence=normal(B, T).abs(),
-        **near,
-    )
-
-
-def policy_logp(batch: Batch, seed=1) -> torch.Tensor:
-    """Log-probabilities of a policy that has moved away from the old one, some of them beyond every clip."""
-    draw = torch.Generator().manual_seed(seed)
-    moved = torch.randn(batch.mask.shape, generator=draw, dtype=torch.float64) * 0.4
-    return (batch.old_logp.double() + moved).to(batch.old_logp.dtype)
-
-
-def token_signal(batch: Batch, seed=2) -> torch.Tensor:
-    """Token rewards [B, T]."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(batch.mask.shape, generator=draw, dtype=torch.float64).to(batch.score.dtype)
-
-
-def plain(batch: Batch) -> SimpleNamespace:
-    """The batch as nested lists; what it does not have is None."""
-    return SimpleNamespace(**{k: v.tolist() if (v := batch.get(k)) is not None else None for k in FIELDS})
+    @property
+    def properties(self) -> list[str]:
+        """The properties that the piece is to have."""
+        without = {"packing": self.packed, "micro_batches": self.additive, "row_order": self.permutes}
+        without |= {"reference_gradient": self.smooth}
+        names = {**PROPERTIES[self.kind], **OF_REFERENCES[self.kind]}
+        return [name for name in names if without.get(name, True)]
 
 
 def sampled(b: SimpleNamespace, i: int) -> list[int]:
@@ -152,67 +93,6 @@ def sequences(b: SimpleNamespace) -> list[int]:
 def grid(b: SimpleNamespace, fill: float = 0.0) -> list[list[float]]:
     """[B][T] of one number."""
     return [[fill] * len(row) for row in b.mask]
-
-
-def _per_token(batch: Batch):
-    names = frozenset(token_fields()) - {"tokens", "mask", "positions", "segments"}
-    return {name: x for name, x in as_dict(batch).items() if name in names}
-
-
-def poisoned(batch: Batch) -> Batch:
-    """NaN in every per-token field outside the mask."""
-    fields = {}
-    for name, x in _per_token(batch).items():
-        mask = batch.mask if x.dim() == 2 else batch.mask[..., None]
-        fields[name] = torch.where(mask, x, torch.nan) if x.is_floating_point() else x
-    return batch._replace(**fields)
-
-
-def widened(batch: Batch, columns: int) -> Batch:
-    """More padding on the right."""
-    fields = {"mask": batch.mask, "tokens": batch.tokens, **_per_token(batch)}
-    fields |= {k: x for k in ("segments", "positions") if (x := batch.get(k)) is not None}
-    pads = {k: (0, columns) if x.dim() == 2 else (0, 0, 0, columns) for k, x in fields.items()}
-    return batch._replace(**{k: torch.nn.functional.pad(x, pads[k]) for k, x in fields.items()})
-
-
-def packed(batch: Batch, logp: torch.Tensor) -> tuple[Batch, torch.Tensor]:
-    """The same sequences, several to a row: [0, 3, 4], [2], [1], [5, 6]; fields of whole rows are dropped."""
-    rows, width = ([0, 3, 4], [2], [1], [5, 6]), 20
-
-    def lay(x):
-        out = x.new_zeros(len(rows), width, *x.shape[2:])
-        for r, members_ in enumerate(rows):
-            at = 0
-            for i in members_:
-                n = SEQUENCE_LENGTHS[i]
-                out[r, at : at + n] = x[i, :n]
-                at += n
-        return out
-
-    numbers = torch.zeros_like(batch.tokens)
-    for members_ in rows:
-        for number, i in enumerate(members_):
-            numbers[i] = number + 1
-    fields = {k: lay(x) for k, x in _per_token(batch).items()}
-    return Batch(tokens=lay(batch.tokens), mask=lay(batch.mask), segments=lay(numbers), **fields), lay(logp)
-
-
-def fractions(loss: Loss, x: torch.Tensor, batch: Batch) -> tuple[tuple[Mean, ...], dict[str, Any]]:
-    """The parts of a loss as numerators over denominators, and its metrics."""
-    nums, metrics = loss.numerators(x, batch)
-    return tuple(Mean(num, den) for num, den in zip(nums, loss.denominators(batch), strict=True)), metrics
-
-
-def reduced(reduction: Reduction, loss: torch.Tensor, mask: torch.Tensor, segments: torch.Tensor | None = None) -> Mean:
-    """The one part of a reduction."""
-    (num,), (den,) = reduction.numerators(loss, mask, segments), reduction.denominators(mask, segments)
-    return Mean(num, den)
-
-
-def on_term(term: Any, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A term as `reduce` runs it: what lies outside the mask is 0, and the batch is constant."""
-    return term(where_masked(x, batch.mask), clean(batch))
 
 
 def sum_leaves(state) -> float:

@@ -215,6 +215,14 @@ def labelled(x, b):
     return {"x": list(x), "label": label}
 
 
+def normalised_leave_one_out(x, b):
+    """TRL's normalize_advantages: mean and deviation are of the rows that have others to be compared with."""
+    advantages = by_group(leave_one_out)(x, b)["x"]
+    compared = [value for i, value in enumerate(advantages) if len(members(b, i)) > 1]
+    center, spread = mean(compared), deviation(compared) + 1e-4
+    return {"x": [(value - center) / spread if len(members(b, i)) > 1 else 0.0 for i, value in enumerate(advantages)]}
+
+
 ROWS = [
     Row(
         "group_center",
@@ -235,6 +243,12 @@ ROWS = [
         "advantage",
         lambda: algos.chain(algos.batch_scale(1e-4), algos.group_center()),
         lambda x, b: {"x": [v / (deviation(x) + 1e-4) for v in by_group(lambda o, g, k: o - mean(g))(x, b)["x"]]},
+    ),
+    Row(
+        "batch_scale of the compared",
+        "advantage",
+        lambda: algos.chain(algos.leave_one_out(), algos.batch_scale(1e-4, alone=False)),
+        normalised_leave_one_out,
     ),
     Row("gae", "advantage", algos.gae, gae(1.0, 1.0), tokens=True, also=("generalised_advantages",)),
     Row("gae discounted", "advantage", lambda: algos.gae(0.9, 0.8), gae(0.9, 0.8), tokens=True),

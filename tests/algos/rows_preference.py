@@ -15,6 +15,7 @@ from rows_terms import Losses, TermRow, less_likely, table_rows
 from sequences import apart
 
 from funrl import algos
+from funrl.batch import map_kinds
 
 
 def sigmoid(x: float) -> float:
@@ -183,7 +184,7 @@ def desensitised(alpha: float) -> Callable[[list[dict]], Losses]:
     return reference
 
 
-def on_policy(seqs: list[dict]) -> Losses:
+def on_policy(seqs: list[dict], bound: float = 1.0) -> Losses:
     """WPO: DPO's loss times how likely the policy is to write both completions, a constant."""
     losses = []
     for i in range(0, len(seqs), 2):
@@ -191,7 +192,7 @@ def on_policy(seqs: list[dict]) -> Losses:
         for s in pair:
             relative = [p - log(z) for p, z in zip(s["held"], s["sum_pi_squared"], strict=True)]
             weight *= exp(sum(relative) / len(relative))
-        loss = min(weight, 1.0) * dpo_loss(0.3)(log_ratio(pair[0]), log_ratio(pair[1]))
+        loss = min(weight, bound) * dpo_loss(0.3)(log_ratio(pair[0]), log_ratio(pair[1]))
         losses += [[loss] * len(s["logp"]) for s in pair]
     return losses
 
@@ -228,6 +229,12 @@ TERMS = [
         "on_policy_weight",
         lambda: algos.preference(algos.sigmoid_pairs(0.3), algos.reference_log_ratio(), algos.on_policy_weight()),
         on_policy,
+        stops=True,
+    ),
+    TermRow(
+        "on_policy_weight unbounded",
+        lambda: algos.preference(algos.sigmoid_pairs(0.3), algos.reference_log_ratio(), algos.on_policy_weight(None)),
+        lambda seqs: on_policy(seqs, float("inf")),
         stops=True,
     ),
     TermRow(
@@ -318,6 +325,48 @@ LOSSES = [
 ]
 
 
+# ---- triples, side by side, two to a batch
+
+
+def triples_of_example(batch):
+    """Rows 0, 1, 2 and rows 3, 5, 6 of the example as two triples."""
+    batch = less_likely(batch)
+    parts = [torch.tensor(rows) for rows in ([0, 3], [1, 5], [2, 6])]
+    width, lengths = batch.mask.shape[1], [batch.length[rows] for rows in parts]
+    real = [torch.arange(width) < length[:, None] for length in lengths]
+    segments = torch.cat([number * on.long() for number, on in enumerate(real, 1)], 1)
+
+    def join(kind, x):
+        return torch.cat([x[rows] for rows in parts], 1) if kind.per_token else x[parts[0]]
+
+    return map_kinds(join, batch)._replace(segments=segments, length=2 * width + lengths[2])
+
+
+def tpo_loss(beta, margin, coef, reward):
+    def reference(seqs):
+        pairs = [s for i, s in enumerate(seqs) if i % 3 < 2]
+        tokens = [-coef * p for s in seqs[2::3] for p in s["logp"]]
+        contrast = pair_mean(lambda c, r: -log(sigmoid(beta * (c - r) - margin)), reward)(pairs)
+        return [contrast, (sum(tokens), float(len(tokens)))]
+
+    return reference
+
+
+TRIPLES = [
+    LossRow("tpo", lambda: algos.tpo(0.3, 0.7).losses["policy"], tpo_loss(0.3, 0.0, 0.7, likelihood)),
+    LossRow(
+        "tpo per_token",
+        lambda: algos.tpo(2.0, 1.0, per_token=True, margin=0.8).losses["policy"],
+        tpo_loss(2.0, 0.8, 1.0, mean_likelihood),
+    ),
+    LossRow(
+        "gold_likelihood",
+        lambda: algos.gold_likelihood(0.7),
+        lambda seqs: tpo_loss(1.0, 0.0, 0.7, likelihood)(seqs)[1:],
+    ),
+]
+
+
 # ---- rows of the table of pieces: pairs side by side, three to a batch
 
 
@@ -339,5 +388,11 @@ ROWS = [
             row.name, "loss", row.make, on_loss(row.reference), prepare=pairs_of_example, packed=False, smooth=True
         )
         for row in LOSSES
+    ),
+    *(
+        pieces.Row(
+            row.name, "loss", row.make, on_loss(row.reference), prepare=triples_of_example, packed=False, smooth=True
+        )
+        for row in TRIPLES
     ),
 ]

@@ -268,6 +268,15 @@ TERMS = [
         also=("sum_of_sequence", "mean_of_sequence"),
     ),
     TermRow(
+        "sequence_ratio product",
+        lambda: algos.clipped_surrogate(0.3, 0.5, ratio=algos.sequence_ratio(mean=False)),
+        by_sequence(
+            lambda s: [
+                ppo(0.3, 0.5)(exp(len(s["logp"]) * sequence_log_ratio(s)), advantage) for advantage in s["advantage"]
+            ]
+        ),
+    ),
+    TermRow(
         "sequence_ratio per_token",
         lambda: algos.clipped_surrogate(0.05, 0.1, ratio=algos.sequence_ratio(per_token=True)),
         gspo_token(0.05, 0.1),

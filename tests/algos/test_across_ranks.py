@@ -12,21 +12,21 @@ import pytest
 import rows_preference
 import torch
 from tables import ROWS as TABLE
-from test_pieces import signal_of
 
 from funrl.algos.advantages.groups import group_mean, groups_of
 from funrl.algos.core import Advantage, Signal, first_signal, reduce
 from funrl.algos.filters.by_row import every, not_truncated
 from funrl.algos.recipes import NAMES, recipe
-from funrl.batch import FIELDS, Batch, as_dict, example, map_fields
+from funrl.batch import Batch, as_dict, example, map_fields
 from funrl.data.packing import RowCost
+from funrl.fields import FIELDS
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
-from funrl.trainer.learn import denominators
-from funrl.trainer.micro import plan_epoch
-from funrl.trainer.roles import Role
-from funrl.trainer.step_rows import split_rows
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import plan_epoch
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.step_rows import UpdatePlan, split_rows
 
 B, T, GROUP = 24, 640, 4
 PARTS = [np.arange(24)[::-1], np.array([3, 17, 4]), np.array([7])]  # mini-batches; one has an empty completion alone
@@ -56,6 +56,7 @@ def drawn():
         "tokens": torch.from_numpy(rng.integers(0, 99, (B, T))), "group": torch.arange(B) // GROUP,
         "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2, "truncated": length > 600,
         "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(), "imitated": mask & (at % 3 == 0),
+        "demonstration": mask & (torch.arange(B) % GROUP == 1)[:, None],
         "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
         "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3,
     }  # fmt: skip
@@ -78,7 +79,7 @@ def cases():
     for row in TABLE:
         if row.kind == "advantage":
             batch = row.prepare(drawn())
-            found[f"piece {row.name}"] = Case(row.make(), batch, signal_of(row, batch))
+            found[f"piece {row.name}"] = Case(row.make(), batch, row.subject.signal(batch))
     return found
 
 
@@ -126,7 +127,8 @@ def own_part(x, own):
 def on_rank(batch, owner, mesh):
     own = np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))
     rows = split_rows(batch, owner, mesh)
-    narrow = map_fields(lambda name, x: x if FIELDS[name].kind == "row" else own_part(batch.get(name), own), rows.batch)
+    everywhere = FIELDS.rows()
+    narrow = map_fields(lambda name, x: x if name in everywhere else own_part(batch.get(name), own), rows.batch)
     return rows._replace(batch=narrow), own
 
 
@@ -161,7 +163,7 @@ def choice_bits(mesh, owner):
             for name, (dens, tokens) in totals.items():
                 found["denominators", pairs, n, name] = digest(torch.stack([*dens, tokens]))
     for count in (1, 5):
-        plan = plan_epoch(rows.lengths, mesh.size(mesh.row_axes), count, 0, 3, 1, 700, RowCost())
+        plan = plan_epoch(rows.lengths, mesh, UpdatePlan(3, minibatches=count, token_budget=700, cost=RowCost()), 1)
         found["mini-batches", count] = repr([part.tolist() for part in plan.parts])
     return found
 

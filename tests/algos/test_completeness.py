@@ -26,30 +26,41 @@ TESTED = {  # name: the test that would fail if it were wrong
     "check_rank": "test_arguments.py::"
     "test_outcomes_and_token_rewards_are_told_apart_even_where_rows_are_as_many_as_tokens",
     "chosen": "test_pairs.py::test_layout",
-    "clean": "test_pieces.py::test_loss_does_not_see_what_is_outside_the_mask",
+    "call_text": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
+    "clean": "test_pieces.py::test_a_piece_has_a_property",
     "corrected": "test_compose.py::test_corrected_and_filtered",
+    "defined_at": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "described": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "compared": "test_pairs.py::test_triples",
+    "gold": "test_pairs.py::test_triples",
     "divide": "test_guards.py::test_metrics_are_typed",
+    "explain_algorithm": "test_explanation.py::test_the_formulas_of_recipes_are_those_of_their_papers",
     "filtered": "test_compose.py::test_corrected_and_filtered",
     "fixed_kl": "test_arguments.py::test_adaptive_coefficients",
+    "guarded": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "is_own": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "kl_controller": "test_arguments.py::test_bad_arguments_are_refused_at_once",
     "last_tokens": "test_pairs.py::test_last_tokens",
+    "line_of": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "loss_factors": "test_arguments.py::test_bad_arguments_are_refused_at_once",
-    "mean_over_tokens": "test_across.py::test_ranks_that_hold_some_rows_get_the_same_bits",
+    "mean_over_tokens": "test_pieces.py::test_a_piece_has_a_property",
     "merge": "test_guards.py::test_metrics_are_typed",
     "name_of": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "node_of": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
     "noise": "test_selection.py::test_noise",
     "online_pairs": "test_pairs.py::test_ranking",
     "pair_metrics": "test_pairs.py::test_places",
     "pair_sums": "test_pairs.py::test_layout",
     "pairs_present": "test_pairs.py::test_places",
     "parse_weights": "test_arguments.py::test_numbers_with_commas_between_are_weights",
-    "reads": "test_pieces.py::test_what_a_piece_reads_is_found_by_running_it",
+    "reads": "test_pieces.py::test_a_piece_has_a_property",
+    "reward_rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
+    "rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
     "reference_point": "test_pairs.py::test_reference_point",
     "resample_rows": "test_selection.py::test_resampling",
     "resampling_weights": "test_selection.py::test_the_weights_of_resampling_can_be_seen",
     "run_advantage": "test_guards.py::test_what_a_chain_makes_is_found_by_running_it",
-    "run_function": "test_pieces.py::test_what_a_piece_reads_is_found_by_running_it",
+    "run_function": "test_pieces.py::test_a_piece_has_a_property",
     "or_token_ratio": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "run_piece": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "run_term": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
@@ -59,8 +70,8 @@ TESTED = {  # name: the test that would fail if it were wrong
     "to_pair_tokens": "test_pairs.py::test_places",
     "token_mean_of": "test_guards.py::test_metrics_are_typed",
     "top_tokens": "test_selection.py::test_the_same_tokens_are_on_top_as_by_sorting",
-    "total": "test_across.py::test_ranks_that_hold_some_rows_get_the_same_bits",
-    "value_of": "test_pieces.py::test_loss_equals_its_reference",
+    "total": "test_pieces.py::test_a_piece_has_a_property",
+    "value_of": "test_pieces.py::test_a_piece_has_a_property",
 }
 SERVE = {  # name: the rows that fail if it is wrong
     "accumulate": "gae, reward_to_go",
@@ -76,6 +87,7 @@ SERVE = {  # name: the rows that fail if it is wrong
     "last_of": "to_last_token",
     "log_gap": "importance_weights",
     "next_sampled": "gae",
+    "power_of_two": "group_scale, whiten",
     "sequence_sums": "sequence_mean",
     "slot_baseline": "optimal_token_baseline",
     "to_own_tokens": "sequence_ratio",
@@ -84,9 +96,13 @@ SERVE = {  # name: the rows that fail if it is wrong
 }
 
 
+# Files that write formulas and hold no piece; test_explanation.py and test_piece_formulas.py are their tests.
+OF_FORMULAS = ("notation", "notation_losses", "notation_chains", "plain_text")
+
+
 def modules():
     found = pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")
-    return [importlib.import_module(info.name) for info in found if not info.ispkg]
+    return [importlib.import_module(x.name) for x in found if not x.ispkg and x.name.split(".")[2] not in OF_FORMULAS]
 
 
 def public_functions():
@@ -131,7 +147,9 @@ def test_the_index_has_every_public_name_and_where_it_is():
     assert {name: WHERE[name] for name in functions if name in WHERE} == {
         name: module.removeprefix("funrl.algos.") for name, module in functions.items() if name in WHERE
     }
-    assert set(functions) - set(WHERE) == {"reads_of", "on_example", "learns_alone", "loss_factors"}
+    inner = {"reads_of", "on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
+    inner |= {"call_text", "node_of"}  # of explanations
+    assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)
     inside = {info.name.split(".")[2] for info in pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")}

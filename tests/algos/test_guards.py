@@ -9,7 +9,8 @@ from pieces import example
 
 from funrl import algos
 from funrl.algos import Algorithm, Loss, Max, Mean, Reduction, Signal, Sum, chain, check, reduce, stateless, token_mean
-from funrl.batch import FIELDS, Batch, fields_by
+from funrl.batch import Batch
+from funrl.fields import FIELDS
 
 SOURCE = {"length", "group", "score", "truncated", "rollout_logp"}
 STEP = {"old_logp", "entropy"}
@@ -102,8 +103,81 @@ def long_ones(batch):
     return batch.mask.sum(1) > 3
 
 
+def subtracts_in_place(logp, batch):
+    logp.sub_(batch.old_logp)
+    return -logp * batch.advantage, {}
+
+
+def writes_to_a_view(logp, batch):
+    logp.data.numpy()[:, 2] = 0.0
+    return -logp * batch.advantage, {}
+
+
+def zeroes_scores(x, batch):
+    batch.score.zero_()
+    return x
+
+
+def clears_a_mask(signal, state, batch):
+    signal.mask[0] = False
+    return signal, state
+
+
+def counts_in_place(signal, state, batch):
+    state += 1
+    return signal, state
+
+
+def drops_scores(batch):
+    batch.score[0] += 1
+    return batch.score > 0
+
+
+def too_wide(x, batch):
+    return x + batch.mask.new_zeros(5)
+
+
 plain = trained().losses["policy"]
+AT = r"at .*test_guards.py:\d+"
 BROKEN = {
+    "a term that changes what another reads": (
+        lambda: check(trained(algos.add(algos.policy_gradient(), subtracts_in_place)), AVAILABLE),
+        rf"^term subtracts_in_place changes its input x in place {AT}: logp.sub_\(batch.old_logp\): pieces that run",
+    ),
+    "a term that changes it where no version tells": (
+        lambda: check(trained(writes_to_a_view), AVAILABLE),
+        rf"term writes_to_a_view changes its input x in place {AT}: logp.data.numpy\(\)\[:, 2\] = 0.0: pieces",
+    ),
+    "a piece that zeroes the scores": (
+        lambda: check(trained(advantage=chain(stateless(zeroes_scores), to_tokens)), AVAILABLE),
+        rf"piece zeroes_scores changes its input \S+ in place {AT}: batch.score.zero_\(\)",
+    ),
+    "a piece that changes the mask": (
+        lambda: check(trained(advantage=chain(algos.Advantage(lambda: (), clears_a_mask), to_tokens)), AVAILABLE),
+        rf"piece clears_a_mask changes its input signal.mask in place {AT}: signal.mask\[0\] = False",
+    ),
+    "a piece that counts in its state": (
+        lambda: check(
+            trained(advantage=chain(algos.Advantage(lambda: torch.zeros(()), counts_in_place), to_tokens)), AVAILABLE
+        ),
+        rf"piece counts_in_place changes its input state in place {AT}: state \+= 1",
+    ),
+    "a filter that changes the scores": (
+        lambda: check(trained(filter=drops_scores), AVAILABLE),
+        rf"the filter drops_scores changes its input batch.score in place {AT}: batch.score\[0\] \+= 1",
+    ),
+    "a piece of wrong shapes": (
+        lambda: check(trained(advantage=chain(stateless(too_wide), to_tokens)), AVAILABLE),
+        rf"cannot be run on the example batch .* in too_wide {AT}: return x \+ batch.mask.new_zeros\(5\): RuntimeError",
+    ),
+    "a misspelt field, with its line": (
+        lambda: check(trained(reads_unknown), AVAILABLE),
+        rf"in reads_unknown {AT}: return -logp \* batch.advantages, \{{\}}: AttributeError: a batch has no field",
+    ),
+    "a scalar loss, with the place of its term": (
+        lambda: check(trained(scalar_loss), AVAILABLE),
+        r"term scalar_loss gave .*; the reduction sums it \(.*test_guards.py:\d+\)$",
+    ),
     "a mean over the tokens of a rank": (
         lambda: check(trained(advantage=chain(to_tokens, stateless(mean_of_own_tokens))), AVAILABLE),
         r"chain gives a rank that has the tokens of 2 of 4 rows something else .*\(other numbers\).*batch.across.sums",
@@ -308,7 +382,7 @@ def test_a_broken_piece_is_refused_before_the_first_update(name):
 @pytest.mark.parametrize("name", algos.NAMES)
 def test_every_recipe_passes_and_each_field_that_it_reads_is_named_where_it_is_missing(name):
     algorithm = algos.recipe(name)()
-    written = set(FIELDS) - set(fields_by("advantage", "trainer"))
+    written = set(FIELDS) - set(FIELDS.by("advantage", "trainer"))
     check(algorithm, written)
     for field in algos.reads(algorithm).required - {"mask", "score"}:
         with pytest.raises(ValueError, match=rf"batch.{field} is missing; it is written by"):

@@ -13,11 +13,12 @@ import pathlib
 import pieces
 import pytest
 import torch
-from pieces import example, fractions, packed, plain, poisoned, policy_logp
+from pieces import example, fractions, plain, policy_logp
 
 from funrl import algos
 from funrl.algos import NAMES, Algorithm, Signal, adaptive_kl, apply_advantage, corrected, reads, reduce, token_mean
 from funrl.batch import Batch, as_dict, select
+from funrl.testing.awkward_rows import packed_batch, poisoned
 
 GOLDEN = pathlib.Path(__file__).with_name("golden.json")
 MADE = {"advantage", "returns", "weight", "label", "imitated", "selected", "entropy_coefficient", "sampled"}
@@ -48,6 +49,7 @@ VARIANTS = {
     "reinforce_plus_plus_baseline": algos.reinforce_plus_plus_baseline,
     "dppo by KL": lambda: algos.dppo("kl", 0.02, 0.03),
     "otb over turns": lambda: algos.otb(turns=True, raw_tail=True, kl_coef=0.1),
+    "gvpo to the reference": lambda: algos.gvpo(to_reference=True),
     "distillation direct": lambda: algos.distillation(direct=True, kind="k3+"),
     "grpo, truncated importance weights": lambda: corrected(grpo(), algos.importance_weights("token", high=1.1)),
 }
@@ -143,7 +145,7 @@ def test_a_step_is_exact_under_micro_batches_packing_and_poison(name):
         dirty = value_and_gradient(poisoned(batch), torch.where(batch.mask, logp, torch.nan), [slice(None)])
         assert torch.equal(dirty[0], value) and torch.equal(dirty[1], gradient)
         if name != "pf_ppo":  # its rows are drawn: other lengths
-            short, short_logp = packed(batch, logp)
+            short, short_logp = packed_batch(batch, logp)
             again, _ = value_and_gradient(short, short_logp, [slice(None)])
             torch.testing.assert_close(again, value, rtol=1e-12, atol=1e-12)
 
@@ -179,7 +181,10 @@ def test_float32_is_close_and_needs_no_other_dtype(name):
     torch.testing.assert_close(*advantages, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "sppo", "gdpo", "dapo"])
+@pytest.mark.parametrize(
+    "name",
+    [*("grpo", "dr_grpo", "rloo", "opo", "gpg", "sppo", "gdpo"), "dapo", "maxrl", "lite_ppo", "real", "gvpo", "a2po"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_and_lonely_rows_give_exactly_zero(name, dtype):
     """Seven times 0.1 in float32 is where a mean's rounding, divided by a small deviation, becomes an advantage."""
@@ -193,6 +198,7 @@ def test_equal_rewards_and_lonely_rows_give_exactly_zero(name, dtype):
 ZERO_BY_GROUP = {
     *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
     *("dppo by KL", "grpo, truncated importance weights"),
+    *("maxrl", "lite_ppo", "fipo", "real", "gvpo", "a2po", "m2po", "rollout_is", "chord"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "ppo with everything"), "a critic scores, not the group"),
@@ -202,6 +208,10 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     "prime": "process rewards differ, and it whitens as the one before",
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
     **dict.fromkeys(("distillation", "distillation direct"), "a teacher scores every token"),
+    "prpo": "the batch scores, not the group",
+    "gvpo to the reference": "log-ratios are compared too",
+    "topr": "a constant is taken off, not the group's mean",
+    "raft_plus_plus": "the best are imitated, even where all are",
 }
 
 

@@ -3,7 +3,7 @@
 import pieces
 import pytest
 import torch
-from rows_preference import pairs_of_example
+from rows_preference import pairs_of_example, triples_of_example
 from sequences import apart
 
 from funrl import algos
@@ -33,6 +33,21 @@ def test_layout():
         algos.pair_sums(batch.old_logp, batch)
 
 
+def test_triples():
+    """Segments 1 and 2 of every four are compared, the third is imitated; a number of segments that is not there is no
+    pair."""
+    batch = triples_of_example(pieces.example())
+    packed = batch._replace(segments=torch.where(batch.segments > 0, batch.segments + 4, 0))  # behind another triple
+    for one in (batch, packed):
+        assert algos.compared(one).sum(1).tolist() == [7 + 11, 3 + 8]
+        assert algos.gold(one).sum(1).tolist() == [12, 8]
+        assert not (algos.gold(one) & algos.compared(one)).any()
+        loss, metrics = algos.tpo(0.3).losses["policy"](one.old_logp, one)
+        assert metrics["preference/accuracy"].den == 2 and loss.isfinite()
+    with pytest.raises(ValueError, match="the batch has no segments: triples lie side by side"):
+        algos.gold(batch._replace(segments=None))
+
+
 def test_places():
     """What stands for a pair reaches the tokens of its two sequences and no others; empty places are not counted."""
     both = pairs_of_example(pieces.example())
@@ -54,6 +69,31 @@ def test_places():
     assert each["preference/accuracy"] == (1.5, 3)  # one won, one tied, one lost
     lengths = both.mask.sum().item()
     assert metrics["preference/margin"].value.item() == pytest.approx(0.1 * 0.1 * lengths / 3)  # times beta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_difference_within_rounding_is_a_tie(dtype):
+    """Another mesh adds in another order: a policy that is its reference differs from it by last bits."""
+    both = pairs_of_example(pieces.example(dtype))
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(both.ref_logp.shape, generator=draw, dtype=dtype) * torch.finfo(dtype).eps
+    beats = torch.where(algos.chosen(both), 1e-3, 0.0).to(dtype)
+    for recipe in (algos.dpo(), algos.dpo(length_alpha=0.3)):
+        loss = recipe.losses["policy"]
+        _, metrics = loss(both.ref_logp + noise, both)
+        assert metrics["preference/accuracy"] == (1.5, 3) and metrics["preference/margin"].num != 0
+        _, metrics = loss(both.ref_logp + beats, both)
+        assert metrics["preference/accuracy"] == (3, 3)
+    _, metrics = algos.aot()(both.ref_logp + noise, both)
+    assert metrics["preference/accuracy"] == (1.5, 3)
+    equal = torch.full_like(both.ref_logp, -2.0)
+    for term in (algos.pairwise_reward(), algos.preference(algos.sigmoid_pairs(), algos.log_likelihood(True))):
+        assert term(equal + noise, both)[1]["preference/accuracy"] == (1.5, 3)
+    implicit = algos.implicit_reward_loss()
+    labelled = both._replace(label=torch.ones_like(both.ref_logp))
+    assert implicit.numerators(both.ref_logp + noise, labelled)[1]["implicit_reward/accuracy"].value == 0.5
+    assert implicit.numerators(both.ref_logp + 0.1, labelled)[1]["implicit_reward/accuracy"].value == 1
+    assert implicit.numerators(both.ref_logp - 0.1, labelled)[1]["implicit_reward/accuracy"].value == 0
 
 
 def test_ranking():

@@ -6,23 +6,27 @@ import re
 import pytest
 import torch
 from pieces import example, policy_logp
-from rows_preference import pairs_of_example
+from rows_preference import pairs_of_example, triples_of_example
 from rows_terms import less_likely, with_top_tokens
 
 from funrl.algos import NAMES, apply_advantage, reads, recipe
 from funrl.batch import Batch, as_dict
-from funrl.experiments.arguments import arguments_of
-from funrl.trainer.settings import settings_flags
+from funrl.flags.arguments import arguments_of
+from funrl.trainer.settings.settings import settings_flags
 
 MADE = {"advantage", "returns", "weight", "imitated", "selected", "entropy_coefficient", "sampled"}
 NUMBERS = (0.05, 0.3, 0.45, 1.2, 1.7, 3.0, 6.0, 0.999)
 TEXTS = {  # values of arguments that are words
     "kl_kind": "k1", "pf_ppo.kind": "max_min", "dppo.kind": "kl", "dppo.sampled_by": "old_logp",
     "distillation.kind": "forward", "dpo.loss": "hinge", "online_dpo.loss": "hinge", "dpo.divergence": "js",
+    "spin.loss": "hinge", "rollout_is.sampled_by": "old_logp",
 }  # fmt: skip
+GIVEN_SIDE_BY_SIDE = {"pair": pairs_of_example, "demonstrated": pairs_of_example, "triple": triples_of_example}
 BESIDE = {  # what an argument needs beside it to act
     "kl_target": {"kl_coef": 0.1},
     "kl_kind": {"kl_coef": 0.1},
+    "kl_bias_corrected": {"kl_coef": 0.1},
+    "dpo.weight_bound": {"on_policy": True},
     "dapo.overlong_buffer": {"max_new_tokens": 6},
     "dapo.overlong_coef": {"max_new_tokens": 6},
     "distillation.rest": {"kind": "forward"},
@@ -78,8 +82,8 @@ def numbers(algorithm, whole, logp):
             ]
             out += [made.mask.tolist(), *(metric.value.item() for metric in metrics.values())]
         batch, logp = made, logp[: len(made.mask)]
-    if algorithm.example == "pair":
-        batch = pairs_of_example(whole)
+    if algorithm.example in GIVEN_SIDE_BY_SIDE:
+        batch = GIVEN_SIDE_BY_SIDE[algorithm.example](whole)
         logp = batch.old_logp
     for loss in algorithm.losses.values():
         leaf = logp.clone().requires_grad_()

@@ -10,6 +10,7 @@ import math
 import random
 
 import pytest
+import rows_newer
 import rows_preference
 import rows_terms
 import torch
@@ -20,7 +21,7 @@ from funrl import algos
 from funrl.algos import reads, sequence_mean, token_mean
 from funrl.batch import MissingField, as_dict, select
 
-ROWS = [*rows_terms.TERMS, *rows_preference.TERMS]
+ROWS = [*rows_terms.TERMS, *rows_newer.TERMS, *rows_preference.TERMS]
 BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 SEEDS = (0, 1, 2)
 

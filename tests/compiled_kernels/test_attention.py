@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funrl.compiled_kernels.attention import attention, attention_reference
 from funrl.compiled_kernels.norm import rms_norm, rms_norm_reference
 from funrl.compiled_kernels.rotary import frequencies, rotary, rotate, rotate_reference
-from funrl.models.config import RopeScaling
+from funrl.models.decoder.layers import RopeScaling
 
 
 def _draw(*shape, dtype=torch.float64, seed=0):
@@ -110,6 +110,14 @@ def test_rotation(batched):
     assert (got - rotate_reference(x, positions, frequency)).abs().max() < 1e-12
     assert torch.equal(got[:, 0], x[:, 0])  # position 0 is not turned
     assert torch.allclose(got.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_rotation_of_the_first_numbers_of_a_head():
+    x = _draw(2, 6, 3, 8)
+    rope = rotary(torch.arange(6), frequencies(4, 10000.0, dtype=torch.float64), torch.float64)
+    got = rotate(x, rope)
+    assert torch.equal(got[..., :4], rotate(x[..., :4], rope))
+    assert torch.equal(got[..., 4:], x[..., 4:])
 
 
 def test_frequency_scaling():

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 from funrl.compiled_kernels.varlen_attention import segment_offsets, varlen_attention, varlen_attention_reference
 from funrl.models import Config, Inputs, decoder_model
-from funrl.models.decoder import decoder_layer
-from funrl.models.sequence_parallel import with_blocks
+from funrl.models.decoder.decoder import decoder_layer
+from funrl.models.decoder.sequence_parallel import with_blocks
 
 STRUCTURES = {  # tokens of each segment, and padding behind them
     "one": ([23], 0),

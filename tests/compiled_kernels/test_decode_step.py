@@ -19,10 +19,12 @@ from funrl.compiled_kernels.decode_step import (
     packed_decoder,
     page_bytes,
 )
-from funrl.mesh.processes import can_fork
-from funrl.models.config import Config, RopeScaling
-from funrl.models.decoder import decoder_model
+from funrl.models.decoder.compiled_step import step_sizes
+from funrl.models.decoder.config import Config
+from funrl.models.decoder.decoder import decoder_model
+from funrl.models.decoder.layers import RopeScaling
 from funrl.models.model import Inputs
+from funrl.processes.workers import can_fork
 from funrl.rollout.sampling import invert
 
 NO_KERNEL = kernel_library.library_problem()
@@ -69,7 +71,7 @@ class Sequences:
     def __init__(self, decoder, lengths, shuffle=None, seed=1):
         generator = torch.Generator().manual_seed(seed)
         self.decoder, self.lengths = decoder, lengths
-        self.tokens = [torch.randint(decoder.config.vocab, (length,), generator=generator) for length in lengths]
+        self.tokens = [torch.randint(decoder.sizes.vocab, (length,), generator=generator) for length in lengths]
         width = -(-max(lengths) // PAGE)
         pages = torch.arange(len(lengths) * width)
         if shuffle is not None:
@@ -138,7 +140,7 @@ def exact_logp(config, params, tokens):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_float32_is_as_near_to_float64_as_the_trainer(name):
     config = config_of(name)
-    rows = Sequences(packed_decoder(config, weights(config), torch.float32, 1), [40, 3, 22])
+    rows = Sequences(packed_decoder(step_sizes(config), weights(config), torch.float32, 1), [40, 3, 22])
     for tokens, logits in zip(rows.tokens, rows.all(chunks(rows.lengths)), strict=True):
         gap = (logits.double().log_softmax(-1) - exact_logp(config, weights(config), tokens)).abs()
         assert gap.max() < 1e-5 and gap.mean() < 1e-6
@@ -148,7 +150,7 @@ def test_float32_is_as_near_to_float64_as_the_trainer(name):
 def test_bfloat16_is_as_near_to_float64_as_torch_s_bfloat16(name):
     config = config_of(name)
     params = cast(weights(config), torch.bfloat16)
-    rows = Sequences(packed_decoder(config, params, torch.bfloat16, 1), [40, 3, 22])
+    rows = Sequences(packed_decoder(step_sizes(config), params, torch.bfloat16, 1), [40, 3, 22])
     model, ours, theirs = decoder_model(config), [], []
     for tokens, logits in zip(rows.tokens, rows.all(chunks(rows.lengths)), strict=True):
         exact = exact_logp(config, params, tokens)
@@ -173,7 +175,7 @@ def test_the_reference_is_the_model(name):
     for first, end in ((0, 33), (33, 34), (34, 40)):
         positions = torch.arange(first, end)
         call = (tokens[first:end], positions, torch.zeros_like(positions), table, torch.arange(end - first))
-        found.append(decode_reference(config, params, cache, *call))
+        found.append(decode_reference(step_sizes(config), params, cache, *call))
     gap = (torch.cat(found).log_softmax(-1) - exact_logp(config, params, tokens)).abs().max()
     assert gap < 1e-12
 
@@ -183,7 +185,7 @@ def test_the_reference_is_the_model(name):
 def test_bits_depend_on_nothing_else_in_a_call(name, dtype):
     """Prefill, decode, chunks, batches, pages and threads: one and the same number."""
     config = config_of(name)
-    decoders = [packed_decoder(config, weights(config), dtype, threads) for threads in (1, 2, 3)]
+    decoders = [packed_decoder(step_sizes(config), weights(config), dtype, threads) for threads in (1, 2, 3)]
     lengths = [35, 70, 4, 19, 33, 17, 18, 50]
     rows = Sequences(decoders[0], lengths)
     expected, pages = rows.all(at_once(lengths)), [rows.pages(s) for s in range(len(lengths))]
@@ -204,7 +206,7 @@ def test_bits_depend_on_nothing_else_in_a_call(name, dtype):
 
 def test_more_rows_than_a_block():
     config = config_of("qwen3")
-    decoder = packed_decoder(config, weights(config), torch.float32, 2)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 2)
     rows = Sequences(decoder, [90, 1, 150])
     alone = Sequences(decoder, [90, 1, 150], 3)
     expected = alone.all([[(s, 0, length)] for s, length in enumerate(alone.lengths)])
@@ -213,7 +215,7 @@ def test_more_rows_than_a_block():
 
 def test_no_logits_and_no_tokens():
     config = config_of("llama")
-    rows = Sequences(packed_decoder(config, weights(config), torch.float32, 1), [20])
+    rows = Sequences(packed_decoder(step_sizes(config), weights(config), torch.float32, 1), [20])
     none = torch.zeros(0, dtype=torch.int64)
     positions = torch.arange(19)
     call = (rows.tokens[0][:19], positions, torch.zeros_like(positions), rows.tables, none)
@@ -227,7 +229,7 @@ def test_no_logits_and_no_tokens():
 def test_a_sequence_reads_pages_that_another_one_writes_in_the_same_call(dtype):
     """Two samples of one prompt: the second takes full pages from the first, in the call that writes them."""
     config = config_of("qwen2")
-    decoder = packed_decoder(config, weights(config), dtype, 2)
+    decoder = packed_decoder(step_sizes(config), weights(config), dtype, 2)
     prompt = torch.randint(config.vocab, (37,), generator=torch.Generator().manual_seed(5))
     alone = Sequences(decoder, [37])
     alone.tokens = [prompt]
@@ -245,7 +247,7 @@ def test_a_sequence_reads_pages_that_another_one_writes_in_the_same_call(dtype):
 
 def test_copied_pages_continue_a_sequence():
     config = config_of("llama")
-    decoder = packed_decoder(config, weights(config), torch.float32, 1)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 1)
     rows = Sequences(decoder, [40, 40])
     rows.tokens[1] = rows.tokens[0]
     expected = rows.compute([(0, 0, 40)])
@@ -264,7 +266,7 @@ def test_copied_pages_continue_a_sequence():
 def test_what_a_token_must_not_see_is_never_touched(name, dtype):
     """NaN in the slots behind a token, before its window, and in those of another sequence."""
     config = config_of(name)
-    decoder = packed_decoder(config, weights(config), dtype, 1)
+    decoder = packed_decoder(step_sizes(config), weights(config), dtype, 1)
     clean = Sequences(decoder, [41, 30])
     expected = clean.all(chunks(clean.lengths))
     rows = Sequences(decoder, [41, 30])
@@ -277,7 +279,7 @@ def test_a_token_that_is_not_finite_spoils_no_earlier_one():
     config = config_of("llama")
     params = trees.map_named(lambda _, x: x.clone(), weights(config))
     params["embed"][7] = math.inf
-    decoder = packed_decoder(config, params, torch.float32, 1)
+    decoder = packed_decoder(step_sizes(config), params, torch.float32, 1)
     rows = Sequences(decoder, [30])
     rows.tokens[0][rows.tokens[0] == 7] = 8
     expected = rows.compute([(0, 0, 30)])
@@ -290,7 +292,7 @@ def test_a_token_that_is_not_finite_spoils_no_earlier_one():
 def test_long_sequences(name, length):
     """More keys than any buffer of fixed size would hold, and positions behind the first table of rotations."""
     config = config_of(name)
-    decoder = packed_decoder(config, weights(config), torch.float32, 2)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 2)
     rows = Sequences(decoder, [length])
     rows.compute([(0, 0, 700)])
     rows.compute([(0, 700, length - 1)])
@@ -303,10 +305,10 @@ def test_long_sequences(name, length):
 def test_other_weights_take_the_place_of_the_first_ones():
     config = config_of("qwen3")
     other = trees.map_named(lambda _, x: x + 0.01, weights(config))
-    decoder = packed_decoder(config, weights(config), torch.float32, 1)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 1)
     Sequences(decoder, [2000]).compute([(0, 1990, 2000)])  # the table of rotations is longer than at first
     decoder.load(other)
-    fresh = packed_decoder(config, other, torch.float32, 1)
+    fresh = packed_decoder(step_sizes(config), other, torch.float32, 1)
     a, b = (Sequences(d, [20]).compute([(0, 0, 20)]) for d in (decoder, fresh))
     assert torch.equal(a, b)
 
@@ -314,7 +316,7 @@ def test_other_weights_take_the_place_of_the_first_ones():
 def test_the_weights_are_copies():
     config = config_of("llama with scaled rope")  # tied: the embedding is used twice
     params = trees.map_named(lambda _, x: x.clone().requires_grad_(), weights(config))
-    decoder = packed_decoder(config, params, torch.float32, 1)
+    decoder = packed_decoder(step_sizes(config), params, torch.float32, 1)
     expected = Sequences(decoder, [20]).compute([(0, 0, 20)])
     with torch.no_grad():
         trees.map_named(lambda _, x: x.zero_(), params)
@@ -325,17 +327,17 @@ def test_memory_of_a_page():
     for name in CONFIGS:
         config = config_of(name)
         for dtype in (torch.float32, torch.bfloat16):
-            cache = packed_decoder(config, weights(config), dtype, 1).init_cache(3)
-            assert sum(x.nbytes for x in cache) == 3 * page_bytes(config, dtype)
+            cache = packed_decoder(step_sizes(config), weights(config), dtype, 1).init_cache(3)
+            assert sum(x.nbytes for x in cache) == 3 * page_bytes(step_sizes(config), dtype)
             assert all((x == 0).all() for x in cache)
 
 
 def test_memory_of_a_cache_is_taken_as_it_is_written():
     config = config_of("llama")
-    decoder = packed_decoder(config, weights(config), torch.float32, 1)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 1)
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1])
-    cache = decoder.init_cache((1 << 30) // page_bytes(config, torch.float32))
+    cache = decoder.init_cache((1 << 30) // page_bytes(step_sizes(config), torch.float32))
     with open("/proc/self/statm") as file:
         assert (int(file.read().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 64 << 20
     assert cache.keys.nbytes > 500 << 20
@@ -358,7 +360,7 @@ def test_memory_of_a_cache_is_taken_as_it_is_written():
 )
 def test_bad_input_is_named(change, message):
     config = config_of("llama")
-    decoder = packed_decoder(config, weights(config), torch.float32, 1)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 1)
     given = {"tokens": [1, 2], "positions": [0, 1], "sequence": [0, 0], "tables": [[0, 1]], "draw": [1]} | change
     tables = torch.tensor(given.pop("tables"), dtype=torch.int32)
     tokens, positions, sequence, draw = (torch.tensor(x) for x in given.values())
@@ -368,10 +370,10 @@ def test_bad_input_is_named(change, message):
 
 def test_what_has_no_kernel_says_so():
     config = config_of("llama")
-    assert "not torch.float64" in kernel_problem(config, torch.float64)
-    assert kernel_problem(config, torch.bfloat16) is None
+    assert "not torch.float64" in kernel_problem(step_sizes(config), torch.float64)
+    assert kernel_problem(step_sizes(config), torch.bfloat16) is None
     with pytest.raises(kernel_library.KernelError, match=r"not torch\.float16"):
-        packed_decoder(config, weights(config), torch.float16)
+        packed_decoder(step_sizes(config), weights(config), torch.float16)
 
 
 def child_computes(decoder, lengths, expected):
@@ -395,7 +397,7 @@ def child_computes(decoder, lengths, expected):
 
 def test_a_fork_of_a_process_that_used_the_threads_has_its_own():
     config = config_of("qwen2")
-    decoder = packed_decoder(config, weights(config), torch.float32, 2)
+    decoder = packed_decoder(step_sizes(config), weights(config), torch.float32, 2)
     lengths = [40, 9]
     expected = Sequences(decoder, lengths).all(at_once(lengths))
     for _ in range(3):
@@ -409,7 +411,7 @@ def test_two_python_threads_compute_at_once():
 
     config = config_of("qwen2")
     lengths = [60, 9]
-    decoders = [packed_decoder(config, weights(config), torch.float32, 2) for _ in range(3)]
+    decoders = [packed_decoder(step_sizes(config), weights(config), torch.float32, 2) for _ in range(3)]
     expected = Sequences(decoders[0], lengths).all(together(lengths))
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda d: Sequences(d, lengths).all(together(lengths)), decoders))
@@ -438,7 +440,9 @@ def test_on_lesser_processors(lesser):
             test_bits_depend_on_nothing_else_in_a_call(name, dtype)
     logits, source = torch.randn(2, 2050, generator=torch.Generator().manual_seed(0)) * 3, torch.arange(2).repeat(500)
     noise = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    token, _, raw_logp = packed_decoder(config, weights(config), torch.float32, 2).sample(logits, source, noise, 1.0)
+    token, _, raw_logp = packed_decoder(step_sizes(config), weights(config), torch.float32, 2).sample(
+        logits, source, noise, 1.0
+    )
     logp = logits.double().log_softmax(-1)[source]
     assert torch.equal(token, invert(logp.exp(), noise)[0].squeeze(1))
     assert (raw_logp - logp.gather(1, token[:, None]).squeeze(1)).abs().max() < 2e-6

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from funrl.compiled_kernels.divergence import divergence, topk_divergence
+from funrl.compiled_kernels.linear_divergence import divergence, topk_divergence
 
 BETAS = [0, 0.1, 0.5, 0.9, 1]
 

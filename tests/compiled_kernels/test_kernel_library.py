@@ -1,7 +1,5 @@
 """Compiling the kernels: races, compilers that are missing or fail, folders that cannot be written."""
 
-import ctypes
-import random
 import stat
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from funrl.compiled_kernels import kernel_library
-from funrl.compiled_kernels.kernel_library import CHECKSUM, KernelError, cache_folder, library, library_problem
+from funrl.compiled_kernels.kernel_library import KernelError, cache_folder, library, library_problem
 
 NO_KERNEL = library_problem()
 pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
@@ -63,28 +61,6 @@ def test_the_file_is_named_after_what_its_bits_depend_on(fresh, monkeypatch, tmp
     other_processor = kernel_library._compiled()
     assert len({first, other_version, other_flags, other_processor}) == 4
     assert sorted(fresh.iterdir()) == sorted([first, other_version, other_flags, other_processor])
-
-
-@pytest.mark.parametrize("count", [0, 1, 9, 12288, 12289, 40000])
-def test_checksums_of_bytes(count, fresh):
-    """By the definition: bits of the bytes divided by the polynomial, lowest first; "123456789" gives e3069283."""
-
-    def expected(content):
-        state = 0xFFFFFFFF
-        for byte in content:
-            state ^= byte
-            for _ in range(8):
-                state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
-        return state ^ 0xFFFFFFFF
-
-    checksum = library(CHECKSUM).funrl_crc32c
-    checksum.restype = ctypes.c_uint32
-    content = random.Random(count).randbytes(count)
-    assert expected(b"123456789") == checksum(b"123456789", 9, 0) == 0xE3069283
-    assert checksum(content, count, 0) == expected(content)
-    first = count // 3
-    assert checksum(content[first:], count - first, checksum(content, first, 0)) == expected(content)
-    assert [file.name.partition("-")[0] for file in fresh.iterdir()] == ["checksum"]
 
 
 def test_no_compiler(fresh, monkeypatch):

@@ -10,6 +10,7 @@ from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_
 from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
 from funrl.models import Config, decoder_model
+from funrl.models.decoder.compiled_step import step_sizes
 
 NO_KERNEL = library_problem()
 pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
@@ -96,7 +97,7 @@ def test_a_forward_pass_of_these_is_that_of_the_engine(name):
         h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
         x = x + linear(torch.nn.functional.silu(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
     logits = linear(rms_norm(x, params["norm"], config.norm_eps), params["unembed"])
-    decoder = packed_decoder(config, params, torch.float32)
+    decoder = packed_decoder(step_sizes(config), params, torch.float32)
     tables = torch.arange(9, dtype=torch.int32).view(3, 3)
     sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     engine = decoder.forward(decoder.init_cache(9), tokens, positions, sequence, tables, torch.arange(len(tokens)))

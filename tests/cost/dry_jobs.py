@@ -5,10 +5,10 @@ import json
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.hardware import HARDWARE
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_model, with_value_head
 from funrl.models.lora import with_lora
-from funrl.trainer.settings import Settings
+from funrl.trainer.settings.settings import settings_of
 
 H100, CPU = HARDWARE["h100"], HARDWARE["cpu"]
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 96, "vocab": 300}
@@ -27,7 +27,7 @@ QWEN3_30B = {
 
 def settings(**given):
     chosen = {"batch_prompts": 8, "samples_per_prompt": 2, "max_new_tokens": 24, "token_budget": 256, "minibatches": 1}
-    return Settings(**chosen | given)
+    return settings_of(**chosen | given)
 
 
 def plain(algorithm="ppo", memory=CPU.memory, arguments=None, **given):

@@ -5,11 +5,12 @@ import torch
 from dry_jobs import CPU, H100, small
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from funrl.cost import dry_run, rates, tracer
-from funrl.cost.costs import Costs, Traffic, after, along, plus, times
-from funrl.cost.hardware import collective_seconds, op_seconds
-from funrl.cost.shape_memo import ShapeMemo, scan
-from funrl.cost.tracer import Tracer
+from funrl.cost import dry_run, rates
+from funrl.cost.tracing import tracer
+from funrl.cost.tracing.costs import Costs, Traffic, after, along, plus, times
+from funrl.cost.tracing.hardware import collective_seconds, op_seconds
+from funrl.cost.tracing.shape_memo import ShapeMemo, scan
+from funrl.cost.tracing.tracer import Tracer
 
 
 def test_the_tracer_counts_what_lives():

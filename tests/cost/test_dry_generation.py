@@ -1,21 +1,20 @@
 """The dry run of generation: how many rows go together, their cache, and how often."""
 
-import dataclasses
-
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, plain, small, write_config
 
 from funrl import trees
 from funrl.cost import decoding, dry_run
-from funrl.cost.hardware import USABLE
+from funrl.cost.tracing.hardware import USABLE
 from funrl.mesh.mesh import single
-from funrl.models.config import Latent
-from funrl.trainer import build as trainer_build
-from funrl.trainer.declaration import SettingsError
+from funrl.models.decoder.latent_attention import Latent
+from funrl.trainer.jobs import build as trainer_build
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import with_flags
 
 
 def with_cache(job, gigabytes, rows=512):
-    settings = dataclasses.replace(job.settings, kv_cache_gb=gigabytes, decode_rows=rows)
+    settings = with_flags(job.settings, kv_cache_gb=gigabytes, decode_rows=rows)
     return job._replace(settings=settings)
 
 

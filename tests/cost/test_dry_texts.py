@@ -8,8 +8,8 @@ from funrl import trees
 from funrl.cost import dry_run
 from funrl.cost.full_rows import full_batch
 from funrl.mesh.mesh import single
-from funrl.trainer.build import build
-from funrl.trainer.declaration import SettingsError
+from funrl.trainer.jobs.build import build
+from funrl.trainer.settings.declaration import SettingsError
 
 
 def test_rows_are_those_of_the_trainer():

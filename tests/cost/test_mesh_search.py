@@ -1,26 +1,32 @@
 """The search over meshes: what is ranked, what is traced, and what a run takes of it."""
 
-import dataclasses
 import json
 
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, QWEN3_30B, plain, settings, write_config
 
 from funrl.algos.recipes import recipe
-from funrl.cost import dry_run, mesh_search
-from funrl.cost.closed_form import closed_form
-from funrl.cost.mesh_search import chosen_mesh, factorisations, search, split_flags, usable_axes, ways
-from funrl.experiments.command import Experiment, read_command, with_mesh
-from funrl.experiments.run import main
+from funrl.cli.command import Experiment, read_command, with_mesh
+from funrl.cli.run import main
+from funrl.cost import dry_run
+from funrl.cost.rates import duration_text
+from funrl.cost.remedies import Suggestion, Verdict, peak_of
+from funrl.cost.reports import dry_report
+from funrl.cost.reports.search_needs import needs_of
+from funrl.cost.reports.search_report import command_text
+from funrl.cost.search import mesh_search, split_variants
+from funrl.cost.search.closed_form import closed_form
+from funrl.cost.search.mesh_search import chosen_mesh, factorisations, search, split_flags, usable_axes, ways
+from funrl.cost.tracing.hardware import USABLE
 from funrl.mesh.text import MeshError, wanted_devices
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.settings import check_values, mesh_sizes
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import check_values, mesh_sizes, with_flags
 
 ALL = ("data", "expert", "tensor")
 
 
 def written(found):
-    return [" ".join(f"{name}={value}" for name, value in split_flags(one).items()) for one in found]
+    return [" ".join(f"{name}={value}" for name, value in split_flags(one, one).items()) for one in found]
 
 
 def test_every_way_to_split_is_there_once():
@@ -97,25 +103,122 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
     seconds = [one.rates.seconds for one in found.best]
     assert seconds == sorted(seconds)
     chosen, note = chosen_mesh(flags, algorithm, CPU)  # the same again
-    assert split_flags(chosen) == found.best[0].flags and f"--mesh={chosen.mesh}" in note
-    assert dataclasses.replace(chosen, mesh=flags.mesh, fsdp=False, fsdp_axes=None) == flags
+    assert split_flags(chosen, flags) == found.best[0].flags and f"--mesh={chosen.devices.mesh}" in note
+    assert with_flags(chosen, mesh=flags.devices.mesh, fsdp=False, fsdp_axes=None) == flags
     monkeypatch.setattr(mesh_search, "BEST", 1)
-    with pytest.raises(SettingsError, match=r"--mesh=auto:2: no mesh of 2 devices fits: --mesh=.* of 0\.00092 GB"):
-        chosen_mesh(dataclasses.replace(flags, mesh="auto:2"), algorithm, CPU._replace(memory=1e6))
+    with pytest.raises(SettingsError, match=r"--mesh=auto:2: no mesh of 2 devices fits: --mesh=.* of 920 kB"):
+        chosen_mesh(with_flags(flags, mesh="auto:2"), algorithm, CPU._replace(memory=1e6))
 
 
-def test_the_command_prints_what_was_traced_and_why_the_others_fall_out(tmp_path, capsys):
+def test_a_70b_generates_on_another_mesh_and_computes_layers_again(tmp_path, monkeypatch):
+    """No device has room for the weights that an engine without tp holds, nor for activations of whole layers."""
+    monkeypatch.setattr(mesh_search, "BEST", 1)
+    model = write_config(tmp_path, **LLAMA_70B)
+    rows = {"batch_prompts": 128, "samples_per_prompt": 8, "token_budget": 16384, "dtype": "bfloat16"}
+    given = settings(mesh="auto:64", model=model, **rows, max_new_tokens=512)
+    best = search(given, recipe("grpo")(), H100).best[0]
+    assert best.sensible and best.flags == {
+        "mesh": "dp32,tp2", "generate_mesh": "dp8,tp8", "fsdp": True, "remat": "full"
+    }  # fmt: skip
+    stays = with_flags(given, generate_mesh="dp16,tp4")
+    ranked = mesh_search.ranked_splits(stays, recipe("grpo")(), 64, H100)
+    assert {one.settings.devices.generate_mesh for split in ranked.splits for one in split} == {"dp16,tp4"}
+
+
+def limited(tmp_path, memory, **given):
+    """A search for two devices of so many bytes, of which the default token budget takes much."""
+    model = write_config(tmp_path, num_hidden_layers=1)
+    flags = {"batch_prompts": 64, "token_budget": 4096, "verify_sync": False, "prompt_tokens": 40}
+    flags = settings(mesh="auto:2", model=model, hardware="cpu", dry_run=True, **flags | given)
+    return flags, search(flags, recipe("grpo")(), CPU._replace(memory=memory))
+
+
+def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path):
+    _, found = limited(tmp_path, 10e6)
+    best = found.best[0]
+    assert best.sensible and best.flags["token_budget"] < 4096
+    wider = with_flags(best.settings, token_budget=4096)
+    needed = dry_run.estimate(dry_run.plain_job(wider, recipe("grpo")(), 10e6), 40, CPU)
+    assert peak_of(needed).nbytes > 10e6 * USABLE
+    _, found = limited(tmp_path, 1e9)
+    assert all("token_budget" not in one.flags and "remat" not in one.flags for one in found.best)
+
+
+def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(split_variants, "RANKS_PER_NODE", 1)  # so that tp2 spans two
+    _, found = limited(tmp_path, 1e9)
+    assert found.best[0].sensible and [one.nodes for one in found.best] == sorted(one.nodes for one in found.best)
+    assert any("tp over 2 nodes" in one.reason for one in found.others) or found.best[-1].nodes == 2
+    flags, found = limited(tmp_path, 10.2e6)
+    best = found.best[0]
+    assert best.fits and not best.sensible and best.nodes == 2
+    chosen, note = chosen_mesh(flags, recipe("grpo"), CPU._replace(memory=10.2e6))
+    assert chosen == best.settings and "tp over 2 nodes, as nothing fits without" in note
+    monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=10.2e6))
+    said = dry_report.dry_run(flags, recipe("grpo"), ["funrl grpo", "--mesh=auto:2"])
+    assert said.startswith("nothing sensible fits 2 devices; ") and "not sensible: tp over 2 nodes" in said
+
+
+def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
+    monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=9e6))
+    flags, found = limited(tmp_path, 9e6)
+    assert not found.best[0].fits
+    said = dry_report.dry_run(flags, recipe("grpo"))
+    assert said.startswith("nothing fits 2 devices; of 4 ways to split the run this needs least:\n  --mesh=")
+    needed = said.partition("what would be needed instead:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in needed] == ["more", "larger", "other", "pipeline"]
+
+
+def test_a_70b_on_too_few_devices_needs_more_or_larger_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
+    monkeypatch.setattr(mesh_search, "RESCUES", 0)
+    given = settings(mesh="auto:32", model=write_config(tmp_path, **LLAMA_70B), batch_prompts=128)
+    found = search(given, recipe("grpo")(), H100)
+    best = found.best[0]
+    offloaded = Suggestion({"offload": "optimizer"}, best.peak, 1.0, False)
+    verdict = Verdict(best.fits, H100.memory * USABLE, best.peak, (), best.rates.seconds, (offloaded,))
+    devices, dtype, larger, offload, pipeline = needs_of(given, recipe("grpo")(), found, verdict)
+    assert devices.startswith("more devices: 64 with --mesh=") and "tp8 --fsdp needs about " in devices
+    assert dtype.startswith("another dtype: --dtype=bfloat16 with --mesh=")
+    assert larger.startswith("larger devices: --hardware=h200 (141 GB) with --mesh=")
+    assert offload.startswith("offloading: --offload=optimizer with the mesh above needs ") and "not enough" in offload
+    assert "80 layers over nodes" in pipeline
+
+
+def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys):
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=auto:16", "--text_tokens=64", "--batch_prompts=64", "--dry_run"]
     assert main("sft", ["sft", *flags], "sft") == 0
     said = capsys.readouterr().out
-    assert "can be split in 28 ways; the best 5 by formula, traced" in said
-    assert "heads has size 8, which does not divide over tp16" in said and "\nthe best: --mesh=dp" in said
+    answer, shown, *_ = said.split("\n\n")
+    verdict, command, cost = answer.splitlines()
+    assert verdict == "the best of 28 ways to split the run over 16 devices:"
+    assert command.startswith(f"  sft --model={model} --batch_prompts=64 --mesh=dp") and "dry_run" not in command
+    assert " a step, " in cost and cost.endswith(" tokens/s a device") and " for --steps=" in cost
+    rows = [line for line in shown.splitlines() if line.startswith("--mesh=")]
+    assert len(rows) == 10 and sum("traced, largest in" in row for row in rows) == 5
+    assert "and 18 more, which --json lists: " in shown and "does not divide over tp16" in shown
     assert main("sft", ["sft", *flags, "--json"], "sft") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"devices", "best", "traced", "not_traced", "unused_axes"} and len(found["traced"]) == 5
+    assert set(found) == {"devices", "best", "traced", "not_traced", "needed", "unused_axes"}
     assert found["best"]["mesh"] == found["traced"][0]["flags"]["mesh"] and len(found["not_traced"]) == 23
+    assert len(found["traced"]) == 5 and not found["needed"] and all(one["sensible"] for one in found["traced"])
     assert all(one["seconds"] for one in found["traced"]) and all(one["reason"] for one in found["not_traced"])
+
+
+def test_durations_are_in_the_unit_that_people_use():
+    seconds = {0: "0 s", 7e-5: "70 us", 0.00152: "1.5 ms", 0.9996: "1 s", 1.23: "1.2 s", 95: "95 s", 1690: "28 min"}
+    seconds |= {5999: "100 min", 6000: "1.7 h", 3.63e6: "42 days"}
+    assert {one: duration_text(one) for one in seconds} == {**seconds, 5999: "1.7 h"}
+    assert duration_text(310, 3) == "5.17 min" and duration_text(1.234, 3) == "1.23 s"
+
+
+def test_a_command_line_keeps_the_flags_that_a_search_does_not_replace():
+    line = ["funrl grpo", "--mesh=auto:8", "--dry_run", "--prompts=a b.jsonl", "--hardware=h200", "--remat=none"]
+    found = command_text(line, {"mesh": "dp8", "fsdp": True, "remat": "full"})
+    assert found == "funrl grpo '--prompts=a b.jsonl' --mesh=dp8 --fsdp --remat=full"
+    assert command_text([], {"mesh": "dp8"}) == "--mesh=dp8"
 
 
 def test_a_run_takes_the_best_mesh():
@@ -123,7 +226,7 @@ def test_a_run_takes_the_best_mesh():
     command = read_command(Experiment("sft", "sft", {}), argv, writes=False)
     assert mesh_sizes(command.settings)["data"] == 2
     chosen = with_mesh(command)
-    assert chosen.settings.mesh == "dp2" and "--mesh=auto:2 is --mesh=dp2" in chosen.notes[-1]
+    assert chosen.settings.devices.mesh == "dp2" and "--mesh=auto:2 is --mesh=dp2" in chosen.notes[-1]
     assert with_mesh(chosen) is chosen
 
 

@@ -1,14 +1,13 @@
 """Groups that --fsdp shards inside of on several nodes."""
 
-import dataclasses
-
 import pytest
 from dry_jobs import H100, settings, write_config
 
 from funrl.algos.recipes import recipe
-from funrl.cost.node_groups import node_mesh, with_groups
-from funrl.experiments.command import Experiment, read_command, with_mesh
+from funrl.cli.command import Experiment, read_command, with_mesh
+from funrl.cost.search.node_groups import node_mesh, with_groups
 from funrl.mesh.text import parse, text
+from funrl.trainer.settings.settings import with_flags
 
 ROOM = H100
 CROWDED = H100._replace(memory=1e6)
@@ -32,13 +31,13 @@ def test_data_is_across_nodes_and_the_rest_inside_of_one(mesh, node, experts, ex
 def test_a_shard_that_fits_stays_in_its_node_and_a_line_says_so(tmp_path):
     flags = settings(mesh="dp16", fsdp=True, model=write_config(tmp_path, num_hidden_layers=1))
     inside, note = with_groups(flags, recipe("grpo"), ROOM, 8)
-    assert inside == dataclasses.replace(flags, mesh="dp2,ep8", fsdp_axes="ep")
+    assert inside == with_flags(flags, mesh="dp2,ep8", fsdp_axes="ep")
     assert "inside of each node of 8 and copied to 2 nodes" in note and "--mesh=dp2,ep8 --fsdp_axes=ep" in note
     over, note = with_groups(flags, recipe("grpo"), CROWDED, 8)
     assert over == flags
     assert note.startswith("--fsdp: weights are sharded over all 16 ranks") and "of 8 they would need about" in note
     for node, given in ((8, {"fsdp_axes": "dp"}), (None, {}), (16, {}), (8, {"fsdp": False})):
-        same = dataclasses.replace(flags, **given)
+        same = with_flags(flags, **given)
         assert with_groups(same, recipe("grpo"), ROOM, node) == (same, None)
 
 
@@ -47,5 +46,5 @@ def test_a_run_on_two_nodes_takes_them(monkeypatch):
         monkeypatch.setenv(name, value)
     argv = ["funrl sft", "--mesh=dp4", "--fsdp", "--device=cpu", "--batch_prompts=8"]
     command = with_mesh(read_command(Experiment("sft", "sft", {}), argv, writes=False))
-    assert command.settings.mesh == "dp2,ep2" and command.settings.fsdp_axes == "ep"
+    assert command.settings.devices.mesh == "dp2,ep2" and command.settings.devices.fsdp_axes == "ep"
     assert "inside of each node of 2 and copied to 2 nodes" in command.notes[-1]

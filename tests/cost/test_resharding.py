@@ -12,8 +12,9 @@ from funrl.cost.resharding import main, resharding_report
 from funrl.mesh import rules
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
-from funrl.models import decoder_weights
-from funrl.models.config import ModelError, config_from_hf
+from funrl.models.decoder import weights as decoder_weights
+from funrl.models.errors import ModelError
+from funrl.models.huggingface.config import config_from_hf
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

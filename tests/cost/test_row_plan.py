@@ -9,17 +9,17 @@ from dry_jobs import CPU, H100, small
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.dry_report import communication, traffic, work
-from funrl.cost.estimate import MOVE, MOVES, pretended
+from funrl.cost.reports.dry_report import communication, traffic, work
+from funrl.cost.tracing.estimate import MOVE, MOVES, pretended
 from funrl.data.packing import UNIT
 from funrl.mesh import rows as mesh_rows
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.trainer import loop
-from funrl.trainer.build import build, sync
-from funrl.trainer.job import prepare
-from funrl.trainer.micro import row_cost
-from funrl.trainer.settings import Settings
+from funrl.trainer.jobs.build import build, sync
+from funrl.trainer.jobs.job import prepare
+from funrl.trainer.settings.settings import settings_of, with_flags
+from funrl.trainer.steps.micro import row_cost
 
 
 class Silent:
@@ -41,7 +41,7 @@ def real_job(name, tokens, **given):
         "batch_prompts": 12, "warmstart_steps": 0, "eval_prompts": 2, "compile": "off", "device": "cpu",
         "token_budget": 64,
     }  # fmt: skip
-    job = prepare(Settings(**chosen | given), recipe(name))
+    job = prepare(settings_of(**chosen | given), recipe(name))
     if job.generates:
         prompts = [p for p in job.task.prompts if len(p.tokens) == tokens]
         return job._replace(task=job.task._replace(prompts=prompts))
@@ -51,7 +51,7 @@ def real_job(name, tokens, **given):
 
 def sends(job, mesh):
     """Bytes and messages to other ranks in each exchange of a step, of every rank."""
-    found, exchange = [], mesh_rows.exchange
+    found, exchange = [], mesh_rows.ragged_all_to_all
 
     def watched(flat, send, receive, mesh, axes):
         others = [n for peer, n in enumerate(send) if peer != mesh.index(axes)]
@@ -59,7 +59,7 @@ def sends(job, mesh):
         found.append((sum(others) * flat.shape[1], sum(come) * flat.shape[1], np.count_nonzero(others)))
         return exchange(flat, send, receive, mesh, axes)
 
-    mesh_rows.exchange = watched  # in a process that ends with this
+    mesh_rows.ragged_all_to_all = watched  # in a process that ends with this
     run, state = loop.begin_run(job, mesh, Silent())
     state = sync(run.parts, state)
     rows, state, _ = loop.draw_batch(run, state)
@@ -82,7 +82,7 @@ RUNS = [
 @pytest.mark.parametrize(("name", "tokens", "given"), RUNS, ids=[name for name, *_ in RUNS])
 def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given):
     job = real_job(name, tokens, **given)
-    job = job._replace(settings=dataclasses.replace(job.settings, queue="fixed"))
+    job = job._replace(settings=with_flags(job.settings, queue="fixed"))
     told = launch(functools.partial(sends, job), job.sizes, "cpu")
     phases = dry_run.estimate(job, tokens, CPU).phases
     for at, phase in enumerate(MOVES):

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from funrl.data.json_lines import DataError
+from funrl.data.mixture import weighted_files
 from funrl.data.prompts import PromptError, load_prompts
-from funrl.data.records import open_records, read_records
+from funrl.data.records import open_records, read_records, source_problem
 from funrl.data.supervised import load_examples
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import character_tokenizer
@@ -67,7 +68,7 @@ def test_a_bad_record_is_named_in_every_format(tmp_path, name):
         load_examples(path, "demonstrations", None)
 
 
-def test_texts_of_parquet_are_read_by_row_group_and_checked_by_length(tmp_path):
+def test_texts_of_parquet_are_checked_by_length_and_a_changed_file_is_read_anew(tmp_path):
     tokenizer = character_tokenizer("ab")
     rows = [{"prompt": "a", "completion": "b" * (n + 1), "margin": None} for n in range(25)]
     examples = load_examples(write_parquet(tmp_path / "rows.parquet", rows), "demonstrations", tokenizer)
@@ -75,20 +76,20 @@ def test_texts_of_parquet_are_read_by_row_group_and_checked_by_length(tmp_path):
     with pytest.raises(DataError, match="row 25: the text has 27 tokens, but the model has 26 positions"):
         check_lengths(examples, 26, tokenizer)
     write_parquet(tmp_path / "rows.parquet", rows[:9])
-    with pytest.raises(DataError, match="has been changed since the run began"):
-        _ = examples[3]
+    assert examples[24].source.endswith("row 25")  # what was read is mapped from a copy
+    assert len(load_examples(tmp_path / "rows.parquet", "demonstrations", tokenizer)) == 9
 
 
 def test_csv_has_text_in_named_columns(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text('\ufeffprompt,answer\n"a,\nb",1\n\nc,2\n')
+    path.write_text('\ufeffprompt,answer\n"a,\nb",007\n\nc,NA\n')
     assert list(read_records(path)) == [
-        (f"{path}, line 2", {"prompt": "a,\nb", "answer": "1"}),
-        (f"{path}, line 4", {"prompt": "c", "answer": "2"}),
+        (f"{path}, row 1", {"prompt": "a,\nb", "answer": "007"}),
+        (f"{path}, row 2", {"prompt": "c", "answer": "NA"}),
     ]
-    for line, more in (("c,2,3", "more"), ("c", "fewer")):
+    for line, cells in (("c,2,3", 3), ("c", 1)):
         path.write_text(f"prompt,answer\na,1\n{line}\n")
-        with pytest.raises(PromptError, match=f"line 3: it has {more} cells than the 2 names of the first line"):
+        with pytest.raises(PromptError, match=f"row 2 has {cells} cells, and the first line has 2 names"):
             load_prompts(path)
     path.write_bytes(b"prompt\n\xff\n")
     with pytest.raises(PromptError, match="not CSV in UTF-8"):
@@ -110,31 +111,69 @@ def test_json_lines_and_broken_lists_may_be_called_json(tmp_path):
         load_prompts(path)
 
 
-@pytest.mark.parametrize(("name", "package"), [("rows.parquet", "pyarrow"), ("saved", "datasets")])
-def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch, name, package):
+@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
+def test_a_library_that_is_not_installed_is_named(tmp_path, monkeypatch, name):
     path = tmp_path / name
-    if package == "datasets":
+    if name == "saved":
         path.mkdir()
         (path / "state.json").write_text("{}")
     else:
         path.write_bytes(b"PAR1")
-    for module in (package, "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(PromptError, match=rf"needs {package}, which is not installed; pip install 'funrl\[data\]'"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(PromptError, match=r"needs datasets, which is not installed; pip install 'funrl\[data\]'"):
         load_prompts(path)
 
 
+def test_values_of_json_lines_are_what_json_says(tmp_path):
+    """Columns of mixed types, integers beyond 64 bits and nulls: a table of one type a column would change them."""
+    rows = [{"prompt": "a", "x": x} for x in (1, 1.0, "1", None, True, [1, "b", {"c": None}], {"d": 2**200}, {})]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    records = open_records(tmp_path / "a.jsonl", lambda record: None)
+    for values in ([one.fields["x"] for one in load_prompts(tmp_path / "a.jsonl")], [row["x"] for row in records]):
+        assert [(type(x), x) for x in values] == [(type(row["x"]), row["x"]) for row in rows]
+    assert records.where(2) == f"{tmp_path}/a.jsonl, line 5"
+
+
 def test_of_several_splits_train_is_taken(tmp_path):
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "dev"]}')
-    with pytest.raises(PromptError, match=f"it has no split 'train'; give one of {tmp_path}/test, {tmp_path}/dev"):
-        load_prompts(tmp_path)
     datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict(dev=saved(ROWS), test=saved(ROWS)).save_to_disk(str(tmp_path / "part"))
+    message = f"it has no split 'train'; give one of {tmp_path}/part:dev, {tmp_path}/part:test"
+    with pytest.raises(PromptError, match=message):
+        load_prompts(tmp_path / "part")
     datasets.DatasetDict(train=saved(ROWS)).save_to_disk(str(tmp_path / "all"))
     assert len(load_prompts(tmp_path / "all")) == 25
+
+
+def test_a_split_of_a_saved_directory_is_named_after_a_colon(tmp_path):
+    datasets, place = pytest.importorskip("datasets"), tmp_path / "chats"
+    datasets.DatasetDict(train=saved(ROWS), test=saved(ROWS[:3])).save_to_disk(str(place))
+    assert [len(load_prompts(text)) for text in (f"{place}:test", f"{place}:train", place, place / "test")] == [
+        3,
+        25,
+        25,
+        3,
+    ]
+    assert len(list(read_records(f"{place}:test"))) == 3 and source_problem(f"{place}:test") == ""
+    assert weighted_files(f"{place}:test@0.5,{place}@0.5")[0].path == f"{place}:test"
+    message = f"it has no split 'tset'; give one of {place}:test, {place}:train"
+    assert source_problem(f"{place}:tset") == message
+    with pytest.raises(PromptError, match=message):
+        load_prompts(f"{place}:tset")
+    assert source_problem(f"{place / 'test'}:test") == "no such file"
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
     (tmp_path / "rows.parquet").write_text("prompt")
-    with pytest.raises(PromptError, match=r"rows\.parquet: it cannot be read as parquet"):
+    with pytest.raises(PromptError, match=r"rows\.parquet: datasets cannot read it: .*[Pp]arquet"):
         load_prompts(tmp_path / "rows.parquet")
+
+
+def test_a_name_that_is_there_twice_is_refused_where_one_value_would_be_lost(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer,prompt\n1+1=,2,3+3=\n")
+    with pytest.raises(DataError, match=r"a\.csv: two columns have the name 'prompt'"):
+        open_records(tmp_path / "a.csv", lambda record: None)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+1=", "prompt": "2+2="}\n')
+    for read in (lambda: list(read_records(tmp_path / "a.jsonl")), lambda: load_prompts(tmp_path / "a.jsonl")):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the key 'prompt' is there twice"):
+            read()

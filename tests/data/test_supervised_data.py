@@ -11,7 +11,7 @@ import pytest
 from funrl.data import supervised
 from funrl.data.mixture import Mixture
 from funrl.data.supervised import DataError, Text, TextExample, load_examples, shortened, text_batch, text_example
-from funrl.data.text_lengths import check_lengths, fit_texts
+from funrl.data.text_lengths import check_lengths, fit_examples
 from funrl.data.tokenizer import character_tokenizer
 from funrl.tasks import arithmetic
 
@@ -125,15 +125,15 @@ def test_texts_that_are_too_long_are_left_out_or_shortened(kind, tmp_path):
     if kind != "file":
         examples = list(examples) if kind == "list" else Mixture([examples[:2], examples[2:]], (500, 500))
     lengths = lambda found: [len(one.texts[0].tokens) for one in found]  # noqa: E731
-    left, remark = fit_texts(examples, 8, "drop", "why", tokens)
+    left, remark = fit_examples(examples, 8, "drop", "why", tokens)
     assert lengths(left) == [6, 7] and remark == f"2 of 4 are left out, as why: {file}, line 2, 4"
-    cut, remark = fit_texts(examples, 8, "truncate", "why", tokens)
+    cut, remark = fit_examples(examples, 8, "truncate", "why", tokens)
     assert lengths(cut) == [6, 8, 7, 8] and remark == f"2 of 4 are shortened to 8 tokens, as why: {file}, line 2, 4"
-    assert fit_texts(examples, 99, "drop", "why", tokens).remark == ""
+    assert fit_examples(examples, 99, "drop", "why", tokens).remark == ""
     if kind == "mixture":
         assert left.shares == cut.shares == (500, 500)
-    with pytest.raises(DataError, match="--long_prompts=drop: no text is left of a file, as why"):
-        fit_texts(examples, 5, "drop", "why", tokens)
+    with pytest.raises(DataError, match="--long_prompts=drop: nothing is left of a file, as why"):
+        fit_examples(examples, 5, "drop", "why", tokens)
 
 
 def test_pairs_are_ratings_of_two_texts(tokenizer, tmp_path):
@@ -226,7 +226,7 @@ def test_examples_of_a_file_are_a_sequence_of_views(tokenizer, tmp_path):
     with pytest.raises(DataError, match="has been changed since the run began"):
         examples[0]
     file.unlink()
-    with pytest.raises(DataError, match="cannot be read any more"):
+    with pytest.raises(DataError, match="cannot be read: No such file"):
         examples[0]
 
 
@@ -250,7 +250,7 @@ def test_of_a_large_file_those_texts_are_tokenized_that_may_be_too_long(tokenize
     assert list(examples.suspects(100)) == list(range(40))
     monkeypatch.setattr(supervised, "SMALL_BYTES", 100)
     monkeypatch.setattr(supervised, "FIRST_LINES", 4)
-    assert list(examples.suspects(100)) == [0, 1, 2, 3, 30, 39]
+    assert list(examples.suspects(100)) == [0, 1, 2, 3, 30]
     check_lengths(examples, 302, tokenizer)
     with pytest.raises(DataError, match="line 31: the text has 302 tokens, but the model has 301 positions"):
         check_lengths(examples, 301, tokenizer)
@@ -292,3 +292,18 @@ def test_a_rank_without_texts_agrees_with_the_others_about_dtypes():
     assert {name: getattr(none, name).dtype for name in none.names()} == {
         name: getattr(some, name).dtype for name in some.names()
     }
+
+
+def test_the_three_texts_of_a_triple_lie_in_one_row(tmp_path):
+    file, tokens = tmp_path / "triples.jsonl", arithmetic.tokenizer()
+    record = {"prompt": "1+2=", "chosen": "3", "rejected": "45", "reference": "678"}
+    file.write_text(json.dumps(record) + "\n")
+    batch = text_batch(list(load_examples(file, "triples", tokens)), tokens.pad_token_id)
+    lengths = [4 + 1 + 1, 4 + 2 + 1, 4 + 3 + 1]
+    assert batch.length.tolist() == [sum(lengths)]
+    assert batch.segments[0, : sum(lengths)].tolist() == [n for n, k in enumerate(lengths, 1) for _ in range(k)]
+    trained = [batch.tokens[batch.mask & (batch.segments == n)].tolist() for n in (1, 2, 3)]
+    assert [tokens.decode(ids, skip_special_tokens=True) for ids in trained] == ["3", "45", "678"]
+    file.write_text(json.dumps({k: x for k, x in record.items() if k != "reference"}) + "\n")
+    with pytest.raises(DataError, match="there is no field 'reference'"):
+        load_examples(file, "triples", tokens)

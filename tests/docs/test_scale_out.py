@@ -18,16 +18,25 @@ import pytest
 import torch
 
 from funrl.data.tokenizer import character_tokenizer
-from funrl.mesh.environment import FIRST_PORT, PORTS
-from funrl.models import Config, decoder_model, hf
+from funrl.models import Config, decoder_model
+from funrl.models.huggingface import directories as hf
+from funrl.processes.environment import FIRST_PORT, PORTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scale_out.md").read_text()
 TASKS = 2
 SHORT = (
-    f"--mesh=dp{TASKS} --generate_mesh=dp1,tp2 --device=cpu --dtype=float32 --batch_prompts=2 --steps=${{STEPS:-2}} "
-    "--samples_per_prompt=2 --max_new_tokens=4 --eval_prompts=2 --save_every=1"
+    f"--mesh=dp{TASKS} --generate_mesh=dp1,tp2 --device=cpu --dtype=float32 --batch_prompts=2 "
+    "--samples_per_prompt=2 --max_new_tokens=4 --eval_prompts=2 --save_every=1 --kv_cache_gb=1"
 )
+FUNRL = """#!{python}
+import os, sys
+from funrl.cli.main import main
+short = "{flags}".split() + ["--steps=" + os.environ.get("STEPS", "2")]
+replaced = {{word.partition("=")[0] for word in short}}
+words = [word for word in sys.argv[1:] if word.partition("=")[0] not in replaced]
+sys.exit(main(["funrl", *words, *short]))
+"""
 SRUN = """#!{python}
 import os, subprocess, sys
 words = sys.argv[1:]
@@ -69,7 +78,7 @@ def shared(tmp_path):
     bin_dir.mkdir()
     given = f"--model={tmp_path}/model --prompts={tmp_path}/train.parquet --reward={tmp_path}/REWARD.py:score"
     scripts = {
-        "funrl": f'#!/bin/sh\nexec {python} -m funrl.experiments.cli "$@" {SHORT} {given}\n',
+        "funrl": FUNRL.format(python=sys.executable, flags=f"{SHORT} {given}"),
         "torchrun": f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
         "srun": SRUN.format(python=sys.executable, tasks=TASKS),
     }

@@ -18,14 +18,15 @@ import torch
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.models import with_value_head
-from funrl.trainer.declaration import RL, kinds_of
-from funrl.trainer.settings import settings_flags
+from funrl.trainer.settings.declaration import RL, kinds_of
+from funrl.trainer.settings.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
     "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/models.md", "docs/dry_run.md",
-    "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md",
+    "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/testing.md",
+    "docs/concept_batch.md", "docs/concept_layout.md", "docs/concept_engine.md",
 ]  # fmt: skip
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
@@ -76,7 +77,8 @@ def test_python_blocks_run(page, tmp_path):
 
 def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model, positions: int = 128) -> None:
     from funrl.data.tokenizer import character_tokenizer
-    from funrl.models import Config, decoder_model, hf
+    from funrl.models import Config, decoder_model
+    from funrl.models.huggingface import directories as hf
 
     tokenizer = character_tokenizer(string.printable)
     config = Config(
@@ -118,7 +120,7 @@ CASES = [(page, lines) for page, lines in BLOCKS if not any("--resume" in line f
 
 def words_of(line: str) -> list[str]:
     """What is run for a line: this interpreter, and flags that make a run short."""
-    words = re.sub(r"^(\./run|funrl) ", "python -m funrl.experiments.cli ", line).split()
+    words = re.sub(r"^(\./run|funrl) ", "python -m funrl.cli.main ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
     others = {
@@ -216,16 +218,23 @@ def test_links_lead_somewhere():
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 
+def test_every_page_is_in_the_index():
+    """The site's tree of pages is made of the lists in docs/README.md."""
+    index = re.findall(r"^- \[[^]]*\]\((\w+\.md)\)", (ROOT / "docs/README.md").read_text(), re.M)
+    stubs = {"README.md", "contributing.md", "benchmarks.md", "changes.md"}
+    assert len(index) == len({*index}) and {*index} == {page.name for page in (ROOT / "docs").glob("*.md")} - stubs
+
+
 def test_the_two_commands_are_there():
-    for name in ("run", "test", ".ci/run", ".ci/setup"):
+    for name in ("run", "test", ".ci/run", ".ci/setup", ".ci/docs"):
         assert (ROOT / name).stat().st_mode & 0o100, f"{name} cannot be executed"
     assert "./test --all" in (ROOT / ".ci/run").read_text()
     assert ".ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
 
 
-def test_the_numbers_of_the_readme():
-    text = (ROOT / "README.md").read_text()
+def test_the_numbers_of_the_readme_and_the_comparison():
+    comparison = (ROOT / "docs/comparison.md").read_text()
     reinforced = [name for name in NAMES if kinds_of(recipe(name)()) == RL]
-    assert f"| {len(NAMES)} recipes" in text
-    assert f"| {len(reinforced)} recipes of" in text
-    assert f"| flags | {len(settings_flags())}, and" in text
+    assert f"| {len(NAMES)} recipes" in (ROOT / "README.md").read_text()
+    assert f"| {len(reinforced)} recipes of" in comparison
+    assert f"| flags | {len(settings_flags())}, and" in comparison

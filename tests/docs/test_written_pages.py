@@ -12,7 +12,7 @@ import funrl
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
-from tools import comparison, names, pieces, recipes  # noqa: E402
+from tools import comparison, keywords, names, pieces, recipes  # noqa: E402
 
 GLOSSARY = ROOT / "docs" / "metrics.md"
 GROUPS = (
@@ -27,6 +27,7 @@ NOT_METRICS = {
     "eval/1/1",
     "preference/1",
     "response_length/1",
+    "reward/1",
     "rollout/logprob_gap",
 }
 
@@ -49,6 +50,10 @@ def test_the_tables_of_names_are_current():
 def test_the_table_of_what_others_do_is_current():
     text = comparison.PAGE.read_text()
     assert text == comparison.page(text), "python tools/comparison.py writes it anew"
+
+
+def test_the_types_of_keywords_are_current():
+    assert keywords.PAGE.read_text() == keywords.page(), "python tools/keywords.py writes them anew"
 
 
 @pytest.mark.slow

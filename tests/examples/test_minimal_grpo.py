@@ -1,6 +1,7 @@
 """The example that shows that the pieces are public: it learns, it is short, and it uses neither Settings nor flags."""
 
 import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def test_it_is_short_and_uses_neither_settings_nor_flags():
             imported |= set((getattr(node, "module", None) or "").split("."))
     assert "funrl" in imported and not imported & PLUMBING
     assert "sys.argv" not in text and "environ" not in text
+
+
+def test_it_prints_a_line_a_step_at_its_smallest_size(capsys):
+    main = runpy.run_path(str(FILE))["main"]
+    main.__globals__.update(WARMUP=1, STEPS=2, PROMPTS=2, SAMPLES=2)
+    assert len(main()) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and re.fullmatch(r"step 2: reward \d\.\d+, loss -?\d\.\d+", lines[2]), lines
 
 
 @pytest.mark.slow

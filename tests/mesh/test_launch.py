@@ -19,7 +19,11 @@ from funrl.mesh import collectives, mesh
 from funrl.mesh import launch as launching
 from funrl.mesh.launch import WorkerError, launch, submesh, view
 from funrl.mesh.mesh import MeshError, parse
-from funrl.mesh.processes import can_fork
+from funrl.processes import heartbeat
+from funrl.processes import workers as processes
+from funrl.processes.heartbeat import RECORD_BYTES, Heart
+from funrl.processes.store_signs import Alone
+from funrl.processes.workers import can_fork
 
 pytestmark = pytest.mark.gloo
 
@@ -180,6 +184,21 @@ def test_an_interrupt_leaves_no_process():
     assert run.wait(120) != 0
     left = subprocess.run(["ps", "-o", "pid=", "-g", str(run.pid)], capture_output=True, text=True).stdout.split()
     assert left == []
+
+
+def test_a_second_interrupt_ends_a_program_that_a_scheduler_has_asked_to_stop():
+    with heartbeat.alive(Heart(bytearray(RECORD_BYTES), Alone(None))), processes.stops_when_asked():
+        signal.raise_signal(signal.SIGTERM)
+        assert processes.stop_asked() and not processes.interrupt_asked()
+        heartbeat.at_step(1)
+        signal.raise_signal(signal.SIGINT)
+        assert not processes.interrupt_asked()  # which would be another exit status
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with processes.stops_when_asked():
+        assert not processes.stop_asked()
+        with pytest.raises(KeyboardInterrupt):  # before the first step
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):

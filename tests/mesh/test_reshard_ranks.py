@@ -23,6 +23,7 @@ from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
 from funrl.mesh.reshard import export_weights, reshard, unshard
 from funrl.mesh.rules import Layout
 from funrl.models import Config, decoder_model
+from funrl.models.huggingface.names import names_of
 
 pytestmark = pytest.mark.gloo
 
@@ -132,7 +133,7 @@ def test_export_yields_other_names_and_shapes_a_bucket_at_a_time(engine):
         table = rules.layouts(params, model.axes, FULLY, mesh.sizes)
         target = resharding.replicated(table)
         to = rules.layouts(params, model.axes, rules.GENERATE, parse(engine)) if engine else None
-        names = model.names
+        names = names_of(model)
         given = dict(export_weights(rules.shard(params, table, mesh), table, mesh, names, to, bucket_bytes=2000))
         assert set(given) == {theirs for theirs, _ in names.values()}
         for (name, x), layout in zip(trees.named(params), trees.leaves(to or target), strict=True):

@@ -19,9 +19,10 @@ from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
 from funrl.mesh.rules import shard
-from funrl.models import Config, decoder, decoder_model, low_rank, place, split_residual, with_value_head
-from funrl.trainer.roles import Role
-from funrl.trainer.step import fields_of, gradient
+from funrl.models import Config, decoder_model, low_rank, place, split_residual, with_value_head
+from funrl.models.decoder import attention
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.step import fields_of, gradient
 
 spmd = pytest.importorskip("spmd_types")
 checker = pytest.importorskip("spmd_types.checker")
@@ -119,7 +120,7 @@ def test_the_model_type_checks(text, config):
 
 @pytest.mark.parametrize("name,times", [("psum", 0), ("psum", 2), ("pbroadcast", 0), ("pbroadcast", 2)])
 def test_any_collective_left_out_or_done_twice_is_found(monkeypatch, name, times):
-    collective = getattr(decoder, name)
+    collective = getattr(attention, name)
     calls, wrong = 0, None
 
     def counted(x, mesh, axes):
@@ -129,7 +130,7 @@ def test_any_collective_left_out_or_done_twice_is_found(monkeypatch, name, times
             x = collective(x, mesh, axes)
         return x
 
-    for module in (decoder, low_rank, split_residual):
+    for module in (attention, low_rank, split_residual):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, counted)
     forward(*FULL)

@@ -5,7 +5,8 @@ import transformers
 from paged_rows import Rows
 
 from funrl import trees
-from funrl.models import Config, Inputs, hf
+from funrl.models import Config, Inputs
+from funrl.models.huggingface import directories as hf
 from funrl.models.model import Model
 
 SMALL = {
@@ -26,7 +27,8 @@ def random_weights(peer):
     """The same module in evaluation mode with norms and biases that matter."""
     with torch.no_grad():
         for key, x in peer.named_parameters():
-            x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") else 0.0, 0.1)
+            added = peer.config.model_type == "qwen3_next" and "linear_attn" not in key  # norms are 1 + weight
+            x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") and not added else 0.0, 0.1)
         for key, x in peer.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 x.normal_(0.0, 0.1)
@@ -78,15 +80,19 @@ def greedy_of(peer, tokens_BT, count):
 def assert_peer(raw, folder, new_tokens):
     """A model has transformers' logits and greedy tokens, and the files of each are read by the other."""
     peer = peer_of(raw, folder / "theirs")
+    model, params = assert_logits_and_files(peer, folder)
+    begins_BS = tokens_of(model.config)[:2, :9]
+    assert torch.equal(greedy(model, params, begins_BS, new_tokens), greedy_of(peer, begins_BS, new_tokens))
+
+
+def assert_logits_and_files(peer, folder):
+    """The model of `folder / "theirs"` and its weights: it has the peer's logits, and each reads the other's files."""
     model, params = hf.load(folder / "theirs")
     tokens_BT = tokens_of(model.config)
     with torch.no_grad():
         expected = peer(tokens_BT).logits
     assert expected.std() > 0.03
     assert (logits_of(model, params, tokens_BT) - expected).abs().max() < 2e-5
-    begins_BS = tokens_BT[:2, :9]
-    assert torch.equal(greedy(model, params, begins_BS, new_tokens), greedy_of(peer, begins_BS, new_tokens))
-
     hf.save(folder / "ours", model, params)
     again = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
     with torch.no_grad():
@@ -94,3 +100,4 @@ def assert_peer(raw, folder, new_tokens):
     model_again, params_again = hf.load(folder / "ours")
     assert model_again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
+    return model, params

@@ -5,10 +5,12 @@ import torch
 import transformers
 from hf_peers import SMALL, random_weights, tokens_of
 from test_expert_families import DEEPSEEK
+from test_qwen3_next import NEXT
 
 from funrl.batch import Batch
-from funrl.models import ModelError, hf, place
-from funrl.models.families import FAMILIES
+from funrl.models import ModelError, place
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.families import FAMILIES
 
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 RAW = {name: {"model_type": name} for name in FAMILIES} | {
@@ -19,6 +21,7 @@ RAW = {name: {"model_type": name} for name in FAMILIES} | {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "deepseek_v2": DEEPSEEK | {"model_type": "deepseek_v2"},
     "deepseek_v3": DEEPSEEK,
+    "qwen3_next": NEXT,
 }
 MODULES = {
     "gpt2": {"model_type": "gpt2"},

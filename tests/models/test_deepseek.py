@@ -10,10 +10,12 @@ from test_expert_families import CONFIGS
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, parse
-from funrl.models import Inputs, decoder_model, hf
-from funrl.models.config import config_from_hf
-from funrl.models.left_out import remarks_on_files
-from funrl.rollout.native import bytes_of_page
+from funrl.models import Inputs, decoder_model
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.config import config_from_hf
+from funrl.models.huggingface.left_out import remarks_on_files
+from funrl.models.huggingface.names import names_of
+from funrl.rollout.native.engine import bytes_of_page
 
 LENGTHS = (13, 40, 27)
 
@@ -57,7 +59,7 @@ def test_packed_and_padded_rows_have_transformers_logits_and_gradients(name, tmp
     weights = torch.randn(sum(LENGTHS), model.config.vocab, generator=torch.Generator().manual_seed(4)) / 100
     expected = torch.cat([peer(row[None]).logits[0] for row in rows])
     (expected * weights).sum().backward()
-    wanted = gradients_of(peer, model.names)
+    wanted = gradients_of(peer, names_of(model))
     for inputs, at in (packed(rows), padded(rows)):
 
         def loss(params, inputs=inputs, at=at):
@@ -81,7 +83,7 @@ def test_the_cache_is_one_small_vector_a_token_on_every_rank():
     for mesh in (SINGLE, Mesh(parse("tp8"))):
         assert bytes_of_page(model, mesh, torch.bfloat16) == 16 * token
     parameters = trees.count(decoder_model(config_from_hf(raw | {"vocab_size": 129280})).shapes)
-    assert round(parameters / 1e9) == 671 and round(model.config.used_parameters(parameters) / 1e9) == 38
+    assert round(parameters / 1e9) == 671 and round(model.abilities.cost.used_parameters(parameters) / 1e9) == 38
 
 
 FURTHER = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens", "mlp.gate")

@@ -11,10 +11,9 @@ from funrl.mesh.mesh import SINGLE, coordinates, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
 from funrl.mesh.simulate import gather, per_rank, scatter, simulate
 from funrl.models import decoder_model
-from funrl.models import experts as module
-from funrl.models.config import Experts
-from funrl.models.experts import mixture
-from funrl.models.routing import expert_counts, slots_of, take_rows
+from funrl.models.decoder import experts as module
+from funrl.models.decoder.experts import mixture
+from funrl.models.decoder.routing import Experts, expert_counts, slots_of, take_rows
 from funrl.tasks import arithmetic
 
 E, K, D, M, T = 4, 2, 8, 6, 8

@@ -6,12 +6,15 @@ import pytest
 import torch
 import transformers
 from hf_peers import SMALL, assert_peer, peer_of, random_weights, tokens_of
+from own_parts import own_part
 
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import kernel_problem
-from funrl.models import Inputs, ModelError, hf, place
-from funrl.models.config import config_from_hf, config_to_hf
+from funrl.models import Inputs, ModelError, place
+from funrl.models.decoder.compiled_step import step_sizes
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.config import config_from_hf, config_to_hf
 
 CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
 GEMMA = {"head_dim": 8, "sliding_window": 7, "hidden_activation": "gelu_pytorch_tanh"}
@@ -162,7 +165,7 @@ def test_what_a_family_does_not_support_is_named(name, change, message):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_compiled_step_says_what_it_does_not_take(name):
     config = config_from_hf(SMALL | CONFIGS[name])
-    problem = kernel_problem(config, torch.float32) or ""
+    problem = kernel_problem(step_sizes(config), torch.float32) or ""
     taken = config.family in ("mistral", "phi3")
     assert ("does not take" in problem) != taken
     if not taken:
@@ -188,7 +191,7 @@ def test_a_rank_reads_its_own_part_of_fused_tensors(tmp_path):
     layouts = rules.layouts(model.shapes, model.axes, rules.fully_sharded(rules.STORED) | {"vocab": None}, sizes)
     for rank in range(4):
         mesh = Mesh(sizes, rank=rank)
-        _, local = hf.load(tmp_path, mesh=mesh, layouts=layouts)
+        local = own_part(tmp_path, model, getattr(torch, model.config.dtype), layouts, rank)
         expected = rules.shard(params, layouts, mesh)
         assert all(torch.equal(a, b) for a, b in zip(trees.leaves(local), trees.leaves(expected), strict=True))
 

@@ -9,18 +9,19 @@ import torch
 import transformers
 from fp8_directories import edit_config, quantize, spread, to_fp8
 from hf_peers import SMALL, logits_of, peer_of, tokens_of
+from own_parts import own_part
 from safetensors.torch import load_file, save_file
 from test_expert_families import CONFIGS
 
 from funrl import trees
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import Mesh, parse
+from funrl.mesh.mesh import parse
 from funrl.mesh.rules import STORED, fully_sharded, layouts
-from funrl.models import ModelError, hf
-from funrl.models.fp8_files import Dequantized
-from funrl.models.left_out import remarks_on_files
-from funrl.models.shared_reading import load_shared
+from funrl.models import ModelError
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.fp8_files import Dequantized
+from funrl.models.huggingface.left_out import remarks_on_files
 
 QWEN = {"model_type": "qwen3", "head_dim": 8}
 DEEPSEEK = CONFIGS["deepseek_v3"] | {"num_hidden_layers": 2}
@@ -109,8 +110,7 @@ def test_a_rank_reads_its_own_part(tmp_path):
     sizes = parse("dp2,tp2")
     placed = layouts(model.shapes, model.axes, fully_sharded(STORED) | {"vocab": None}, sizes)
     for rank in range(4):
-        mesh = Mesh(sizes, rank)
-        own = hf.load(fp8, None, mesh, placed, model)[1]
+        own = own_part(fp8, model, getattr(torch, model.config.dtype), placed, rank)
         box = trees.map(lambda x, layout, rank=rank: x[tuple(slice(*b) for b in layout.box(rank))], whole, placed)
         assert same(own, box)
 
@@ -118,8 +118,9 @@ def test_a_rank_reads_its_own_part(tmp_path):
 def _shared(folder, model, mesh):
     """Whether this rank has what it would read alone, and the dtypes of its weights."""
     placed = layouts(model.shapes, model.axes, fully_sharded(STORED) | {"vocab": None}, mesh.sizes)
-    alone = hf.load(folder, torch.bfloat16, mesh, placed, model)[1]
-    return gather_objects(same(load_shared(folder, model, torch.bfloat16, mesh, placed), alone), mesh)
+    alone = own_part(folder, model, torch.bfloat16, placed, mesh.rank)
+    _, found = hf.load(folder, torch.bfloat16, mesh, layouts=placed, model=model)
+    return gather_objects(same(found, alone), mesh)
 
 
 @pytest.mark.gloo

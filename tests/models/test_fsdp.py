@@ -21,7 +21,9 @@ from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes, layouts, rest_axes, shard
 from funrl.mesh.sums import sum_rest
 from funrl.models import Config, decoder_model, fsdp, gather_buffers, place, rematerialized, with_value_head
-from funrl.models.decoder import decoder_layer
+from funrl.models.decoder.decoder import decoder_layer
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.routing import Experts
 from funrl.models.model import Inputs
 
 pytestmark = pytest.mark.gloo
@@ -37,6 +39,11 @@ GEMMA = dataclasses.replace(
 )  # fmt: skip
 NARROW = dataclasses.replace(TIED, embed=6)  # 4 ranks have 2, 2, 2 and 0 of it
 OLMO = dataclasses.replace(CONFIG, norms="post", qk_norm_over="projection", rotates=(True, True, True, False))
+NEXT = dataclasses.replace(
+    CONFIG, layers=3, norm_offset=1.0, output_gate=True, rotary_part=2,
+    mixers=(GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
+    experts=Experts(4, 2, 8, shared=4, shared_weighted=True),
+)  # fmt: skip
 ALONE = single(), None, "none", torch.float64
 COMPILED = torch.compile(decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
@@ -96,6 +103,7 @@ CASES = {
     "dp3, which does not divide": ("dp3", "data", "full", CONFIG),
     "dp2,ep2 over both, one of which has nothing": ("dp2,ep2", ("data", "expert"), "none", NARROW),
     "dp2,tp2 norms over heads": ("dp2,tp2", "data", "full", OLMO),
+    "dp2,tp2 gated delta nets": ("dp2,tp2", "data", "selective", NEXT),
     "tp2 whole, computed again": ("tp2", None, "selective", CONFIG),
 }
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from funrl.models import Config, ModelError, decoder_model, hf, load_model, with_value_head
-from funrl.models.generation_config import sampling_defaults, with_generation_config
+from funrl.models import Config, ModelError, decoder_model, load_model, with_value_head
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.generation_config import sampling_defaults, with_generation_config
 
 CONFIG = Config(31, 16, 1, 2, 2, 8, 24, eos=(2,))
 MODEL = decoder_model(CONFIG)

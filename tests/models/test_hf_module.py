@@ -16,8 +16,11 @@ from funrl.mesh.mesh import parse
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import COMPUTE, STORED, fully_sharded, shard
 from funrl.mesh.sums import sum_rest
-from funrl.models import Inputs, ModelError, hf, place, rematerialized, with_value_head
-from funrl.models.hf_module import packs
+from funrl.models import Inputs, ModelError, place, rematerialized, with_value_head
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.modules import packs
+from funrl.models.huggingface.names import names_of
+from funrl.rollout.native.engine import native_engine
 
 SIZES = {"vocab_size": 61, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
 CONFIGS = {
@@ -89,7 +92,7 @@ def test_logits_saved_files_and_packed_rows_are_the_modules(name, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(tokens_BT).logits, expected)
     model_again, params_again = _read(tmp_path / "ours")
-    assert model_again.config.layers == 3 and model_again.names == model.names
+    assert model_again.config.layers == 3 and names_of(model_again) == names_of(model)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
 
 
@@ -127,7 +130,7 @@ def test_gradients_are_the_modules(name, tmp_path):
         logp.square().sum().backward()
     theirs = {key: x.grad for key, x in peer.named_parameters()}
     for key, grad in trees.named(grads["policy"]):
-        expected = theirs[model.names[key][0]]
+        expected = theirs[names_of(model)[key][0]]
         assert (grad - expected).abs().max() < 1e-7 * (1 + expected.abs().max()), key  # float32 inside of some modules
 
 
@@ -210,7 +213,7 @@ def test_whose_code_computes_a_model(tmp_path):
     for folder, code, own in (
         ("qwen2", "auto", False), ("qwen2", "native", False), ("qwen2", "hf", True), ("gpt2", "auto", True),
     ):  # fmt: skip
-        assert bool(hf.load_model(tmp_path / folder, code).config.module) == own
+        assert bool(hf.load_model(tmp_path / folder, code).abilities.code) == own
     with pytest.raises(ModelError, match="model_type is 'gpt2', supported are"):
         hf.load_model(tmp_path / "gpt2")
 
@@ -219,7 +222,7 @@ def test_a_shallower_one_is_the_beginning_of_it(tmp_path):
     _saved("qwen2", tmp_path)
     model, params = _read(tmp_path)
     part = model.with_layers(2)
-    assert {name for name, _ in trees.named(part.shapes)} == {n for n in model.names if "layers/2/" not in n}
+    assert {name for name, _ in trees.named(part.shapes)} == {n for n in names_of(model) if "layers/2/" not in n}
     few = params | {"layers": params["layers"][:2]}
     assert part.apply(few, Inputs(tokens_of(model.config, 2, 8))).hidden.shape == (2, 8, 32)
 
@@ -227,5 +230,6 @@ def test_a_shallower_one_is_the_beginning_of_it(tmp_path):
 def test_it_has_no_pages(tmp_path):
     _saved("gpt2", tmp_path)
     model, _ = _read(tmp_path)
-    with pytest.raises(ModelError, match="GPT2LMHeadModel is transformers' own code, without pages"):
-        model.init_cache(None, 1, 16, torch.float32)
+    assert model.generates and not model.pages
+    with pytest.raises(ModelError, match="GPT2LMHeadModel is transformers' own code, without pages: use hf_engine"):
+        native_engine(model)

@@ -13,9 +13,11 @@ from funrl.mesh.mesh import SINGLE, Mesh, parse, single
 from funrl.mesh.rules import STORED, fully_sharded, shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
-from funrl.models.config import config_from_hf
 from funrl.models.deployed import deployed
-from funrl.models.lora import PROJECTIONS, first_trained, on_base, targets_of, trained_part, with_lora
+from funrl.models.huggingface.config import config_from_hf
+from funrl.models.huggingface.names import names_of
+from funrl.models.huggingface.peft_files import targets_of
+from funrl.models.lora import PROJECTIONS, first_trained, on_base, trained_part, with_lora
 from funrl.models.model import Lora
 
 WIDE = torch.float64
@@ -74,8 +76,8 @@ def test_merged_weights_compute_what_adapters_do(case):
     hidden = model.apply(params, inputs).hidden
     assert (plain.apply(found.tree(), inputs).hidden - hidden).abs().max() < 1e-12
     assert (plain.apply(base, inputs).hidden - hidden).abs().max() > 0.1
-    named = dict(found.exported(plain.names))
-    assert {name: list(x.shape) for name, x in named.items()} == {n: list(shape) for n, shape in plain.names.values()}
+    named = dict(found.exported(names_of(plain)))
+    assert {name: tuple(x.shape) for name, x in named.items()} == dict(names_of(plain).values())
     q = params["layers"][1]["attn"]["q"] + 1.5 * torch.einsum(
         "hnr,rd->hnd", params["layers"][1]["attn"]["q_lora_b"], params["layers"][1]["attn"]["q_lora_a"]
     )
@@ -153,7 +155,7 @@ def test_projections_are_named_as_in_peft():
 
 def test_a_family_s_names():
     model = with_lora(with_value_head(decoder_model(_config(4, 2))), Lora(2, 2.0, ("o",)))
-    names = {name: there for name, there in model.names.items() if "_lora_" in name and "/1/" in name}
+    names = {name: there for name, there in names_of(model).items() if "_lora_" in name and "/1/" in name}
     assert names == {
         "decoder/layers/1/attn/o_lora_a": ("model.layers.1.self_attn.o_proj.lora_A.weight", (2, 16)),
         "decoder/layers/1/attn/o_lora_b": ("model.layers.1.self_attn.o_proj.lora_B.weight", (12, 2)),

@@ -13,7 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from funrl import trees
 from funrl.batch import Batch
 from funrl.models import Config, compile_layer, decoder_model, place
-from funrl.models.config import Experts
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.routing import Experts
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)
@@ -129,6 +130,23 @@ def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(confi
     assert backward["aten.mm"] == 2 * forward["aten.mm"] + (6 if remat == "full" else 0)
     assert backward["funrl.varlen_attention"] == (1 if remat == "full" else 0)
     assert backward["aten.rsqrt"] == (4 if remat == "full" else backward["aten.rsqrt"])
+
+
+@pytest.mark.slow
+def test_a_gated_delta_net_is_compiled_once():
+    """For rows of at most two chunks, of which shorter ones have as many too."""
+    torch._dynamo.reset()
+    graphs = []
+    model = decoder_model(dataclasses.replace(CONFIG, layers=2, mixers=(GatedDeltaNet(2, 4, 4, 3),)))
+    params = model.init(torch.Generator().manual_seed(0), torch.float64)
+    layer = compile_layer(model, "on", remat="selective", backend=counted(graphs))
+    for lengths, padding in (((5, 9, 2), 4), ((30, 70, 16), 4), ((20, 1, 2), 1)):
+        row = packed_row(lengths, padding)
+        for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
+            assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
+    forward, backward = graphs  # one of each
+    assert forward["funrl.chunk_states"] == backward["funrl.chunk_states_backward"] == 1
+    assert backward["funrl.chunk_states"] == 0
 
 
 @pytest.mark.slow

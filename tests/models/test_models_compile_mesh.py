@@ -16,7 +16,7 @@ from funrl.mesh import launch, rules
 from funrl.mesh import mesh as meshes
 from funrl.mesh.rules import COMPUTE, STORED, fully_sharded
 from funrl.models import Config, compile_layer, decoder_model, place
-from funrl.models.config import Experts
+from funrl.models.decoder.routing import Experts
 
 CONFIG = Config(vocab=31, embed=16, layers=2, heads=4, kv_heads=1, head=6, mlp=24, family="qwen3", qk_norm=True)
 WHOLE = dataclasses.replace(CONFIG, vocab=32)

@@ -11,7 +11,9 @@ from funrl.batch import Batch
 from funrl.compiled_kernels.paged_attention import paging_of
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
-from funrl.models.config import RopeScaling, config_from_hf, config_to_hf
+from funrl.models.decoder.layers import RopeScaling
+from funrl.models.huggingface.config import config_from_hf, config_to_hf
+from funrl.models.huggingface.names import names_of
 
 CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
 MODEL = decoder_model(CONFIG)
@@ -139,8 +141,8 @@ def test_trees_have_one_structure(tied):
     for one in (model, with_value_head(model)):
         chex.assert_trees_all_equal_shapes(one.init(torch.Generator().manual_seed(0)), one.shapes)
         trees.map(lambda x, axes: chex.assert_rank(x, len(axes)), one.shapes, one.axes)
-        assert one.names.keys() == dict(trees.named(one.shapes)).keys()
-        assert all(math.prod(one.names[name][1]) == x.numel() for name, x in trees.named(one.shapes))
+        assert names_of(one).keys() == dict(trees.named(one.shapes)).keys()
+        assert all(math.prod(names_of(one)[name][1]) == x.numel() for name, x in trees.named(one.shapes))
 
 
 def test_init_is_the_same_in_every_dtype():

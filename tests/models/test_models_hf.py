@@ -7,13 +7,17 @@ import types
 
 import pytest
 import torch
+from own_parts import own_part
 from safetensors.torch import load_file, save_file
 
 from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh
-from funrl.models import Config, ModelError, decoder_model, hf, load_model, weight_slices, with_value_head
+from funrl.models import Config, ModelError, decoder_model, load_model, with_value_head
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface import weight_slices
+from funrl.trainer.settings.settings import settings_of
 
 CONFIG = Config(31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, eos=(2, 3))
 MODEL = decoder_model(CONFIG)
@@ -61,7 +65,7 @@ def test_a_rank_reads_its_own_slice(tmp_path, params, text):
     for rank in range(Mesh(sizes).world):
         mesh = Mesh(sizes, rank=rank)
         for tree in (layouts, more):
-            _, local = hf.load(tmp_path, mesh=mesh, layouts=tree)
+            local = own_part(tmp_path, model, torch.float32, tree, rank)
             expected = rules.shard(params, tree, mesh)
             assert all(torch.equal(a, b) for a, b in zip(trees.leaves(local), trees.leaves(expected), strict=True))
 
@@ -204,7 +208,6 @@ def test_a_name_in_the_local_cache_opens_like_a_directory(tmp_path, params, monk
 
     from funrl.algos.recipes import recipe
     from funrl.cost.dry_run import plain_job
-    from funrl.trainer.settings import Settings
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
@@ -213,8 +216,8 @@ def test_a_name_in_the_local_cache_opens_like_a_directory(tmp_path, params, monk
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     assert hf.find_directory("some/model") == snapshot
     assert hf.check_directory(hf.find_directory("some/model")).config == CONFIG
-    job = plain_job(Settings(model="some/model"), recipe("grpo")(), 1e12)
-    assert job.settings.model == str(snapshot) and job.model.config == CONFIG
+    job = plain_job(settings_of(model="some/model"), recipe("grpo")(), 1e12)
+    assert job.settings.models.model == str(snapshot) and job.model.config == CONFIG
     for unknown in ("some/other", "no such model"):
         assert str(hf.find_directory(unknown)) == unknown
         with pytest.raises(

@@ -10,7 +10,9 @@ from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.models import Config, Inputs, decoder_model, place, with_value_head
-from funrl.models.config import Latent
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.routing import Experts
 
 WANT = ("logp", "entropy", "sum_pi_squared")
 
@@ -26,6 +28,11 @@ GEMMA = {
     "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
 }  # fmt: skip
 LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "output_bias": False, "head": 6}
+NEXT = {
+    "norm_offset": 1.0, "output_gate": True, "rotary_part": 2,
+    "mixers": (GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
+    "experts": Experts(4, 2, 8, shared=4, shared_weighted=True),
+}  # fmt: skip
 CASES = {
     "tp2": ("tp2", _config(4, 2)),
     "tp2 tied": ("tp2", _config(4, 4, tied=True)),
@@ -40,6 +47,8 @@ CASES = {
     "tp2 gemma": ("tp2", _config(4, 2, **GEMMA)),
     "tp2 latent": ("tp2", _config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5))),
     "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=Latent(40, None, 4, 2, 7), attention_scale=0.7)),
+    "tp2 gated delta nets": ("tp2", _config(4, 2, layers=3, **NEXT)),
+    "dp2,tp2 gated delta nets": ("dp2,tp2", _config(4, 1, layers=3, **NEXT)),
     "tp4 multipliers": (
         "tp4",
         _config(4, 1, embed_scale=3.0, residual_scale=0.4, attention_scale=0.3, logit_divisor=2.0),
@@ -75,7 +84,7 @@ def _loss(placed, packed):
         batch = Batch(tokens=tokens_BT, mask=None, **where)
         scores = placed["policy"].token_scores(params["policy"], batch, WANT, 0.7)
         values_BT = placed["critic"].values(params["critic"], batch)
-        outputs = torch.stack([*trees.leaves(scores), values_BT])
+        outputs = torch.stack([*trees.leaves(scores._replace(load=None)), values_BT])
         return (weights * outputs).sum(), outputs
 
     return loss

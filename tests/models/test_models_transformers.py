@@ -11,8 +11,9 @@ from paged_rows import Rows
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.models import Config, Inputs, hf, place
-from funrl.models.config import config_from_hf, config_to_hf
+from funrl.models import Config, Inputs, place
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.config import config_from_hf, config_to_hf
 
 LLAMA3 = {
     "rope_type": "llama3",

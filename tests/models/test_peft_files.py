@@ -9,10 +9,10 @@ from hf_peers import logits_of, peer_of, random_weights, tokens_of
 from safetensors.torch import load_file
 
 from funrl import trees
-from funrl.models import hf
-from funrl.models.lora import on_base, targets_of, trained_part, with_lora
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.peft_files import targets_of, write_peft
+from funrl.models.lora import on_base, trained_part, with_lora
 from funrl.models.model import Inputs, Lora
-from funrl.models.peft_files import write_peft
 
 CASES = {  # config.json, targets
     "llama": ({"model_type": "llama", "attention_bias": True}, "all-linear"),

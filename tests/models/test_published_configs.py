@@ -5,7 +5,7 @@ import json
 import pytest
 
 from funrl import trees
-from funrl.models import hf
+from funrl.models.huggingface import directories as hf
 
 USUAL = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
 QWEN = USUAL | {
@@ -121,6 +121,14 @@ PUBLISHED = {
         eos_token_id=0, pad_token_id=0, attention_multiplier=0.015625, embedding_multiplier=12.0, logits_scaling=8.0,
         residual_multiplier=0.22, max_position_embeddings=131072, rope_scaling=None, rope_theta=10000000.0,
         tie_word_embeddings=True, vocab_size=49159,
+    )),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, QWEN3 | sized(
+        2048, 5120, 48, 16, 2, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256,
+        decoder_sparse_step=1, full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128, max_position_embeddings=262144,
+        mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
+        output_router_logits=False, partial_rotary_factor=0.25, rope_theta=10000000, router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=512, tie_word_embeddings=False,
     )),
     "deepseek-ai/DeepSeek-V2-Lite": (15_706_484_224, DEEPSEEK | sized(
         2048, 10944, 27, 16, 16, architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", n_group=1,

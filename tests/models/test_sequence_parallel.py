@@ -11,7 +11,7 @@ import torch
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
-from funrl.cost.estimate import pretended
+from funrl.cost.tracing.estimate import pretended
 from funrl.mesh import collectives, rules
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.launch import launch
@@ -19,21 +19,16 @@ from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.mesh.sums import sum_rest
-from funrl.models import (
-    Config,
-    ModelError,
-    decoder_model,
-    place,
-    placed,
-    rematerialized,
-    ring_attention,
-    with_value_head,
-)
-from funrl.models import sequence_parallel as sequence
+from funrl.models import Config, ModelError, decoder_model, place, placed, rematerialized, with_value_head
 from funrl.models import split_residual as residual
-from funrl.models.lora import targets_of, with_lora
+from funrl.models.decoder import ring_attention
+from funrl.models.decoder import sequence_parallel as sequence
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.routing import Experts
+from funrl.models.huggingface.peft_files import targets_of
+from funrl.models.lora import with_lora
 from funrl.models.model import Lora
-from funrl.models.sizes import Latent
 
 OFFSETS = torch.tensor([0, 5, 5, 24, 25, 34, 34], dtype=torch.int32)  # borders of all ranks but one are within segments
 T = 36  # of which two are padding
@@ -176,6 +171,11 @@ GEMMA = {
     "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 0.8, "logit_cap": 1.5,
     "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
 }  # fmt: skip
+NEXT = {
+    "family": "qwen3_next", "layers": 3, "norm_offset": 1.0, "output_gate": True, "rotary_part": 2,
+    "mixers": (GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
+    "experts": Experts(4, 2, 8, shared=4, shared_weighted=True),
+}  # fmt: skip
 SPLITS = {
     "sp4": ("sp4", config(4, 2), False),
     "sp6": ("sp6", config(12, 4), False),
@@ -183,6 +183,8 @@ SPLITS = {
     "tp2, its residual": ("tp2", config(4, 2), True),
     "sp2,tp2, its residual": ("sp2,tp2", config(4, 1), True),
     "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 2, **GEMMA), True),
+    "tp2, gated delta nets": ("tp2", config(4, 2, **NEXT), False),
+    "tp2, its residual, gated delta nets": ("tp2", config(4, 2, **NEXT), True),
     "tp4, its residual, norms over shared heads": (
         "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
     ),
@@ -197,7 +199,9 @@ def test_scores_values_and_gradients_are_those_of_one_device(case):
 LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "output_bias": False, "head": 6}
 
 
-@pytest.mark.parametrize("sizes", [config(4, 2), config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5))])
+@pytest.mark.parametrize(
+    "sizes", [config(4, 2), config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5)), config(4, 2, **NEXT)]
+)
 def test_so_are_those_of_adapters(sizes):
     assert max(gaps("tp2", sizes, splits=True, adapted=True)) < 1e-9
 

@@ -5,15 +5,18 @@ import math
 
 import pytest
 import torch
+from own_parts import own_part
 
 from funrl import trees
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import AXES, Mesh, parse
+from funrl.mesh.reading import contiguous_layout
 from funrl.mesh.rules import STORED, Layout, fully_sharded, layouts
-from funrl.models import Config, decoder_model, hf, weight_slices
-from funrl.models.families import Experts
-from funrl.models.shared_reading import load_shared, reading_layout
+from funrl.models import Config, decoder_model
+from funrl.models.decoder.routing import Experts
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface import weight_slices
 
 DENSE = Config(vocab=32, embed=10, layers=2, heads=4, kv_heads=2, head=4, mlp=12, family="qwen3", qk_norm=True)
 MIXED = Config(
@@ -49,9 +52,9 @@ class CountedSlice:
 def _read(folder, model, table, mesh):
     """The bytes that all ranks have read, and whether this rank has what it would read alone."""
     placed = layouts(model.shapes, model.axes, table, mesh.sizes)
-    alone = hf.load(folder, torch.float64, mesh, placed, model)[1]
+    alone = own_part(folder, model, torch.float64, placed, mesh.rank)
     weight_slices.safe_open = CountedFile
-    found = load_shared(folder, model, torch.float64, mesh, placed)
+    _, found = hf.load(folder, torch.float64, mesh, layouts=placed, model=model)
     same = all(torch.equal(x, y) for x, y in zip(trees.leaves(found), trees.leaves(alone), strict=True))
     return gather_objects((sum(CountedFile.counts), same), mesh)
 
@@ -81,7 +84,7 @@ def test_ranks_of_a_node_read_each_byte_once(text, config, table, tmp_path):
 def test_a_tensor_is_read_in_contiguous_parts(shape, axes):
     sizes = parse("dp2,ep2,tp2")
     wanted = Layout(shape, ((), *((axes,) if len(shape) > 1 else ()), *((),) * (len(shape) - 2)), tuple(sizes.values()))
-    layout, x = reading_layout(wanted), torch.arange(math.prod(shape)).view(shape)
+    layout, x = contiguous_layout(wanted), torch.arange(math.prod(shape)).view(shape)
     parts = [x[tuple(slice(*ends) for ends in layout.box(rank))].flatten() for rank in range(Mesh(sizes).world)]
     assert all(torch.equal(part, torch.arange(part[0], part[0] + len(part))) for part in parts if len(part))
     assert sorted(torch.cat(parts).tolist()) == x.flatten().tolist()

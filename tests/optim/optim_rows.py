@@ -100,14 +100,6 @@ ROWS = {
         lambda at: optim.chain(optim.masked(optim.trace(0.5), only_down), optim.scale(-0.1)),
         _like("momentum/trace", DOWN),
     ),
-    "skip_nonfinite": Row(
-        lambda at: optim.skip_nonfinite(optim.adamw(0.1), 2, at.norm), ["consecutive", "total", *_adam("inner/adam/")]
-    ),
-    "skip_nonfinite in place": Row(
-        lambda at: optim.skip_nonfinite(optim.fused_adamw(0.1), 2, at.norm),
-        ["consecutive", "total", *_adam("inner/adam/")],
-        True,
-    ),
     "scale_by_adam": Row(lambda at: optim.scale_by_adam(0.8, 0.9), _adam(), descends=False),
     "trace": Row(lambda at: optim.trace(0.5), _like("trace"), descends=False),
     "scale": Row(lambda at: optim.scale(0.5), [], descends=False),

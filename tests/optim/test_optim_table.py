@@ -15,7 +15,6 @@ from funrl.mesh.simulate import gather, scatter, simulate
 RULES = {
     "heads": "tensor", "vocab": "tensor", "mlp": "tensor", "embed": "data", "head": None, "norm": None,
 }  # fmt: skip
-TRACED = {name: row for name, row in ROWS.items() if name != "skip_nonfinite in place"}  # which asks the host
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
 
@@ -123,7 +122,7 @@ def test_a_lower_precision_is_near(row):
     assert {x.dtype for x in trees.leaves(optim.apply_updates(params, low))} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("row", TRACED.values(), ids=TRACED)
+@every_row
 def test_a_graph_of_it_makes_the_same_steps(row):
     """The update reads no number on the host: a graph that was traced with one gradient is right for another."""
     step, params, (first, second) = row.make(Where()), draw(0), draws(1, 2)

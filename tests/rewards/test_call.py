@@ -17,6 +17,7 @@ from funrl.rewards.call import (
     columns_of,
     described_function,
     outcomes,
+    picklable,
     reward_functions,
     score_all,
 )
@@ -161,9 +162,16 @@ def test_a_function_of_verl_is_called_by_name():
     one = described(compute_score)
     rows = [Completed("p", text, {"data_source": "d", "ground_truth": "4", "level": 1}) for text in "45"]
     assert outcomes(one, rows) == [1.0, 0.0]
+    assert not any(hasattr(value, "entries") for value in outcomes(one, rows))  # "of" is no number
     check_fields("f", one, [row.fields for row in rows])
     with pytest.raises(RewardError, match="missing a required argument: 'data_source'"):
         check_fields("f", one, [{"ground_truth": "4"}])
+
+
+def test_other_numbers_of_a_dict_stay_with_the_score_between_processes():
+    one = described(lambda prompt, completion: {"score": 0.5, "acc": True, "format": 2, "text": "x", "odd": math.nan})
+    (value,) = pickle.loads(pickle.dumps([*map(picklable, outcomes(one, [Completed("p", "c")]))]))
+    assert value == 0.5 and value.entries == {"acc": 1.0, "format": 2.0}
 
 
 def test_a_batched_function_is_given_what_it_names():
@@ -232,3 +240,14 @@ def test_functions_are_named_in_errors_where_there_are_several():
     both = reward_functions([score, score, lambda p, c: "x"])
     assert [one.name for one in both] == ["score", "score.2", "lambda"] and not any(one.alone for one in both)
     assert outcomes(both[2], ROWS[:1])[0].message.startswith("the reward function lambda raised TypeError")
+
+
+def test_batched_functions_are_given_messages_where_prompts_are_chats():
+    chat = [{"role": "user", "content": "Who?"}]
+    rows = [Completed("<user>Who?", "Me.", {}, (), chat), Completed("q", "b")]
+    given = columns_of(described(lambda prompts, completions: 0), rows)
+    assert given["prompts"] == [chat, "q"]
+    assert given["completions"] == [[{"role": "assistant", "content": "Me."}], "b"]
+    seen = []
+    plain = described(lambda prompt, completion, **fields: seen.append((prompt, completion)) or 0.0)
+    assert outcomes(plain, rows) == [0.0, 0.0] and seen[0] == ("<user>Who?", "Me.")

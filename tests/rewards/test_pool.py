@@ -298,10 +298,30 @@ def test_a_program_that_a_function_starts_takes_signals_in_the_usual_way(tmp_pat
 def test_signals_to_all_of_a_group_leave_the_pool_to_its_rank():
     """A terminal's interrupt and a scheduler's SIGTERM go to every process; what becomes of the run, the rank says."""
     with open_pool([lambda p, c: os.getpid()], 1) as pool:
+        ((pid,),) = results(score_rows(pool, rows_of("a")))
         for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pool._server, sign)
-        ((pid,),) = results(score_rows(pool, rows_of("a")))
+            os.kill(int(pid), sign)
+        assert results(score_rows(pool, rows_of("a"))) == [[pid]]
         assert os.getpgid(int(pid)) == pid and os.getpgid(pool._server) == os.getpgid(0)
+
+
+def forking(prompt, completion):
+    """How a fork of the worker that waits for SIGTERM ends."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        os.write(writing, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(reading, 1)
+    os.kill(pid, signal.SIGTERM)
+    return float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def test_a_fork_of_a_worker_takes_signals_in_the_usual_way():
+    """As the processes of `multiprocessing` must, whose `terminate` sends SIGTERM."""
+    with open_pool([forking], 1) as pool:
+        assert results(score_rows(pool, rows_of("a"))) == [[-signal.SIGTERM]]
 
 
 def test_a_process_that_has_threads_already_may_open_a_pool():

@@ -12,8 +12,8 @@ from funrl.rewards.call import RewardError, described_function
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rewards.sandbox import SandboxError
-from funrl.trainer.checks import weights_of_rewards
-from funrl.trainer.settings import Settings
+from funrl.trainer.settings.checks import weights_of_rewards
+from funrl.trainer.settings.settings import settings_of
 
 
 def test_several_functions_of_a_file(tmp_path):
@@ -34,7 +34,7 @@ def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
         ("math@2,format@0.25", (2.0, 0.25)),
         ("math@2,format", (2.0, 1.0)),
     ):
-        assert weights_of_rewards(Settings(reward=text), 2) == weights
+        assert weights_of_rewards(settings_of(reward=text), 2) == weights
     for text in ("r.py", "maths", "", "math,,format"):
         with pytest.raises(
             LoadError, match=rf"--reward={text}: '.*' is not a verifier \(exact, .*write FILE.py:function"

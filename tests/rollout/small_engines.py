@@ -18,11 +18,11 @@ from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
-from funrl.rollout.vllm_client import vllm_client
-from funrl.rollout.vllm_core import start_vllm
-from funrl.rollout.vllm_engine import VLLMEngine, vllm_weights
+from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.core import start_vllm
+from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
 CONFIGS = {
@@ -100,7 +100,7 @@ class ServerProcess:
     """A server of vLLM in a process of its own."""
 
     def __init__(self, port=0):
-        command = [sys.executable, "-m", "funrl.rollout.vllm_server", f"--port={port}"]
+        command = [sys.executable, "-m", "funrl.rollout.vllm.server", f"--port={port}"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         atexit.register(self.process.kill)
         self.url = self.process.stdout.readline().split()[-1]

@@ -17,7 +17,7 @@ from funrl.models import Config, decoder_model, place
 from funrl.models.deployed import deployed
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, compare_weights, digest, probe_gap
-from funrl.rollout.native import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, native_engine
 
 pytestmark = pytest.mark.gloo
 

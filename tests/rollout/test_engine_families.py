@@ -6,9 +6,10 @@ from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, loa
 
 from funrl.batch import Batch
 from funrl.models import Config, decoder_model, place
-from funrl.models.config import Experts, Latent
-from funrl.rollout.backends import PackedBackend, TorchBackend
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.routing import Experts
 from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native.backends import PackedBackend, TorchBackend
 from funrl.rollout.sampling_parameters import Sampling
 
 GEMMA = {

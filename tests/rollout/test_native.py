@@ -26,12 +26,13 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
-from funrl.models import Config, Inputs, ModelError, decoder_model, hf, place, with_value_head
-from funrl.rollout import native
-from funrl.rollout.backends import PackedBackend, TorchBackend, packed_problem
+from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native import native_engine
+from funrl.rollout.native import engine as native
+from funrl.rollout.native.backends import PackedBackend, TorchBackend, packed_problem
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -291,10 +292,11 @@ def test_a_value_head_cannot_generate():
 
 def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(caplog):
     model, notes = decoder_model(CONFIGS["llama"]), []
+    other = model.abilities._replace(compiled_step="not for this model")
     assert NO_PACKING is None or packed_problem(model, SINGLE, torch.float32) == NO_PACKING
-    with caplog.at_level("INFO", "funrl.rollout.native"):
+    with caplog.at_level("INFO", "funrl.rollout.native.engine"):
         made = {
-            "not for this model": native_engine(dataclasses.replace(model, packs=False), note=notes.append),
+            "not for this model": native_engine(dataclasses.replace(model, abilities=other), note=notes.append),
             "not torch.float64": native_engine(model, dtype=torch.float64, note=notes.append),
             "the layer is replaced": native_engine(model, layer=lambda *args: model.layer(*args), note=notes.append),
             "not asked for": native_engine(model, packed=False, note=notes.append),

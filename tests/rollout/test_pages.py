@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from funrl.rollout.pages import PagePool
+from funrl.rollout.native.pages import PagePool
 
 SIZE = 2  # tokens of a page
 

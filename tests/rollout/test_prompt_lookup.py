@@ -3,9 +3,9 @@
 import pytest
 from small_engines import CONFIGS, NO_PACKING, assert_same, completed, engine_of, load, weights
 
-from funrl.rollout import native
 from funrl.rollout.engine import complete
-from funrl.rollout.prompt_lookup import LONGEST_WAIT, PromptLookup
+from funrl.rollout.native import engine as native
+from funrl.rollout.native.prompt_lookup import LONGEST_WAIT, PromptLookup
 from funrl.rollout.requests import Completion, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 

@@ -16,9 +16,9 @@ from funrl import trees
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_model
-from funrl.rollout import native
 from funrl.rollout.engine import complete
-from funrl.rollout.native import native_engine
+from funrl.rollout.native import engine as native
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 

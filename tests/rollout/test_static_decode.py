@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import Config, decoder_model
-from funrl.rollout import static_decode
-from funrl.rollout.backends import TorchBackend
-from funrl.rollout.captured import CapturedFunctions
-from funrl.rollout.decode_state import STOP, DecodeForm, decode_pass, empty_state
-from funrl.rollout.host_copy import HostCopy
-from funrl.rollout.native import native_engine
+from funrl.rollout.native import static_decode
+from funrl.rollout.native.backends import TorchBackend
+from funrl.rollout.native.captured import CapturedFunctions
+from funrl.rollout.native.decode_state import STOP, DecodeForm, decode_pass, empty_state
+from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.host_copy import HostCopy
+from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.static_decode import bucket
 
 ROWS = (1, 2, 4, 8, 16)
 SLOTS, PAGES = 17, 4
@@ -143,7 +143,7 @@ def test_a_row_that_ends_is_frozen_and_writes_to_the_spare_page():
     lengths, ended = state.numbers_CS[0].tolist(), state.numbers_CS[5].tolist()
     assert lengths == [3, 5, 1] and ended == [1, 0, 1]  # the first one had its limit of 3 tokens after two
     assert state.tokens_S.tolist() == [seen[1][0], seen[3][1], 0]
-    written = (backend._cache.keys[0] != 0).any(-1).any(-1).sum(1).tolist()
+    written = (backend._cache[0][0] != 0).any(-1).any(-1).sum(1).tolist()
     assert written == [2, 4, 1]
 
 
@@ -170,7 +170,7 @@ def test_what_a_pass_of_static_shape_cannot_draw_goes_the_other_way(monkeypatch)
 
 
 def test_where_there_are_none_the_reason_is_told(caplog):
-    with caplog.at_level("INFO", "funrl.rollout.native"):
+    with caplog.at_level("INFO", "funrl.rollout.native.engine"):
         engine = native_engine(decoder_model(CONFIGS["llama"]), packed=False, static=True, speculate=2)
     assert engine._static is None
     assert [x for x in caplog.messages if "static shape: drafts are made on the host" in x] == caplog.messages[-1:]

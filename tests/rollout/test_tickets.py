@@ -12,7 +12,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.models import decoder_model
 from funrl.rollout.engine import complete
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import complete_shared

@@ -10,12 +10,13 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import decoder_model, place
-from funrl.models.config import ModelError
+from funrl.models.errors import ModelError
+from funrl.models.huggingface.names import names_of
 from funrl.rollout.certificate import SyncError, certify
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm_core import check_vllm, unfused
-from funrl.rollout.vllm_engine import WholeWeights
+from funrl.rollout.vllm.core import check_vllm, unfused
+from funrl.rollout.vllm.engine import WholeWeights
 
 needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
 FAMILIES = {
@@ -35,18 +36,19 @@ WRONG = [
 @pytest.mark.parametrize(("change", "dtype", "message"), WRONG)
 def test_a_model_that_vllm_does_not_take_is_refused_by_name(change, dtype, message):
     with pytest.raises(ModelError, match=message):
-        check_vllm(dataclasses.replace(WIDE, **change), "cpu", dtype)
+        check_vllm(decoder_model(dataclasses.replace(WIDE, **change)), "cpu", dtype)
 
 
 def test_a_cache_below_the_longest_sequence_is_refused():
     with pytest.raises(ModelError, match=r"a cache of 1e-06 GB is too small: .* 128 tokens, 0.00026 GB"):
-        check_vllm(WIDE, "cpu", torch.float32, cache_bytes=1000)
+        check_vllm(decoder_model(WIDE), "cpu", torch.float32, cache_bytes=1000)
 
 
 def fused(config, params):
     """The weights as vLLM's modules have them, the vocabulary padded."""
     model = decoder_model(config)
-    held = {model.names[name][0]: x.reshape(model.names[name][1]) for name, x in trees.named(params)}
+    names = names_of(model)
+    held = {names[name][0]: x.reshape(names[name][1]) for name, x in trees.named(params)}
     for name in list(held):
         for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
             if parts[0] in name:
@@ -61,9 +63,10 @@ def test_fused_weights_are_taken_apart_again(name):
     model, params = decoder_model(config), weights(config)
     held = fused(config, params)
     again = dict(unfused(model, held))
-    assert len(again) == len(model.names)
+    names = names_of(model)
+    assert len(again) == len(names)
     for leaf, x in trees.named(params):
-        there, shape = model.names[leaf]
+        there, shape = names[leaf]
         assert torch.equal(again[there], x.reshape(shape))
     packed = "model.layers.0.mlp.gate_up_proj.weight"
     away = [there for there, x in unfused(model, held | {packed: torch.empty(0)}) if x is None]

@@ -1,9 +1,11 @@
 """A server of vLLM that is killed, one that is not there, and what the two sides tell each other."""
 
+import http.client
 import json
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from small_engines import KINDS, NO_VLLM, PROMPTS, WIDE, ServerProcess, assert_s
 
 from funrl.mesh.mesh import Mesh, MeshError, parse
 from funrl.models import decoder_model
+from funrl.models.huggingface.names import names_of
 from funrl.rollout.engine import complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm_client import EngineServerError, vllm_client
-from funrl.rollout.vllm_core import CacheCounts, CoreRequest, DrawnTokens
-from funrl.rollout.vllm_server import CoreHandler, CoreServer, plain_requests, request_of
+from funrl.rollout.vllm import server as vllm_server
+from funrl.rollout.vllm.client import EngineServerError, vllm_client
+from funrl.rollout.vllm.core import CacheCounts, CoreRequest, DrawnTokens
+from funrl.rollout.vllm.server import CoreHandler, CoreServer, plain_requests, request_of
 
 MODEL = decoder_model(WIDE)
 needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
@@ -110,7 +114,7 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     armed.append(True)
     params = weights(WIDE)
     load(engine, params, 4)
-    assert set(core.weights) == {there for there, _ in MODEL.names.values()} and core.loads == 1
+    assert set(core.weights) == {there for there, _ in names_of(MODEL).values()} and core.loads == 1
     assert torch.equal(core.weights["model.norm.weight"], params["norm"])
     engine.submit(requests_of([[1], [2, 3], [4]], Sampling(max_new_tokens=6), 0))
     for _ in range(3):
@@ -127,9 +131,118 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     server.shutdown()
 
 
+@pytest.fixture
+def served(monkeypatch):
+    """A server over a core that counts, whose clients are soon given up."""
+    monkeypatch.setattr(vllm_server, "IDLE_S", 1.0)
+    core = CountingCore()
+    server = CoreServer(("127.0.0.1", 0), lambda message: core)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield server, core
+    server.shutdown()
+    thread.join(60)
+    assert not thread.is_alive()
+    server.server_close()
+
+
+def asked(server, what, body=b"{}", **headers):
+    """Status and text of the answer to a request with some headers."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("POST", f"/{what}", body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_clients_that_say_nothing_block_nobody_and_are_closed(served):
+    server, _ = served
+    half = b"POST /bucket HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\nhalf"
+    connections = [socket.create_connection(("127.0.0.1", server.server_port), 60) for _ in range(3)]
+    connections[1].sendall(b"POST /status HT")
+    connections[2].sendall(half)
+    assert asked(server, "open") == (200, "{}")
+    for connection in connections:
+        assert connection.recv(100) == b""  # the server has closed it
+        connection.close()
+    end = time.monotonic() + 60
+    while list(Path(server.buckets.name).iterdir()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not list(Path(server.buckets.name).iterdir())  # half a bucket is not kept
+
+
+def test_a_busy_core_still_has_a_status_and_takes_requests_in_turn(served):
+    server, core = served
+    entered, leave, steps = threading.Event(), threading.Event(), []
+
+    def step():
+        steps.append(threading.get_ident())
+        entered.set()
+        leave.wait(60)
+        return []
+
+    core.step = step
+    asked(server, "open")
+    others = [threading.Thread(target=asked, args=(server, "step")) for _ in range(2)]
+    for other in others:
+        other.start()
+    assert entered.wait(60)
+    assert json.loads(asked(server, "status")[1]) == {"instance": server.instance, "open": True}
+    assert len(steps) == 1
+    leave.set()
+    for other in others:
+        other.join(60)
+    assert len(steps) == 2 and len(set(steps)) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "code", "said"),
+    [
+        ({"Host": "example.org"}, 403, "step: Host: example.org: this server is for its own machine"),
+        ({"Host": "example.org:8100"}, 403, "step: Host: example.org: this server"),
+        ({"Origin": "http://127.0.0.1:8100"}, 403, "step: Origin: http://127.0.0.1:8100: a page in a browser may not"),
+        ({"Origin": "null"}, 403, "step: Origin: null"),
+        ({"Content-Length": "-1"}, 400, "step: Content-Length: -1: a number of bytes is needed"),
+        ({"Content-Length": "x"}, 400, "step: Content-Length: x: a number"),
+        (
+            {"Content-Length": "1000000000000"},
+            413,
+            "step: Content-Length: 1000000000000: it must be at most 1073741824",
+        ),
+    ],
+)
+def test_requests_of_others_and_absurd_sizes_are_refused(served, headers, code, said):
+    server, core = served
+    asked(server, "open")
+    core.step = lambda: pytest.fail("a request that is refused reached the core")
+    status, text = asked(server, "step", b"{}", **headers)
+    assert status == code and text.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (b"not json", 400, "Expecting value"), (b"[" * 100_000, 400, "recursion"),
+        (b"[1]", 400, "step: an object with entries is needed, not [1]"), (b"{}", 500, "RuntimeError: out of pages"),
+    ],
+    ids=["garbage", "nested", "a list", "an error of vLLM"],
+)  # fmt: skip
+def test_answers_to_what_fails_have_no_traceback(served, body, code, said):
+    server, core = served
+    asked(server, "open")
+
+    def fails():
+        raise RuntimeError("out of pages")
+
+    core.step = fails
+    status, text = asked(server, "step", body)
+    assert status == code and said in text
+    assert "Traceback" not in text and "File " not in text and ".py" not in text
+    assert asked(server, "status")[0] == 200
+
+
 @pytest.mark.skipif(NO_VLLM is None, reason="vLLM is installed here")
 def test_without_vllm_a_server_says_so_and_stays():
-    from funrl.rollout.vllm_server import start_here
+    from funrl.rollout.vllm.server import start_here
 
     server = CoreServer(("127.0.0.1", 0), lambda message: start_here(message, "cpu"))
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -2,19 +2,21 @@
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_report import checked
 
-from funrl.experiments import cli
-from funrl.track.compare import _names, write_comparison
+from funrl.cli import main as cli
 from funrl.track.observe import RunObserver
-from funrl.track.run_directory import open_run
-from funrl.track.run_files import ReportError
-from funrl.track.samples import Sample, open_samples
-from funrl.track.trackers import jsonl
-from funrl.trainer.evaluation import EvalRow
+from funrl.track.records.run_directory import RunDirectory, open_run
+from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.trackers import jsonl
+from funrl.track.report.compare import _names, write_comparison
+from funrl.track.report.run_files import ReportError
+from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.sources.evaluation import EvalRow
 
 
 def a_run(path, reward, lr, supervised=False):
@@ -39,7 +41,7 @@ def test_runs_are_compared_on_one_page(tmp_path, capsys, monkeypatch):
     assert cli.main(["funrl", "compare", *runs]) == 0 and capsys.readouterr().out == "open compare.html\n"
     page = (tmp_path / "compare.html").read_text()
     said = checked(page)
-    assert "script" not in {tag for tag, _ in said.tags} and "3 runs" in said.text
+    assert "3 runs" in said.text
     for text in ("a/run", "b/run", "Reward, sampled", "Reward, held out", "Loss, batch", "0.001", "0.0001",
                  "answer 4 of 0.1", "answer 4 of 0.2", "1<2 & 3"):  # fmt: skip
         assert text in said.text, text
@@ -62,7 +64,7 @@ def test_a_metric_has_one_chart_and_every_run_its_last_value(tmp_path):
 
 def test_tables_of_evaluations_read_as_people_write(tmp_path):
     task = SimpleNamespace(name="sums", readable=lambda text: text[::-1])
-    settings = SimpleNamespace(mesh="dp1", seed=0, steps=1, report_to=None)
+    settings = settings_of(steps=1)
     folder = open_run(tmp_path / "run", "grpo", {}).path
     with RunObserver(SimpleNamespace(task=task, settings=settings), str(folder), 0) as observer:
         observer.evaluated([EvalRow(1, "line 1", 0, "745+58=", "308", "308", 1.0, True, 3, True, {})])
@@ -92,3 +94,30 @@ def test_a_report_is_written_again(tmp_path, capsys):
     assert config["experiment"] == "grpo"
     with pytest.raises(ReportError, match="is given twice"):
         _names(["a", "./a"])
+
+
+def test_the_latest_samples_come_first(tmp_path):
+    runs = [a_run(tmp_path / name, 0.1, 1e-3) for name in ("a", "b")]
+    for run in runs:
+        path = RunDirectory(Path(run)).samples
+        later = path.read_text()
+        path.write_text("")
+        samples = open_samples(path)
+        for number in range(8):
+            samples.write(Sample(0, f"first prompt {number}", "early", 0.0))
+        samples.close()
+        path.write_text(path.read_text() + later)
+    page = write_comparison(runs, tmp_path / "c.html").read_text()
+    assert 0 < page.index("answer 4 of 0.1") < page.index("first prompt 0") and "first prompt 7" not in page
+
+
+def test_the_last_line_says_what_was_evaluated_once():
+    from funrl.cli.run import _held_out
+    from funrl.trainer.loop import Outcome
+
+    first, last = {"eval/reward": 0.25, "eval/examples": 3.0}, {"eval/reward": 0.5, "eval/examples": 3.0}
+    assert _held_out(Outcome(first, last, None)) == ["held out (n = 3): eval/reward 0.250 -> 0.500"]
+    assert _held_out(Outcome(first, {}, None)) == ["held out (n = 3, evaluated once): eval/reward 0.250"]
+    unchanged = ["held out (n = 3): eval/reward 0.250 -> 0.250"]  # evaluated twice
+    assert _held_out(Outcome(first, dict(first), None)) == unchanged
+    assert _held_out(Outcome({}, {}, "failed")) == _held_out(None) == []

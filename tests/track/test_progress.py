@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from funrl.track.progress import open_progress, quiet_progress
+from funrl.track.progress import open_progress
 
 METRICS = {
     "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
@@ -93,7 +93,7 @@ def test_samples_are_one_safe_line_and_not_too_many():
         progress.sample("[bold]12+3=", "15\n[/b]\x1b[2J" + "x" * 1000, 1.0)
     samples = [line for line in file.getvalue().splitlines() if line.startswith("sample")]
     assert len(samples) == 1
-    assert samples[0].startswith(r"sample step 1  reward 1  [bold]12+3=15\n[/b]\x1b[2Jxxx") and len(samples[0]) < 260
+    assert samples[0].startswith(r"sample step 1  reward 1  [bold]12+3= | 15\n[/b]\x1b[2Jxxx") and len(samples[0]) < 260
     file, progress = plain(sample_seconds=0)
     for reward in (0.0, float("nan")):
         progress.sample("p", "c", reward)
@@ -106,7 +106,7 @@ def test_text_the_terminal_cannot_encode_is_written_out():
     progress = open_progress(1, "ppo", live=False, console=Console(file=file))
     progress.sample("caf\u00e9", "\u4f60", 1.0)
     progress.note("na\u00efve")
-    assert rb"caf\xe9\u4f60" in raw.getvalue() and rb"na\xefve" in raw.getvalue()
+    assert rb"caf\xe9 | \u4f60" in raw.getvalue() and rb"na\xefve" in raw.getvalue()
 
 
 def test_live_table_shows_everything():
@@ -123,7 +123,7 @@ def test_live_table_shows_everything():
         assert text in frame
     assert "left" in frame and "0.120" in frame and "0.010" in frame
     assert "  2    0.020" not in frame  # only the last ten rows stay
-    assert "reward 1  1+1=2" in shown and "saved the model" in shown
+    assert "reward 1  1+1= | 2" in shown and "saved the model" in shown
 
 
 def test_live_warm_start_is_a_bar():
@@ -180,13 +180,3 @@ def test_remaining_time_follows_the_pace(monkeypatch):
         now[0] += 2.0
         progress.update(step, METRICS)
     assert " 2m00s " in file.getvalue().splitlines()[-1]  # 60 steps of 2 s
-
-
-def test_quiet_progress_shows_nothing(capsys):
-    with quiet_progress() as progress:
-        with progress.stage("warm start", 2):
-            progress.update(1, {"loss": 1.0})
-        progress.update(1, METRICS)
-        progress.sample("p", "c", 1.0)
-        progress.note("n")
-    assert capsys.readouterr() == ("", "")

@@ -1,22 +1,21 @@
 """The report: a page that stands alone, says what the files say, and survives whatever the files lack."""
 
+import html
 import json
 import math
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
-from funrl.track import charts
-from funrl.track.report import render, write_report
-from funrl.track.report_evaluation import newest_table
-from funrl.track.run_directory import open_run
-from funrl.track.run_files import ReportError, read_run
-from funrl.track.run_lock import owned_run
-from funrl.track.samples import Sample, open_samples
-from funrl.track.trackers import jsonl
+from funrl.track.records.run_directory import open_run
+from funrl.track.records.run_lock import owned_run
+from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.trackers import jsonl
+from funrl.track.report import charts
+from funrl.track.report.compare import render_comparison
+from funrl.track.report.page import render, write_report
+from funrl.track.report.run_files import ReportError, RunFiles, newest_evaluation, read_run
 
 VOID = {"meta", "link", "br", "img"}
 
@@ -168,18 +167,93 @@ def test_the_newest_evaluation_is_a_table(tmp_path):
     assert "..." + "x" * 400 in table and "x" * 401 not in table
     many = [{"step": 70, "sample": sample, "prompt": str(n)} for n in range(40) for sample in (0, 1)]
     run.eval_samples.write_text("".join(json.dumps(one) + "\n" for one in many))
-    shown = newest_table(run.eval_samples)  # one of each prompt where there are enough, spread over them
+    shown = newest_evaluation(run.eval_samples)  # one of each prompt where there are enough, spread over them
     assert [one["prompt"] for one in shown] == [str(n) for n in range(0, 32, 2)] and not any(o["sample"] for o in shown)
 
 
 def test_report_stands_alone(tmp_path):
     a_run(tmp_path)
     page = write_report(tmp_path).read_text()
-    assert "http" not in page and "url(" not in page and "@import" not in page
+    assert "://" not in page and "url(" not in page and "@import" not in page
     tags = checked(page).tags
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in tags}
+    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in tags}
     assert not any({"src", "href", "onload"} & set(attributes) for _, attributes in tags)
+    assert [attributes for tag, attributes in tags if tag == "script"] == [{}]
+    policies = [a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert len(policies) == 1 and policies[0].startswith("default-src 'none';")  # nothing is loaded, whatever it says
     assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
+
+
+HOSTILE = "</pre><script>alert(1)</script>\"'> {{ 7 * 7 }} {% raw %} \x00\x1b[2J \u202eesrever\u2066 \ud800 <!--"
+
+
+def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
+    """Every text that a run writes may come from a model, a file or a user: all of them pass through the templates."""
+    flags = {"prompts": HOSTILE, "model": HOSTILE, "steps": 2}
+    metrics = {"reward/mean": 0.5, f"reward/{HOSTILE}/mean": 0.5, f"time_s/{HOSTILE}": 1.0, "time_s/step": 1.0}
+    rows = [metrics | {"step": step} for step in (1, 2)]
+    samples = [Sample(1, HOSTILE, HOSTILE, 0.0, ((HOSTILE, 1.0),))] * 2
+    evaluation = [{"prompt": HOSTILE, "completion": HOSTILE, "answer": "4" + HOSTILE, "tokens": HOSTILE}]
+    run = RunFiles({"experiment": HOSTILE, "mesh": HOSTILE, "flags": flags}, rows, samples, evaluation)
+    page, plain = (render(run._replace(config=config)) for config in (run.config, {}))
+    both = render_comparison({HOSTILE: run, f"other {HOSTILE}": run._replace(config={"experiment": "ppo"})})
+    for text in (page, both):
+        said = checked(text)
+        assert [tag for tag, _ in said.tags].count("script") == 1
+        assert "<script>alert(1)</script>" in said.text and "{{ 7 * 7 }} {% raw %}" in said.text  # as they are written
+        assert r"\x00\x1b[2J \u202eesrever\u2066 \ud800 <!--" in said.text
+        assert not set("\x00\x1b\u202e\u2066\ud800") & set(text) and "49" not in said.text
+        values = [json.loads(attributes["data-values"]) for _, attributes in said.tags if "data-values" in attributes]
+        assert any(HOSTILE in name for figure in values for name in figure["names"])
+    structure = [tag for tag, _ in checked(page).tags if tag not in ("li", "b", "tr", "th", "td", "table", "caption")]
+    expected = [tag for tag, _ in checked(plain).tags if tag not in ("li", "b", "tr", "th", "td", "table", "caption")]
+    assert structure == expected  # no text has opened an element
+
+
+def pointed_at(page, title):
+    """What the figure of a title shows under the pointer: a text for each curve and step."""
+    figure = page.split(f"<figcaption><b>{title}</b>")[1].split("</figure>")[0]
+    (data,) = re.findall("data-values='([^']*)'", figure)
+    return json.loads(html.unescape(data))
+
+
+def test_values_under_the_pointer_are_in_the_page(tmp_path):
+    a_run(tmp_path, steps=60, every=20)
+    page = write_report(tmp_path).read_text()
+    reward = pointed_at(page, "Entropy")
+    assert reward["steps"] == list(range(61)) and reward["names"] == [""]
+    assert reward["values"][0][:3] == ["1", "0.99", "0.98"] and reward["values"][0][60] == "0.4"
+    assert reward["places"][0] == 0.0 and reward["places"][30] == 0.5 and reward["places"][60] == 1.0
+    accuracy = pointed_at(page, "Accuracy")
+    assert (accuracy["steps"], accuracy["values"]) == ([0, 20, 40, 60], [["0.25", "0.483", "0.717", "0.95"]])
+    gradient = pointed_at(page, "Gradient norm")  # that of step 7 is not finite
+    assert 7 not in gradient["steps"] and len(gradient["steps"]) == len(gradient["values"][0]) == 60
+    seconds = pointed_at(page, "By step")
+    assert seconds["names"] == ["generate", "update_policy", "other"] and seconds["steps"][:2] == [0, 1]
+    assert [values[9] for values in seconds["values"]] == ["1", "0.5", "0.5"]
+    script = page.split("<script>")[1]
+    for name in ("pointermove", ".area", ".cursor", ".tip", "dataset.values"):
+        assert name in script
+
+
+def test_a_page_of_many_steps_is_bounded_and_keeps_what_stands_out():
+    rows = [
+        {"step": step, "reward/mean": step % 7 / 7, "actor/entropy": 1.0, "time_s/generate": 1.0, "time_s/step": 1.5}
+        for step in range(1, 100_001)
+    ]
+    for index, entropy in ((0, 0.25), (12_345, 9.5), (77_777, -3.5), (-1, 0.75)):
+        rows[index]["actor/entropy"] = entropy
+    page = render(RunFiles({"flags": {"steps": 100_000}}, rows, [], []))
+    assert len(page) < 100_000
+    figure = pointed_at(page, "Entropy")
+    assert len(figure["steps"]) <= charts.MOST_POINTS
+    values = dict(zip(figure["steps"], figure["values"][0], strict=True))
+    assert {step: values[step] for step in (1, 12_346, 77_778, 100_000)} == {
+        1: "0.25",
+        12_346: "9.5",
+        77_778: "\N{MINUS SIGN}3.5",
+        100_000: "0.75",
+    }
 
 
 def test_samples_are_escaped_and_carry_their_rewards(tmp_path):
@@ -255,71 +329,34 @@ def test_errors_name_the_file(tmp_path):
         write_report(tmp_path)
 
 
-def test_command_line(tmp_path):
-    a_run(tmp_path / "run")
-
-    def call(*arguments):
-        command = [sys.executable, "-m", "funrl.track.report", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    good, bad, none = call(tmp_path / "run"), call(tmp_path / "gone"), call()
-    assert (good.returncode, good.stdout.strip()) == (0, str(tmp_path / "run" / "report.html"))
-    assert (bad.returncode, bad.stderr) == (1, f"report: {tmp_path / 'gone'}: no such directory\n")
-    assert none.returncode == 2 and "usage" in none.stderr
-
-
-def test_numbers_are_short():
-    cases = {
-        0: "0", 1: "1", 0.8312: "0.831", 0.5: "0.5", 12.345: "12.3", 123.4: "123", 1234.5: "1234", 12345: "12.3k",
-        2.5e6: "2.5M", 3e9: "3G", 3.21e-7: "3.2e-7", 1e-4: "1e-4", -0.25: "&minus;0.25", 0.99999: "1", 100: "100",
-    }  # fmt: skip
-    assert {value: charts.number(value) for value in cases} == cases
-
-
-@pytest.mark.parametrize(
-    "values", [(0.0, 1.0), (0.98, 1.02), (-3.0, 8.0), (5.0, 5.0), (-2.0, -2.0), (0.0, 0.0), (1e-9, 3e-9)]
-)
-def test_linear_ticks_are_round_even_and_enclose(values):
-    scale = charts.linear_scale(values)
-    assert scale.low <= min(values) and max(values) <= scale.high * (1 + 1e-12) and 2 <= len(scale.ticks) <= 8
-    steps = [b - a for a, b in zip(scale.ticks, scale.ticks[1:], strict=False)]
-    assert max(steps) == pytest.approx(min(steps))
-    mantissa = steps[0] / 10 ** math.floor(math.log10(steps[0]) + 1e-9)
-    assert min(abs(mantissa - round_one) for round_one in (1, 2, 2.5, 5)) < 1e-6
-    labels = [charts._tick(tick, scale) for tick in scale.ticks]
-    assert len(set(labels)) == len(labels)
-
-
-def test_log_scale_puts_zero_on_the_edge():
-    scale = charts.log_scale([0.0, 2e-7, 5e-4])
-    assert (scale.low, scale.high) == pytest.approx((1e-7, 1e-3)) and scale.at(0.0) == 0.0
-    assert scale.at(1e-5) == pytest.approx(0.5)
-
-
-def test_drawing_keeps_spikes_and_smoothing_keeps_constants():
-    points = [(i, 1.0) for i in range(5000)]
-    points[1234] = (1234, 99.0)
-    kept = charts._extremes(points)
-    assert len(kept) <= charts.MOST_POINTS and (1234, 99.0) in kept
-    assert all(
-        value == pytest.approx(3.0) for _, value in charts.smooth_curve([(i, 3.0) for i in range(100)], log=True)
-    )
-    line = charts.smooth_curve([(i, float(i)) for i in range(90)])  # a line stays itself where the window is whole
-    assert line[45] == (45, pytest.approx(45.0)) and line[0][1] == pytest.approx(1.5)
-
-
-def test_stacked_layers_end_at_their_sum():
-    layers = [charts.Band("a", [1.0, 1.0], 0), charts.Band("b", [2.0, 3.0], 1)]
-    figure = charts.stacked_chart("t", "s", [1, 2], layers)
-    first, second = re.findall(r'class="fill c\d" d="M([^Z]*)Z"', figure)
-    # The axis ends at 4: a is 1 high (y = 750), b reaches 3 and 4 (y = 250 and 0).
-    assert first == "0 750L500 750L500 750L1000 750L1000 1000L500 1000L500 1000L0 1000"
-    assert second == "0 250L500 250L500 0L1000 0L1000 750L500 750L500 750L0 750"
-    assert "a 1, b 3" in figure
-
-
 def test_resumed_steps_count_once(tmp_path):
     run = open_run(tmp_path, "ppo", {})
     rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}, {"step": 2, "reward/mean": 0.4}]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "Reward rose from 0.1 to 0.4 in 2 steps." in checked(write_report(tmp_path).read_text()).text
+
+
+def test_colours_of_rewards_are_relative_to_the_run(tmp_path):
+    def pills(name, rewards):
+        run = a_run(tmp_path / name)
+        run.samples.write_text("")
+        samples = open_samples(run.samples)
+        for reward in rewards:
+            samples.write(Sample(1, f"p{reward}", "c", reward))
+        samples.close()
+        return re.findall(r'pill (\w+)">reward ([^<]+)<', write_report(run.path).read_text())
+
+    assert pills("penalties", (-0.03, -0.01)) == [("bad", "\N{MINUS SIGN}0.03"), ("good", "\N{MINUS SIGN}0.01")]
+    assert pills("sums", (0.53, 1.69)) == [("bad", "0.53"), ("good", "1.69")]
+    assert pills("equal", (0.7, 0.7)) == [("some", "0.7")] * 2
+    assert pills("solved", (1.0, 1.0)) == [("good", "1")] * 2
+
+
+def test_the_headline_is_of_held_out_rewards_and_counts_them(tmp_path):
+    run = a_run(tmp_path, keep=lambda key: not key.startswith("eval/"))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for row in lines[::20]:
+        row |= {"eval/reward": 2.0 + row["step"] / 60, "eval/examples": 12}
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    text = checked(write_report(run.path).read_text()).text
+    assert "Held-out reward rose from 2 to 3" in text and "from 2, best 3, n = 12" in text

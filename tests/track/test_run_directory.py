@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from funrl.track.run_directory import (
+from funrl.track.records.run_directory import (
     RunDirectory,
     RunDirectoryError,
     check_can_go_on,
@@ -20,7 +20,7 @@ from funrl.track.run_directory import (
     read_lines,
     valid,
 )
-from funrl.track.samples import Sample, first_and_last, open_samples, read_samples
+from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
 
 
 def test_config_has_flags_versions_mesh_and_seed(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from funrl.track import guards
+from funrl.track.records import guards
 
 DOCS = Path(__file__).parents[2] / "docs/troubleshooting.md"
 
@@ -93,6 +93,20 @@ def test_what_is_read_is_kept():
     for name in guards.READ:
         first, last = name.split("/")
         assert source.count(f'"{name}"') >= 2 or (source.count(f'f"{first}/{{name}}"') and f'"{last}"' in source), name
-    watch = guards.Watch()
-    watch.look(1, dict.fromkeys(guards.READ, 1.0) | {"time_s/step": 1.0})
-    assert set(watch.rows[0]) == guards.READ | {"step"}
+    monitor = guards.Monitor()
+    monitor.check(1, dict.fromkeys(guards.READ, 1.0) | {"time_s/step": 1.0})
+    assert set(monitor.rows[0]) == guards.READ | {"step"}
+
+
+def test_a_long_run_is_thinned_and_its_ill_still_noticed():
+    rows = [row | {"step": number * 80 + row["step"]} for number in range(60) for row in healthy()]
+    ill = [row | {"actor/pg_clipfrac": 0.6} if row["step"] > 4000 else row for row in rows]
+    monitor = guards.Monitor()
+    for row in ill:
+        monitor.add(row["step"], row)
+    steps = [row["step"] for row in monitor.rows]
+    assert len(steps) <= guards.KEPT_ROWS and steps == sorted(steps)
+    assert steps[: guards.FIRST_ROWS] == list(range(1, guards.FIRST_ROWS + 1))
+    assert steps[-guards.LAST_ROWS :] == list(range(4801 - guards.LAST_ROWS, 4801))
+    (finding,) = [finding for finding in guards.findings(ill) if finding.cause == "clipped_tokens"]
+    assert 4000 < finding.step <= 4020

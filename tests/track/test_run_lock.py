@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from funrl.track import run_lock
-from funrl.track.run_directory import RunDirectoryError, expanded
-from funrl.track.run_lock import LOCK, is_owned, owned_run
+from funrl.track.records import run_lock
+from funrl.track.records.run_directory import RunDirectoryError, expanded
+from funrl.track.records.run_lock import LOCK, is_owned, owned_run
 
-HOLD = "import sys, time; from funrl.track.run_lock import owned_run\n" \
+HOLD = "import sys, time; from funrl.track.records.run_lock import owned_run\n" \
     "with owned_run(sys.argv[1], 'ppo', {}):\n    print('mine', flush=True); time.sleep(60)\n"  # fmt: skip
 
 
@@ -36,7 +36,10 @@ def test_who_resumes_waits_for_the_end_of_a_run_that_is_killed(tmp_path, monkeyp
     held = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert held.stdout is not None and held.stdout.readline() == "mine\n"
     monkeypatch.setattr(run_lock, "WAIT_S", 0.2)
-    with pytest.raises(RunDirectoryError, match="another run writes there"), owned_run(tmp_path, "ppo", {}, True):
+    with (
+        pytest.raises(RunDirectoryError, match="another run writes there"),
+        owned_run(tmp_path, "ppo", {}, resume=True),
+    ):
         pass
     held.kill()
     monkeypatch.setattr(run_lock, "WAIT_S", 10.0)
@@ -63,7 +66,7 @@ def test_whoever_looks_at_the_lock_refuses_no_run(tmp_path, monkeypatch):
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "open_run", lambda *_: (_ for _ in ()).throw(RunDirectoryError("no")))
+    monkeypatch.setattr(run_lock, "open_run", lambda *_, **__: (_ for _ in ()).throw(RunDirectoryError("no")))
     with pytest.raises(RunDirectoryError, match="no"), owned_run(tmp_path / "new", "ppo", {}):
         pass
     assert not (tmp_path / "new").exists()

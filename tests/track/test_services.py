@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from funrl.experiments.command import Experiment, read_command
+from funrl.cli.command import Experiment, read_command
 from funrl.track.observe import RunObserver
-from funrl.track.run_directory import open_run
-from funrl.track.services import SERVICES, TrackerError, open_service
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.output_settings import TRACKERS
-from funrl.trainer.settings import Settings
+from funrl.track.records.run_directory import open_run
+from funrl.track.records.services import SERVICES, TrackerError, open_service
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.outputs import TRACKERS
+from funrl.trainer.settings.settings import settings_of
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / ".venv-trackers/bin/python"
 WRITE = """
 import json, pathlib, sys, time
-from funrl.track.run_directory import RunDirectory, open_run
-from funrl.track.services import open_service
-run = open_run("run", "ppo", {"steps": 3, "lr": 0.125})
+from funrl.track.records.run_directory import RunDirectory
+from funrl.track.records.services import open_service
+run = RunDirectory(pathlib.Path("run"))
 for steps in ((1, 2), (3,)):  # the second is a resumed run
     tracker = open_service(sys.argv[1], run, print)
     for step in steps:
@@ -88,6 +88,7 @@ def test_an_offline_run_is_read_back(name, tmp_path):
     }
     modes = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
     environment = os.environ | places | modes | {"PYTHONPATH": str(ROOT)}
+    open_run(str(tmp_path / "run"), "ppo", {"steps": 3, "lr": 0.125})  # here: the trackers' environment has no torch
     for program in (WRITE, f"import json\nidentity = json.load(open('run/trackers.json'))['{name}']\n" + READ[name]):
         done = subprocess.run(
             [python, "-c", program, name], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -139,7 +140,7 @@ def test_a_run_gives_its_metrics_to_the_trackers_of_its_flag(tmp_path, monkeypat
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls, 9))
     open_run(tmp_path / "run", "ppo", {})
-    job = types.SimpleNamespace(settings=Settings(report_to="wandb"), task=types.SimpleNamespace(name="sums"))
+    job = types.SimpleNamespace(settings=settings_of(report_to="wandb"), task=types.SimpleNamespace(name="sums"))
     with RunObserver(job, str(tmp_path / "run"), 0) as observer:
         observer.step(1, {"reward/mean": 0.5}, {"generate": 2.0})
     assert calls[1][0] == 1 and calls[1][1]["reward/mean"] == 0.5 and calls[1][1]["time_s/step"] == 2.0

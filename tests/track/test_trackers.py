@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from funrl.track.trackers import Tracker, join_trackers, jsonl, tensorboard
+from funrl.track.records.trackers import Tracker, join_trackers, jsonl, tensorboard
 
 
 def test_jsonl_writes_one_valid_object_a_step(tmp_path):
@@ -37,7 +37,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
 
 def test_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path):
     program = (
-        "import sys, pathlib; from funrl.track.trackers import tensorboard\n"
+        "import sys, pathlib; from funrl.track.records.trackers import tensorboard\n"
         "assert 'tensorboard' not in sys.modules\n"
         "tensorboard(pathlib.Path(sys.argv[1]))(1, {'a': 1.0})\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)"

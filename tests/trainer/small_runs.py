@@ -10,8 +10,9 @@ import torch
 from funrl import trees
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
-from funrl.batch import FIELDS, Batch, as_dict
+from funrl.batch import Batch, as_dict
 from funrl.data.supervised import Text
+from funrl.fields import FIELDS
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
@@ -19,12 +20,13 @@ from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder_model, with_value_head
 from funrl.models.lora import with_lora
 from funrl.trainer import loop
-from funrl.trainer.build import sync
-from funrl.trainer.job import prepare
-from funrl.trainer.learn import denominators
-from funrl.trainer.micro import own_micro_batches
-from funrl.trainer.settings import Settings
-from funrl.trainer.step import gradient
+from funrl.trainer.jobs.build import sync
+from funrl.trainer.jobs.job import prepare
+from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import own_micro_batches
+from funrl.trainer.steps.roles import row_fields_of
+from funrl.trainer.steps.step import gradient
 
 SIZES: dict[str, Any] = {"embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
 SMALL: dict[str, Any] = {
@@ -60,6 +62,9 @@ class Quiet:
     def resumed(self, step, metrics=None):
         self.steps = [pair for pair in self.steps if pair[0] <= step]
 
+    def began(self, step, inputs):
+        self.inputs = inputs
+
     def checkpoint_folder(self):
         return self.folder
 
@@ -76,7 +81,7 @@ def small_job(compose=PPO, sizes=SIZES, reward=digits_reward, **settings):
     """A checked job of tiny sizes. Fields of `Settings` may be given by name; `reward` may be a function."""
     if isinstance(reward, str):
         settings, reward = settings | {"reward": reward}, None
-    job = prepare(Settings(**SMALL | settings), compose)
+    job = prepare(settings_of(**SMALL | settings), compose)
     if sizes:
         job = resized(job, sizes)
     return job if reward is None else job._replace(task=job.task._replace(rewards=(reward,)))
@@ -145,9 +150,10 @@ def gradients(run, state, rows, token_budget=None):
     found = {}
     for name, role in run.parts.roles.items():
         if role.loss is not None:
-            budget = token_budget or run.job.settings.token_budget
+            budget = token_budget or run.job.settings.updates.token_budget
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
-            rows_of_rank = [piece.batch for piece in own_micro_batches(rows, budget, mask=role.mask)]
+            read = row_fields_of(role.loss)
+            rows_of_rank = [p.batch for p in own_micro_batches(rows, budget, mask=role.mask, row_fields=read)]
             grads, metrics, loss = gradient(role, state.roles[name].params, rows_of_rank, dens, run.frozen)
             whole = unshard(grads, role.stored, run.parts.mesh)
             found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
@@ -158,7 +164,7 @@ def whole_batch(rows):
     """The rows of all ranks as one batch, in the order of their numbers; its fields as wide as the longest row."""
     width = -(-int(rows.lengths.max()) // 8) * 8
     fields = as_dict(rows.batch)
-    tokens = {name: x for name, x in fields.items() if FIELDS[name].kind != "row"}
+    tokens = {name: x for name, x in fields.items() if not FIELDS[name].kind.everywhere}
     mine = dict(zip(rows.own.tolist(), range(len(rows.own)), strict=True))
     parts = gather_objects({number: {n: x[i] for n, x in tokens.items()} for number, i in mine.items()}, rows.mesh)
     known = {number: row for part in parts for number, row in part.items()}

@@ -1,6 +1,5 @@
 """Checkpoints by name: a run that is resumed is the run that never stopped."""
 
-import dataclasses
 import re
 import shutil
 
@@ -12,11 +11,12 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer import loop
-from funrl.trainer.checkpoint import complete_checkpoints
-from funrl.trainer.job_settings import save_interval
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.saver import Evaluations, Saver, kept_steps, score_of
 from funrl.trainer.loop import train_loop
-from funrl.trainer.saver import Evaluations, Saver, kept_steps, score_of
-from funrl.trainer.shard_server import CheckpointError
+from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.storage.shard_server import CheckpointError
 
 SETTINGS = {"steps": 4, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}
 
@@ -106,7 +106,7 @@ def begun(compose=PPO, **settings):
 
 
 def saver_of(run, state, folder, **settings):
-    job = run.job._replace(settings=dataclasses.replace(run.job.settings, **settings))
+    job = run.job._replace(settings=with_flags(run.job.settings, **settings))
     return Saver(job, run.parts, run.source, state, str(folder), Quiet())
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from funrl.trainer.checks import check_files, check_settings, weights_of_rewards
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.settings import Settings
+from funrl.trainer.settings.checks import check_files, check_settings, weights_of_rewards
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
 
 TOGETHER = [  # settings that cannot work, and the message's beginning or its way out
     ({"fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp; give --fsdp too"),
@@ -35,7 +35,7 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
 @pytest.mark.parametrize(("values", "says"), TOGETHER, ids=str)
 def test_flags_that_do_not_go_together_are_refused(values, says):
     with pytest.raises(SettingsError, match=re.escape(says)):
-        check_settings(Settings(**values))
+        check_settings(settings_of(**values))
 
 
 GOOD = [
@@ -50,7 +50,7 @@ GOOD = [
 
 @pytest.mark.parametrize("values", GOOD, ids=str)
 def test_flags_that_go_together_pass(values):
-    check_settings(Settings(**values), "rl")
+    check_settings(settings_of(**values), "rl")
 
 
 SOURCES = [  # kind, settings, what is said; "" for those that can work
@@ -77,20 +77,20 @@ SOURCES = [  # kind, settings, what is said; "" for those that can work
 @pytest.mark.parametrize(("kind", "values", "says"), SOURCES, ids=str)
 def test_a_run_needs_something_to_learn_from(kind, values, says):
     if not says:
-        return check_settings(Settings(**values), kind)
+        return check_settings(settings_of(**values), kind)
     with pytest.raises(SettingsError, match=re.escape(says)):
-        check_settings(Settings(**values), kind)
+        check_settings(settings_of(**values), kind)
 
 
 @pytest.mark.parametrize(("text", "weights"), [(None, (1.0, 1.0)), ("2,-0.5", (2.0, -0.5)), ("0, 1", (0.0, 1.0))])
 def test_weights_of_rewards(text, weights):
-    assert weights_of_rewards(Settings(reward_weights=text), 2) == weights
+    assert weights_of_rewards(settings_of(reward_weights=text), 2) == weights
 
 
 @pytest.mark.parametrize("text", ["1", "1,2,3", "1,x", "1,nan", "1,1e39", "0,-0"])
 def test_weights_that_are_not_one_finite_number_each_are_refused(text):
     with pytest.raises(SettingsError, match=f"--reward_weights={text}: "):
-        weights_of_rewards(Settings(reward_weights=text), 2)
+        weights_of_rewards(settings_of(reward_weights=text), 2)
 
 
 def test_files_must_be_there(tmp_path):
@@ -111,7 +111,7 @@ def test_files_must_be_there(tmp_path):
         ({"reward": "f"}, "--reward=f: 'f' is not a verifier (exact, gsm8k"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
-            check_files(Settings(**values))
-    check_files(Settings(prompts=f"{tmp_path}/there.jsonl", model=str(tmp_path), reward="math:sin,math:cos"))
-    check_files(Settings(model="Qwen/Qwen3-0.6B"))  # a name of the hub, which whoever loads it looks up
-    check_files(Settings(model=f"{tmp_path}/not", prompts="not", dry_run=True))  # which reads neither
+            check_files(settings_of(**values))
+    check_files(settings_of(prompts=f"{tmp_path}/there.jsonl", model=str(tmp_path), reward="math:sin,math:cos"))
+    check_files(settings_of(model="Qwen/Qwen3-0.6B"))  # a name of the hub, which whoever loads it looks up
+    check_files(settings_of(model=f"{tmp_path}/not", prompts="not", dry_run=True))  # which reads neither

@@ -13,17 +13,19 @@ from funrl.algos.recipes.gdpo import gdpo
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.remax import remax
 from funrl.batch import Batch
+from funrl.cli.run import main
+from funrl.data.json_lines import DataError
 from funrl.data.packing import pad_rows
-from funrl.experiments.run import main
 from funrl.mesh.mesh import single
-from funrl.models import Inputs, decoder_model, hf, place, with_value_head
+from funrl.models import Inputs, decoder_model, place, with_value_head
+from funrl.models.huggingface import directories as hf
 from funrl.rewards.load import RewardError
 from funrl.tasks import arithmetic
-from funrl.trainer.completion_scores import completion_scores
-from funrl.trainer.job import prepare
-from funrl.trainer.roles import Role
-from funrl.trainer.settings import Settings, SettingsError
-from funrl.trainer.step_rows import rows_of
+from funrl.trainer.jobs.job import prepare
+from funrl.trainer.settings.settings import SettingsError, settings_of
+from funrl.trainer.sources.completion_scores import completion_scores
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.step_rows import rows_of
 
 DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MODEL = with_value_head(DECODER)
@@ -109,11 +111,16 @@ def test_it_may_be_all_that_scores(reward_model, prompts):
     torch.testing.assert_close(batch.score, -3 * by_hand(reward_model, batch), rtol=0, atol=1e-12)
     assert batch.scores.shape == (8, 1) and metrics["reward/mean"] == pytest.approx(batch.score.mean().item())
     told = run.source.evaluate(state.roles, 0)
-    assert set(told) == {"eval/reward", "eval/response_length", "eval/clip_ratio"}  # there is no most that it can give
+    assert set(told) == {
+        "eval/examples",
+        "eval/reward",
+        "eval/response_length",
+        "eval/clip_ratio",
+    }  # there is no most that it can give
 
 
 def test_the_embedded_task_s_reward_stays_and_the_filter_and_the_baseline_see_the_sum(reward_model):
-    job = prepare(Settings(reward_model=reward_model, compile="off"), grpo)
+    job = prepare(settings_of(reward_model=reward_model, compile="off"), grpo)
     assert job.task.rewards == (arithmetic.reward,) and job.task.weights == (1.0, 1.0)
 
     def flat(prompt, completion, **fields):
@@ -136,14 +143,15 @@ def test_a_model_of_the_wrong_kind_is_refused(reward_model, prompts, tmp_path):
         small_job(grpo, reward_model=str(tmp_path / "decoder"))
     with pytest.raises(SettingsError, match=r"--reward_weights=1: give one number for each of the rewards \(2\)"):
         small_job(grpo, reward_model=reward_model, reward_weights="1")
-    with pytest.raises(SettingsError, match="64 positions, 1 of them to read the whole completion"):
+    with pytest.raises(DataError, match="64 positions, 1 of them to read the whole completion"):
         small_job(grpo, reward=None, prompts=prompts, reward_model=reward_model, max_new_tokens=58)
     small_job(grpo, reward=None, prompts=prompts, reward_model=reward_model, max_new_tokens=57)
 
 
 def test_a_number_that_is_not_finite_ends_the_run(tmp_path):
     params = random_reward_model()
-    hf.save(tmp_path, MODEL, params | {"value": params["value"] * 1e308 * 1e10}, arithmetic.tokenizer())
+    largest = 1.7e308 * params["value"].sign()  # finite, or it would not load; its sums are not
+    hf.save(tmp_path, MODEL, params | {"value": largest}, arithmetic.tokenizer())
     run, state = begin(small_job(grpo, reward_model=str(tmp_path)), single())
     with pytest.raises(RewardError, match=r"the reward model gave (nan|inf|-inf) for a completion of the prompt"):
         scored_batch(run, state)

@@ -7,14 +7,14 @@ from small_runs import GRPO, Quiet, begin, small_job
 from test_checkpoint import assert_equal_steps, crash, run
 
 from funrl.data.order import places_in_order
+from funrl.data.prompts import Example
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.checks import Difficulty, difficulty_of
-from funrl.trainer.curriculum import CurriculumError, names_taken, weighing
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.generation import Example
 from funrl.trainer.loop import draw_batch
+from funrl.trainer.settings.checks import Difficulty, difficulty_of
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources.curriculum import CurriculumError, names_taken, weighing
 
 PROMPTS = [Example([1] * n, str(n), {"level": n % 3}) for n in range(1, 7)]
 FILE = """

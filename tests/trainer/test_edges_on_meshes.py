@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl.algos import corrected, filtered, mask_truncated, not_truncated, recipe
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
-from funrl.models import decoder_model, hf, with_value_head
+from funrl.models import decoder_model, with_value_head
+from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.loop import learn_batch
 
@@ -78,7 +79,7 @@ EDGES = {
     ),
     "dapo, no group left": Edge(
         lambda: filtered(recipe("dapo")(), not_truncated()),
-        rows(2, 2, 2, max_refills=2, reward=equal),
+        rows(2, 2, 2, max_refills=2, reward=equal, empty_filter="use"),
         lambda batch, metrics: len(batch.length) == metrics["filter_groups/dropped_prompts"] == 4,
     ),
     "dpo, uneven pairs": Edge(recipe("dpo"), texts(5, token_budget=24), unequal_lengths, uneven),

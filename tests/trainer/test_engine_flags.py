@@ -10,14 +10,16 @@ from scripted_engine import ScriptedEngine
 from small_runs import GRPO, begin, gap, run_steps, small_job
 
 from funrl import trees
+from funrl.data.prompts import Example
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.pool import Pool
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.generation import Example, rollout
 from funrl.trainer.loop import draw_batch
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.sources.generation import RewardedEngine, rollout
 
 PAGE = 16  # tokens
 
@@ -25,7 +27,7 @@ PAGE = 16  # tokens
 def drawn(**settings):
     """The rows of the first step, and what the engine did."""
     job = small_job(GRPO)
-    run, state = begin(job._replace(settings=dataclasses.replace(job.settings, **settings)), single())
+    run, state = begin(job._replace(settings=with_flags(job.settings, **settings)), single())
     rows, _, _ = draw_batch(run, state)
     return rows.batch, run.parts.generator.engine.cost()
 
@@ -48,7 +50,7 @@ def test_drafts_take_fewer_passes_and_change_no_number():
     job = job._replace(sampling=dataclasses.replace(job.sampling, stop=(), top_k=1))  # which ends in a loop
     found = []
     for speculate in (0, 5):
-        settings = dataclasses.replace(job.settings, speculate=speculate)
+        settings = with_flags(job.settings, speculate=speculate)
         run, state = begin(job._replace(settings=settings), single())
         rows, _, _ = draw_batch(run, state)
         found.append((rows.batch, run.parts.generator.engine.cost()))
@@ -87,8 +89,8 @@ def test_ranks_take_prompts_as_they_have_room_or_by_their_numbers(queue, tmp_pat
                 time.sleep(0.002)
             return [request.number]
 
-        args = (Sampling(samples=2), 0, Pool([]), str, mesh, (), queue)
-        return rollout(ScriptedEngine(write), examples, *args).owner
+        engine = RewardedEngine(ScriptedEngine(write), mesh, str, Pool([]), (), queue)
+        return rollout(engine, examples, Sampling(samples=2), 0).owner
 
     owner = launch(program, parse("dp2"), "cpu")
     if queue == "fixed":

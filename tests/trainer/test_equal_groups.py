@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funrl.trainer.advantage_phase import equal_groups
+from funrl.trainer.steps.advantage_phase import equal_groups
 
 
 @pytest.mark.parametrize(

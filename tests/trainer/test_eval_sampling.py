@@ -11,10 +11,10 @@ from funrl.mesh.mesh import single
 from funrl.models import decoder_model
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.job import inherited, prepare
-from funrl.trainer.job_data import Given
-from funrl.trainer.settings import Settings
+from funrl.trainer.jobs.datasets import Given
+from funrl.trainer.jobs.job import inherited, prepare
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 FLAGS: dict[str, Any] = {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2}
@@ -23,7 +23,7 @@ FLAGS: dict[str, Any] = {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_pen
 def job_of(says: dict[str, Any] | None = None, **settings: Any):
     """A job that begins with a model whose generation_config.json says this."""
     config = replace(arithmetic.model_config(), generation=json.dumps(says) if says is not None else "")
-    return prepare(Settings(**SMALL | settings), GRPO, Given(model=decoder_model(config)))
+    return prepare(settings_of(**SMALL | settings), GRPO, Given(model=decoder_model(config)))
 
 
 def numbers(how: Sampling) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from funrl.rewards.answers import final_answer
-from funrl.trainer.eval_statistics import best_at, interval, majority_at, sample_counts
+from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, sample_counts
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

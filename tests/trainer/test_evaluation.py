@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from small_runs import Quiet, begin, small_job
 
+from funrl.data.prompts import Example
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.evaluation import Evaluated, metrics_of, sets_of
-from funrl.trainer.generation import Example
 from funrl.trainer.loop import train_loop
+from funrl.trainer.sources.evaluation import Evaluated, metrics_of, sets_of
 
 SAMPLED = {"eval_samples": 4, "eval_temperature": 1.0, "eval_prompts": 6, "max_new_tokens": 2}
 
@@ -92,7 +92,7 @@ def test_without_rewards_there_are_lengths_alone():
     job = small_job(reward=None, **SAMPLED)
     job = job._replace(task=job.task._replace(rewards=(), weights=()))
     run, state = begin(job, single(), show := Quiet())
-    assert set(run.source.evaluate(state.roles, 0)) == {"eval/response_length", "eval/clip_ratio"}
+    assert set(run.source.evaluate(state.roles, 0)) == {"eval/examples", "eval/response_length", "eval/clip_ratio"}
     assert show.table[0].reward is None and json.dumps(show.table[0]._asdict())
 
 

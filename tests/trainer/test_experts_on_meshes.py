@@ -1,6 +1,5 @@
 """Whole steps with experts on meshes, in float64, against one process: samples, losses, gradients and parameters."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -9,10 +8,13 @@ from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 
 from funrl import trees
 from funrl.mesh.launch import launch
-from funrl.models.config import Experts, Latent
-from funrl.models.lora import targets_of, with_lora
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.routing import Experts
+from funrl.models.huggingface.peft_files import targets_of
+from funrl.models.lora import with_lora
 from funrl.models.model import Lora
-from funrl.trainer.router_bias import biases_of
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.steps.router_bias import biases_of
 
 pytestmark = pytest.mark.gloo
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
@@ -46,7 +48,7 @@ MESHES = {
 def steps_on(mesh, sizes, router_bias_rate=0.0, **more):
     how = {"task": "arithmetic_moe", "token_budget": 48, "steps": 2, "minibatches": 2} | more
     job = small_job(functools.partial(GRPO, entropy_coef=0.01), sizes, mesh=mesh, **how)
-    job = job._replace(settings=dataclasses.replace(job.settings, router_bias_rate=router_bias_rate))
+    job = job._replace(settings=with_flags(job.settings, router_bias_rate=router_bias_rate))
     return launch(steps_program(job, 2), job.sizes, "cpu")
 
 

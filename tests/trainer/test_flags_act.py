@@ -15,10 +15,11 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.prime import prime
 from funrl.mesh.mesh import single
 from funrl.optim import clip_by_global_norm, global_norm
-from funrl.trainer import loop, step
-from funrl.trainer import optimizer as optimizers
-from funrl.trainer.settings import Settings, settings_flags
-from funrl.trainer.sharding import stored_rules
+from funrl.trainer import loop
+from funrl.trainer.jobs.sharding import stored_rules
+from funrl.trainer.settings.settings import settings_flags, settings_of
+from funrl.trainer.steps import optimizer as optimizers
+from funrl.trainer.steps import step
 
 TESTS = Path(__file__).parents[1]
 BASE: dict[str, Any] = {"batch_prompts": 2, "minibatches": 1}
@@ -42,6 +43,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "lr_schedule": (GRPO, {}, "cosine"),
     "lr_warmup_steps": (GRPO, {}, 2),
     "weight_decay": (GRPO, {}, 0.5),
+    "decay_all": (GRPO, {"weight_decay": 0.5}, True),
     "max_grad_norm": (GRPO, {"optimizer": "muon"}, 1e-9),  # Adam would undo a factor of all gradients
     "epochs": (GRPO, {}, 2),
     "minibatches": (GRPO, {}, 2),
@@ -57,8 +59,8 @@ SHOWN: dict[str, Any] = {"steps": 3, "eval_every": 1, "eval_prompts": 3, "eval_t
 TABLES: dict[str, Any] = {"fsdp": False, "fsdp_axes": "ep", "fsdp_models": "critic"}
 TESTED = {  # flag: the test that fails where it does nothing
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
-    "generate_mesh": "experiments/test_bad_input.py::test_bad_input_is_refused_before_any_work",
-    "device": "experiments/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
+    "generate_mesh": "cli/test_bad_input.py::test_bad_input_is_refused_before_any_work",
+    "device": "cli/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
     "router_bias_rate": "trainer/test_router_bias.py::test_an_uneven_router_becomes_even",
     "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
@@ -66,8 +68,10 @@ TESTED = {  # flag: the test that fails where it does nothing
     "remat": "cost/test_dry_run.py::test_so_it_does_whatever_the_flags",
     "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",
     "hardware": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
-    "timeout": "mesh/test_heartbeat.py::test_a_rank_that_is_stopped_is_named_and_so_is_the_flag",
-    "heartbeat": "experiments/test_python.py::test_a_reward_that_takes_long_is_told_after_a_heartbeat",
+    "timeout": "processes/test_heartbeat.py::test_a_rank_that_is_stopped_is_named_and_so_is_the_flag",
+    "heartbeat": "api/test_python.py::test_a_reward_that_takes_long_is_told_after_a_heartbeat",
+    "empty_filter": "trainer/test_empty_filter.py::test_a_skipped_step_changes_no_weight_and_is_said",
+    "stalled_after": "cli/test_interrupts.py::test_a_rank_that_is_stopped_ends_the_run_by_its_flag",
     "max_skipped": "trainer/test_skipped.py::test_too_many_in_a_row_stop_the_run_with_its_state_saved",
     "compile": "trainer/test_loop_compile.py::"
     "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
@@ -86,10 +90,10 @@ TESTED = {  # flag: the test that fails where it does nothing
     "eval_repetition_penalty": "trainer/test_eval_sampling.py::test_flags_of_sampling_reach_the_engine",
     "token_budget": "cost/test_dry_run.py::test_many_micro_batches_and_mini_batches_are_on_the_line",
     "score_token_budget": "trainer/test_score.py::test_what_learns_nothing_is_packed_by_a_budget_of_its_own",
-    "model": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
+    "model": "cli/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "task": "trainer/test_settings.py::test_choices_are_those_of_the_modules_that_act_on_them",  # it has one choice
-    "prompts": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
-    "reward": "experiments/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
+    "prompts": "cli/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
+    "reward": "cli/test_own_model.py::test_the_reward_rises_and_the_text_stays_near_the_models",
     "reward_model": "trainer/test_completion_scores.py::test_it_may_be_all_that_scores",
     "process_reward_model": "trainer/test_own_texts.py::test_every_step_is_a_reward_of_the_token_that_ends_it",
     "process_reward": "trainer/test_own_texts.py::test_every_step_is_a_reward_of_the_token_that_ends_it",
@@ -100,7 +104,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "judge_max_new_tokens": "trainer/test_own_texts.py::test_a_judge_reads_the_completion_and_its_verdict_is_the_score",
     "reward_workers": "trainer/test_pending_rewards.py::test_workers_change_no_bit_of_a_run",
     "reward_timeout": "trainer/test_pending_rewards.py::test_a_reward_that_takes_longer_than_its_flag_ends_the_run",
-    "reward_weights": "experiments/test_experiments.py::test_gdpo_weighs_by_the_flag_that_weighs_rewards",
+    "reward_weights": "cli/test_experiments.py::test_gdpo_weighs_by_the_flag_that_weighs_rewards",
     "data": "trainer/test_gkd.py::test_given_texts_are_distilled_too",
     "fields": "trainer/test_job_data.py::test_fields_name_the_columns_of_prompts_and_texts",
     "eval_data": "trainer/test_prompt_data.py::test_eval_data_is_held_out_instead_of_a_tenth",
@@ -126,7 +130,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "profile_ranks": "trainer/test_profiling.py::test_ranks_that_are_named_write_a_trace",
     "verify_sync": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "probe_sync_every": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
-    "run_dir": "experiments/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
+    "run_dir": "cli/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
+    "overwrite": "cli/test_failed_start.py::test_a_start_that_was_killed_is_overwritten_only_where_that_is_asked_for",
     "keep_checkpoints": "trainer/test_checkpoint.py::test_the_newest_are_kept_and_the_best",
     "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
     "save_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",
@@ -189,7 +194,7 @@ def test_a_flag_of_the_output_changes_what_is_shown(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_a_flag_of_the_layout_changes_the_table_of_a_role(name):
     base = {"mesh": "dp2", "fsdp": True}
-    tables = [stored_rules(Settings(**base | more), "policy") for more in ({}, {}, {name: TABLES[name]})]
+    tables = [stored_rules(settings_of(**base | more), "policy") for more in ({}, {}, {name: TABLES[name]})]
     assert tables[0] == tables[1] != tables[2]
 
 

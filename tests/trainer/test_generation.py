@@ -12,18 +12,26 @@ from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, sma
 
 from funrl import trees
 from funrl.algos import corrected, mask_truncated, unequal_scores
-from funrl.data.prompts import prompt_batch
+from funrl.data.prompts import Example, prompt_batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.models.model import Inputs
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, RequestGroups, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer import loop
-from funrl.trainer.generation import Example, Rollout, completion_texts, first_texts, rollout, to_rows
 from funrl.trainer.loop import draw_batch, learn_batch
+from funrl.trainer.sources.generation import (
+    RewardedEngine,
+    Rollout,
+    completion_texts,
+    first_texts,
+    rollout,
+    to_rows,
+)
 
+HELD_OUT_NOTE = "6 held-out prompts: one alone moves a mean over them by 17% of its range"  # of every small job
 # Two prompts with two samples each: lengths 3, 1, 2, 3; rows 1 and 2 were ended by the stop token 9.
 EXAMPLES = [Example([5, 6], "p", {}), Example([7, 8, 4, 3, 2, 6, 5], "q", {})]
 NATS = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6], [0.7, 0.8, 0.9]]
@@ -43,12 +51,12 @@ SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
 
 
 def test_position_t_of_a_batch_speaks_of_token_t():
-    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING, pad=0, first_group=40).batch
+    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING, pad=0).batch
     assert batch.tokens.shape == (4, 16)  # 7 + 3 tokens at most, rounded up to a multiple of 8
     assert batch.tokens[1].tolist() == [5, 6, 9] + [0] * 13
     assert batch.tokens[3].tolist() == [7, 8, 4, 3, 2, 6, 5, 15, 16, 17] + [0] * 6
     assert batch.length.tolist() == [5, 3, 9, 10]
-    assert batch.group.tolist() == [40, 40, 41, 41]
+    assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.truncated.tolist() == [True, False, False, True]
     assert batch.score.tolist() == [1.0, 0.0, 0.5, 0.25]
     assert batch.scores.tolist() == SCORES.tolist()
@@ -61,7 +69,7 @@ def test_position_t_of_a_batch_speaks_of_token_t():
 
 def test_the_model_s_own_distribution_is_reported_where_tokens_were_cut_away_or_penalised():
     for how in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
-        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,)), 0, 0).batch
+        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,)), 0).batch
         assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
 
 
@@ -83,7 +91,8 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue
     pool = Pool([lambda prompt, completion, n: n, lambda prompt, completion, n: len(completion)])
 
     def program(mesh):
-        done = rollout(engine(), examples, SAMPLING, 0, pool, lambda ids: "x" * len(ids), mesh, (1.0, 0.01), queue)
+        rewarded = RewardedEngine(engine(), mesh, lambda ids: "x" * len(ids), pool, (1.0, 0.01), queue)
+        done = rollout(rewarded, examples, SAMPLING, 0)
         rows = to_rows(examples, done, SAMPLING, pad=0)
         return whole_batch(rows), first_texts(done, range(0, 2 * count, 2), str, [0] * count)
 
@@ -92,6 +101,16 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue
     for name in expected.names():
         assert whole.get(name).dtype == expected.get(name).dtype and torch.equal(whole.get(name), expected.get(name))
     assert whole.score.tolist() == [e.fields["n"] + 0.01 * n for e in examples for n in [len(e.tokens)] * 2]
+
+
+def test_a_prompts_requests_are_made_alone_and_are_those_of_the_whole_batch():
+    prompts = [example.tokens for example in EXAMPLES]
+    groups = RequestGroups(prompts, SAMPLING, seed=7)
+    whole = requests_of(prompts, SAMPLING, 7)
+    assert [request for group in groups[:] for request in group] == whole
+    assert groups[1] == groups[1:][0] == whole[SAMPLING.samples :] and len(groups) == len(prompts)
+    later = RequestGroups(prompts, SAMPLING, seed=7, first=10, most=3)
+    assert later[1] == [request._replace(number=10 + request.number, most=3) for request in groups[1]]
 
 
 @pytest.mark.gloo
@@ -104,7 +123,7 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
             raise ValueError("no such animal")
         return 0.0
 
-    drawn = prompt_batch(seen, job.settings.batch_prompts, job.settings.seed, 0)
+    drawn = prompt_batch(seen, job.settings.run.batch_prompts, job.settings.run.seed, 0)
     job = job._replace(task=job.task._replace(rewards=(reward,)))
 
     def program(mesh):
@@ -224,8 +243,9 @@ def test_refills_are_bounded_and_a_short_batch_is_reported():
     batch = rows.batch
     assert after.source["prompts_consumed"] == 3 * 4
     assert len(batch.tokens) == 2
-    assert counts(metrics) == {"kept_share": 1 / 12, "sampled": 12, "dropped": 11, "rows": 0}
-    assert ["kept 1 of 12 prompts, the batch needs 4" in note for note in show.notes] == [True]
+    assert counts(metrics) == {"kept_share": 1 / 12, "sampled": 12, "dropped": 11, "rows": 0, "skipped": 0}
+    about_heldout, note = show.notes
+    assert about_heldout == HELD_OUT_NOTE and "kept 1 of 12 prompts, the batch needs 4" in note
 
 
 def counts(metrics):
@@ -248,8 +268,8 @@ def test_what_is_sampled_and_not_used_is_counted():
     rows, _, metrics = draw_batch(run, state)
     batch = rows.batch
     # kept are prompts 0, 1, 3 of the first draw; the filter numbers the second from 0 again
-    assert counts(metrics) == {"kept_share": 4 / 5, "sampled": 5, "dropped": 1, "rows": 1}
-    assert len(batch.tokens) == 7 and show.notes == []
+    assert counts(metrics) == {"kept_share": 4 / 5, "sampled": 5, "dropped": 1, "rows": 1, "skipped": 0}
+    assert len(batch.tokens) == 7 and show.notes == [HELD_OUT_NOTE]
 
 
 @pytest.mark.parametrize("compose", [GRPO, PPO], ids=["grpo", "ppo"])
@@ -272,7 +292,8 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
 
 
 def test_a_filter_that_drops_everything_is_said_and_ends():
-    job = small_job(lambda: filtered(lambda batch: torch.zeros(len(batch.score), dtype=torch.bool)), max_refills=2)
+    nothing = lambda: filtered(lambda batch: torch.zeros(len(batch.score), dtype=torch.bool))  # noqa: E731
+    job = small_job(nothing, max_refills=2, empty_filter="use")
     show = Quiet()
     run, state = begin(job, single(), show)
     rows, after, metrics = draw_batch(run, state)

@@ -26,21 +26,23 @@ from funrl.algos.core import Algorithm, Divergence, add, reduce, scale
 from funrl.algos.losses.likelihood import negative_log_likelihood
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.losses.teacher import divergence_to_teacher
+from funrl.algos.recipes.asft import asft
 from funrl.algos.recipes.distillation import distillation
 from funrl.algos.recipes.gkd import gkd
 from funrl.algos.recipes.grpo import grpo
 from funrl.batch import Batch
+from funrl.cli.run import main
 from funrl.data.tokenizer import character_tokenizer
-from funrl.experiments.run import main
 from funrl.mesh.mesh import single
-from funrl.models import Inputs, decoder_model, hf, place
+from funrl.models import Inputs, decoder_model, place
+from funrl.models.huggingface import directories as hf
 from funrl.models.placed import Teacher
 from funrl.tasks import arithmetic
-from funrl.trainer import offload
-from funrl.trainer.declaration import kinds_of
-from funrl.trainer.job_checks import check_algorithm
-from funrl.trainer.roles import reads_scores
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.jobs import offload
+from funrl.trainer.jobs.compatibility import check_algorithm
+from funrl.trainer.settings.declaration import kinds_of
+from funrl.trainer.settings.settings import Settings, SettingsError
+from funrl.trainer.steps.roles import reads_scores, role_names
 
 LARGER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"embed": 24, "head": 8}))
 
@@ -126,7 +128,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
     show = Quiet()
     run, state = begin(job, single(), show)
     before = trees.clone(run.frozen["teacher"])
-    assert set(run.source.evaluate(state.roles, 0)) == {"eval/response_length", "eval/clip_ratio"}
+    assert set(run.source.evaluate(state.roles, 0)) == {"eval/examples", "eval/response_length", "eval/clip_ratio"}
     losses = []
     for _ in range(30):
         rows, state, told = scored_batch(run, state)
@@ -143,7 +145,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
 def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, prompts):
     without = [name for name in recipes.NAMES if not reads_scores(recipes.recipe(name)())]
     given = [name for name in recipes.NAMES if kinds_of(recipes.recipe(name)()) == ("supervised",)]
-    assert set(without) == {"gkd", "distillation", *given} and "sft" in given
+    assert set(without) == {"gkd", "distillation", "spin", *given} and "sft" in given
     assert not reads_scores(distillation(kind="forward")) and not reads_scores(distillation(direct=True))
     assert reads_scores(dataclasses.replace(gkd(), filter=unequal_scores()))
     with pytest.raises(SettingsError, match=r"--prompts=.* needs --reward=FILE.py:function or --reward_model=DIR"):
@@ -155,7 +157,7 @@ def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, pr
 
 def test_given_texts_are_distilled_too(teacher, texts):
     job = small_job(gkd, reward=None, teacher=teacher, data=texts, minibatches=7, lr=0.03)
-    assert not job.generates and job.settings.minibatches == 1 and job.warmstart_steps == 0
+    assert not job.generates and job.settings.updates.minibatches == 1 and job.warmstart_steps == 0
     run, state = begin(job, single())
     rows, state, _ = scored_batch(run, state)
     found = gradients(run, state, rows, token_budget=30)["policy"]
@@ -166,7 +168,7 @@ def test_given_texts_are_distilled_too(teacher, texts):
         state, metrics = one_step(run, state)
         losses.append(metrics["train/loss"])
     last = run.source.evaluate(state.roles, 60)
-    assert set(first) == {"eval/loss"} and "train/loss" in metrics
+    assert set(first) == {"eval/examples", "eval/loss"} and "train/loss" in metrics
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10]), losses
     assert last["eval/loss"] < first["eval/loss"]
 
@@ -181,6 +183,35 @@ def mixed():
     """The divergence beside the likelihood of the texts."""
     term = add(negative_log_likelihood(), scale(0.3, divergence_to_teacher()))
     return Algorithm(None, {"policy": reduce(term, token_mean())}, divergence=Divergence(0.2))
+
+
+@pytest.mark.parametrize("flags", [{}, {"lora_rank": 2}], ids=["all weights", "adapters"])
+def test_an_anchored_policy_is_compared_with_what_it_was(flags, texts):
+    """DFT and 0.3 KL(reference || policy) over the whole vocabulary; no teacher is given."""
+    compose = functools.partial(asft, 0.3)
+    assert kinds_of(compose()) == ("supervised",) and role_names(compose()) == ("policy", "reference")
+    run, state = begin(small_job(compose, reward=None, data=texts, lr=0.05, **flags), single())
+    before = trees.clone(run.frozen)
+    assert run.source.evaluate(state.roles, 0).keys() == {"eval/examples", "eval/loss", "eval/nll"}
+    state, first = one_step(run, state)
+    assert first["distillation/loss"] == pytest.approx(0, abs=1e-12)
+    state, _ = one_step(run, state)
+    rows, _, _ = scored_batch(run, state)
+    batch, role = rows.batch, run.parts.roles["policy"]
+
+    def log_softmax(placed, weights):
+        logits = placed.model.apply(weights, Inputs(batch.tokens)).hidden[:, :-1] @ placed.model.unembed(weights).T
+        return logits.log_softmax(-1)[batch.mask[:, 1:]]
+
+    reference = run.parts.roles["reference"]
+    log_p = log_softmax(reference.placed, reference.whole(run.frozen.get("reference"), run.frozen))
+    log_q = log_softmax(role.placed, role.whole(state.roles["policy"].params, run.frozen))
+    token_logp = log_q.gather(-1, batch.tokens[:, 1:][batch.mask[:, 1:]].long()[:, None])[:, 0]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    assert kl > 1e-4
+    want = -(token_logp.exp() * token_logp).mean() + 0.3 * kl
+    assert gradients(run, state, rows, token_budget=40)["policy"].loss.item() == pytest.approx(want.item(), abs=1e-11)
+    assert all(map(torch.equal, trees.leaves(before), trees.leaves(run.frozen)))
 
 
 class Shapes(TorchDispatchMode):

@@ -38,7 +38,7 @@ def golden_run(mesh, name="ppo", **more):
     }  # fmt: skip
     job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
     job = job._replace(task=job.task._replace(rewards=(answer_reward,)))
-    done = launch(steps_program(job, job.settings.steps), job.sizes, "cpu")
+    done = launch(steps_program(job, job.settings.run.steps), job.sizes, "cpu")
     steps = []
     for metrics, batch in zip(done["metrics"], done["batches"], strict=True):
         tokens = batch.tokens[batch.mask]

@@ -13,7 +13,7 @@ from funrl.data.supervised import DataError, Text, TextExample
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.job_source import remarks_on_groups, verdicts
+from funrl.trainer.jobs.row_source import remarks_on_groups, verdicts
 
 
 class Counted(collections.abc.Sequence):

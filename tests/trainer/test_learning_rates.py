@@ -5,9 +5,9 @@ import pytest
 from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.algos.recipes.ppo import ppo
-from funrl.experiments.flags import help_text
+from funrl.flags.parser import help_text
 from funrl.models import Config, decoder_model
-from funrl.trainer.learning_rates import (
+from funrl.trainer.jobs.learning_rates import (
     HIGHEST,
     LOWEST,
     RATE_OF_ONE,
@@ -15,7 +15,7 @@ from funrl.trainer.learning_rates import (
     learning_rates,
     rate_of_size,
 )
-from funrl.trainer.settings import Settings, settings_flags
+from funrl.trainer.settings.settings import settings_flags, settings_of
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,14 @@ def test_the_rate_of_texts_to_imitate_and_of_reward_models(parameters, expected)
 )
 def test_what_learns_by_which_law(name, ratio):
     model = model_of(512)
-    (rate,) = set(learning_rates(Settings(model="DIR"), recipe(name)(), model).values())
+    (rate,) = set(learning_rates(settings_of(model="DIR"), recipe(name)(), model).values())
     assert rate == pytest.approx(ratio * rate_of_size(trees.count(model.shapes)), rel=0.06)
 
 
 def test_texts_make_distillation_supervised():
-    found = [learning_rates(Settings(model="DIR", data=data), recipe("gkd")(), model_of(512)) for data in (None, "x")]
+    found = [
+        learning_rates(settings_of(model="DIR", data=data), recipe("gkd")(), model_of(512)) for data in (None, "x")
+    ]
     assert found[1]["policy"] == pytest.approx(5 * found[0]["policy"], rel=0.06)
 
 
@@ -70,13 +72,13 @@ def model_of(embed):
     ],
 )  # fmt: skip
 def test_rates_of_a_run(settings, expected):
-    rates = [learning_rates(Settings(**settings), ppo(), model_of(embed)) for embed in (128, 256)]
+    rates = [learning_rates(settings_of(**settings), ppo(), model_of(embed)) for embed in (128, 256)]
     assert all(rate["critic"] == 2 * rate["policy"] for rate in rates)
     if expected is not None:
         assert [rate["policy"] for rate in rates] == [expected, expected]
     else:  # about four times the parameters, half the rate
         assert 1.6 < rates[0]["policy"] / rates[1]["policy"] < 2.1
-    own = learning_rates(Settings(**settings, critic_lr=7e-5), ppo(), model_of(128))
+    own = learning_rates(settings_of(**settings, critic_lr=7e-5), ppo(), model_of(128))
     assert own == {**rates[0], "critic": 7e-5}
 
 

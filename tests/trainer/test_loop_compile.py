@@ -10,7 +10,7 @@ import torch
 from small_runs import begin, gradients, relative, scored_batch, small_job
 
 from funrl.mesh.mesh import single
-from funrl.trainer.build import sync
+from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import learn_batch
 
 STEPS = 4

@@ -14,9 +14,9 @@ from funrl.algos.core import reduce, scale
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.models import hf
+from funrl.models.huggingface import directories as hf
 from funrl.track.observe import RunObserver
-from funrl.track.run_directory import open_run
+from funrl.track.records.run_directory import open_run
 from funrl.trainer.loop import train_loop
 
 pytestmark = pytest.mark.gloo

@@ -12,15 +12,17 @@ from funrl import trees
 from funrl.algos.recipes.reward_model import reward_model
 from funrl.algos.recipes.sft import sft
 from funrl.mesh.mesh import single
-from funrl.models import hf, with_value_head
+from funrl.models import with_value_head
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.names import names_of
 from funrl.models.lora import is_trained
 from funrl.rollout.certificate import SyncError, certify
-from funrl.trainer import offload
-from funrl.trainer.build import sync
-from funrl.trainer.checkpoint import complete_checkpoints, recorded
-from funrl.trainer.declaration import SettingsError
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
+from funrl.trainer.jobs import offload
+from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import train_loop
-from funrl.trainer.shard_server import CheckpointError
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.storage.shard_server import CheckpointError
 
 LORA = {"lora_rank": 2, "lora_alpha": 4.0}
 WITH_REFERENCE = functools.partial(PPO, kl_coef=0.05)
@@ -97,7 +99,7 @@ def test_a_reward_model_learns_its_head_and_adapters(tmp_path):
     assert outcome.last["eval/loss"] < outcome.first["eval/loss"] - 0.05
     assert observer.params["value"].any() and "unembed" not in observer.params["decoder"]
     base, _ = hf.load(tmp_path / "base")
-    assert base.names == job.model.names and with_value_head(base).value is not None
+    assert names_of(base) == names_of(job.model) and with_value_head(base).value is not None
 
 
 def test_adapters_learn_from_texts(tmp_path, monkeypatch):

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 import funrl
 from funrl.algos.recipes import recipe
 from funrl.cost.dry_run import estimate, plain_job
-from funrl.cost.hardware import HARDWARE
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import MeshError
 from funrl.tasks import arithmetic
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.settings import Settings
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "bos_token_id": 1, "eos_token_id": 1}
 MODELS = {
@@ -103,7 +103,7 @@ def test_what_it_cannot_do_is_refused_before_the_run(flags, message, folders, tm
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2"])
 def test_the_dry_run_counts_all_but_generation(mesh, folders):
-    settings = Settings(model=folders["gpt2"], mesh=mesh, fsdp=mesh == "dp2", max_new_tokens=8, batch_prompts=8)
+    settings = settings_of(model=folders["gpt2"], mesh=mesh, fsdp=mesh == "dp2", max_new_tokens=8, batch_prompts=8)
     found = estimate(plain_job(settings, recipe("ppo")(), 1e12), 8, HARDWARE["cpu"])
     assert "generation, which is by transformers' own code" in found.left_out
     assert found.phases["update_policy"].flops > 2 * found.phases["score_reference"].flops > 0

@@ -13,10 +13,11 @@ from small_runs import SIZES, assert_same, small_job, steps_program, uneven
 from funrl.algos import recipes
 from funrl.loading import load_function
 from funrl.mesh.launch import launch
-from funrl.models import decoder_model, hf
+from funrl.models import decoder_model
+from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
-from funrl.trainer.declaration import run_kind
-from funrl.trainer.roles import role_names
+from funrl.trainer.settings.declaration import run_kind
+from funrl.trainer.steps.roles import fields_read, role_names
 
 MAKERS = {name: load_function("algorithm", f"funrl.algos.recipes.{name}:{name}") for name in recipes.NAMES}
 NAMED = MAKERS | {"distillation over likely tokens": functools.partial(MAKERS["distillation"], kind="forward")}
@@ -24,7 +25,7 @@ SPLIT = (  # what they read of a row is on all ranks that have a part of it: rat
     "gspo", "gmpo", "opo", "cispo", "rloo", "sppo", "dppo", "otb", "vapo", "prime", "gkd", "dpo", "kto", "reward_model",
     "process_reward_model",
 )  # fmt: skip
-ROWS = {"batch_prompts": 2, "samples_per_prompt": 3, "minibatches": 4, "token_budget": 64, "teacher_top_k": 5}
+ROWS = {"batch_prompts": 2, "samples_per_prompt": 3, "minibatches": 4, "token_budget": 64}
 
 
 def _jobs(mesh, teacher):
@@ -32,7 +33,9 @@ def _jobs(mesh, teacher):
         made = make()
         given = {"teacher": teacher} if "teacher" in role_names(made) else {}
         given |= {"reward": None} if run_kind(made, None) == "supervised" else {}
-        yield name, uneven(small_job(make, mesh=mesh, max_refills=1, **given, **ROWS))
+        given |= {} if made.filter is None else {"max_refills": 1}
+        given |= {"teacher_top_k": 5} if "teacher_topk" in fields_read(made) else {}
+        yield name, uneven(small_job(make, mesh=mesh, **given, **ROWS))
 
 
 def _one_step_each(jobs, mesh):

@@ -17,14 +17,15 @@ from funrl.algos.recipes.ppo import ppo
 from funrl.algos.recipes.prime import prime
 from funrl.batch import map_fields
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, hf, with_value_head
+from funrl.models import decoder_model, with_value_head
+from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
-from funrl.trainer.completion_scores import as_read, end_values
-from funrl.trainer.learn import denominators
-from funrl.trainer.micro import own_micro_batches
-from funrl.trainer.score import score_role
-from funrl.trainer.step import gradient
-from funrl.trainer.step_rows import rows_of
+from funrl.trainer.sources.completion_scores import as_read, end_values
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import own_micro_batches
+from funrl.trainer.steps.score import score_role
+from funrl.trainer.steps.step import gradient
+from funrl.trainer.steps.step_rows import rows_of
 
 META = torch.device("meta")
 BUDGET = 24  # tokens: a row or two in a micro-batch

@@ -11,15 +11,16 @@ from small_runs import SIZES, assert_same, begin, run_steps, scored_batch, small
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.data.prompt_format import PLAIN_PROMPTS
+from funrl.data.prompts import Example
 from funrl.data.supervised import text_batch, text_example
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
-from funrl.models import Inputs, decoder_model, hf, place, with_value_head
+from funrl.models import Inputs, decoder_model, place, with_value_head
+from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import RewardError
 from funrl.tasks import arithmetic
-from funrl.trainer.generation import Example
-from funrl.trainer.own_texts import SolutionStep, WrittenRow, reads_tokens, steps_of, whole_tokens
-from funrl.trainer.settings import SettingsError
+from funrl.trainer.settings.settings import SettingsError
+from funrl.trainer.sources.own_texts import SolutionStep, WrittenRow, reads_tokens, steps_of, whole_tokens
 
 DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
 OTHER = arithmetic.ALPHABET[::-1]
@@ -203,7 +204,7 @@ def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
         ),
         (with_judge(folders, judge_template=f"{tmp_path}/none.txt"), "it has no {{completion}}"),
         (with_judge(folders, judge_template=f"{tmp_path}/not.txt"), "not.txt: it cannot be read"),
-        (with_judge(folders, judge_pattern="("), r"--judge_pattern=\(: it is no regular expression"),
+        (with_judge(folders, judge_pattern="("), r"--judge_pattern=\(: '\(' is not a regular expression: missing \)"),
         (with_judge(folders, judge=f"{folders}/reward"), "it has a value head and writes nothing"),
         (with_judge(folders, judge_max_new_tokens=64), "--judge_max_new_tokens=64: the judge has 64 positions"),
         ({"process_reward_model": f"{folders}/steps", "process_reward": "each"}, "reads no rewards of tokens"),

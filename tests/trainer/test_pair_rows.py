@@ -12,9 +12,9 @@ from funrl.batch import Batch
 from funrl.data.supervised import DataError, mismatched, text_example
 from funrl.mesh.mesh import single
 from funrl.tasks import arithmetic
-from funrl.trainer.pair_rows import paired
-from funrl.trainer.settings import SettingsError
-from funrl.trainer.step_rows import rows_of
+from funrl.trainer.settings.settings import SettingsError
+from funrl.trainer.sources.pair_rows import paired
+from funrl.trainer.steps.step_rows import rows_of
 
 
 def sampled(scores):

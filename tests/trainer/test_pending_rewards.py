@@ -9,6 +9,7 @@ import torch
 from scripted_engine import ScriptedEngine
 from small_runs import Quiet, digits_reward, gap, scored_batch, small_job
 
+from funrl.data.prompts import Example
 from funrl.mesh import collectives
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
@@ -17,11 +18,12 @@ from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer import job_source, loop
-from funrl.trainer.build import sync
-from funrl.trainer.generation import Example, rollout
-from funrl.trainer.job_source import open_rewards, share_of_cores
-from funrl.trainer.pending_rewards import PendingRewards
+from funrl.trainer import loop
+from funrl.trainer.jobs import row_source as job_source
+from funrl.trainer.jobs.build import sync
+from funrl.trainer.jobs.row_source import open_rewards, share_of_cores
+from funrl.trainer.sources.generation import RewardedEngine, rollout
+from funrl.trainer.sources.pending_rewards import PendingRewards
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
 
@@ -44,8 +46,8 @@ def test_rows_come_in_any_order_and_number_and_rewards_in_that_of_the_rows(worke
     ) as pool:
         pending = PendingRewards(pool, completed)
         add(pending, [(3, [1, 2]), (1, []), (0, [12345]), (2, [7])])
-        assert pending.collect() == ([[0, 5], [1, 0], [2, 1], [3, 3]], [False] * 4, "")
-        assert PendingRewards(pool, completed).collect() == ([], [], "")
+        assert pending.collect()[:3] == ([[0, 5], [1, 0], [2, 1], [3, 3]], [False] * 4, "")
+        assert PendingRewards(pool, completed).collect()[:3] == ([], [], "")
 
 
 @BOTH
@@ -78,7 +80,8 @@ def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path
 
     examples, decode = [Example([1], "p", {}), Example([1], "q", {})], lambda ids: str(ids[-1])
     with open_pool([reward], 1) as pool:
-        done = rollout(ScriptedEngine(write), examples, Sampling(max_new_tokens=1), 0, pool, decode, single())
+        engine = RewardedEngine(ScriptedEngine(write), single(), decode, pool)
+        done = rollout(engine, examples, Sampling(max_new_tokens=1), 0)
     assert done.score.tolist() == [0.0, 1.0]
 
 
@@ -119,9 +122,8 @@ def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
             seconds, engine = of_rank[mesh.rank], ScriptedEngine(write)
             pool = Pool([lambda prompt, completion: time.sleep(1.5 * mesh.rank) or 1.0])
             collectives.psum(torch.ones(1), mesh, "data")  # so that they begin together
-            found.append(
-                rollout(engine, examples, Sampling(max_new_tokens=1), 0, pool, str, mesh, queue="fixed").reward_s
-            )
+            rewarded = RewardedEngine(engine, mesh, str, pool, queue="fixed")
+            found.append(rollout(rewarded, examples, Sampling(max_new_tokens=1), 0).reward_s)
         return found
 
     seconds, examples = 0.0, [Example([1], "p", {})] * 2
@@ -210,3 +212,12 @@ def test_a_trainer_without_a_pool_rewards_by_itself():
     run, state = loop.begin_run(job, single(), Quiet())
     rows, _, _ = scored_batch(run, sync(run.parts, state))
     assert run.parts.pool is None and set(rows.batch.score.tolist()) == {os.getpid()}
+
+
+@pytest.mark.parametrize(("mesh", "workers", "processes"), [("dp1", 65, 65), ("dp4,tp2", 17, 68), ("dp1", 64, None)])
+def test_many_more_workers_than_cores_are_remarked(mesh, workers, processes, monkeypatch):
+    monkeypatch.setattr(job_source, "cores", lambda: 4)
+    job = small_job(mesh=mesh, generate_mesh=mesh, reward_workers=workers)
+    remarks = job_source.remarks_on_workers(job)
+    said = f"--reward_workers={workers}: {processes} processes on the 4 cores of this machine; functions that wait"
+    assert [one.startswith(said) for one in remarks] == ([] if processes is None else [True])

@@ -6,13 +6,13 @@ import json
 import pytest
 from small_runs import GRPO, Quiet, small_job
 
-from funrl.mesh import heartbeat
 from funrl.mesh.mesh import Mesh, single
+from funrl.processes import heartbeat
 from funrl.trainer import loop
-from funrl.trainer.declaration import SettingsError
 from funrl.trainer.profiling import is_profiled
-from funrl.trainer.settings import Settings
-from funrl.trainer.step import NotFiniteError
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.steps.step import NotFiniteError
 
 BASE = {"batch_prompts": 2, "steps": 3, "eval_every": 9, "save_every": "0"}
 
@@ -60,7 +60,7 @@ def test_ranks_that_are_named_write_a_trace():
     sizes = {"data": 4, "expert": 1, "sequence": 1, "tensor": 1}
     ranks = [Mesh(sizes, rank) for rank in range(4)]
     for flag, expected in (("0", [0]), ("1,3", [1, 3]), ("all", [0, 1, 2, 3])):
-        chosen = Settings(mesh="dp4", profile="1:1", profile_ranks=flag)
+        chosen = settings_of(mesh="dp4", profile="1:1", profile_ranks=flag)
         assert [mesh.rank for mesh in ranks if is_profiled(chosen, mesh)] == expected
 
 

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from small_runs import GRPO, Quiet, begin, small_job
 
+from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
+from funrl.data.prompts import Example
 from funrl.data.supervised import TextFile
+from funrl.data.text_lengths import fit_examples
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import Config
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.generation import Example
-from funrl.trainer.job_data import Given, fields_of_texts, prompts_of, texts_of
-from funrl.trainer.prompt_data import fit, split, with_chat_template
-from funrl.trainer.settings import Settings
+from funrl.trainer.jobs.datasets import Given, fields_of_texts, prompts_of, texts_of
+from funrl.trainer.jobs.prompts import split, with_chat_template
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import Settings, settings_of
 
 TOKENIZER = character_tokenizer("abcdefgh:;? \n")
 SMALL = Config(vocab=16, embed=8, layers=1, heads=1, kv_heads=1, head=8, mlp=8, max_positions=32)
@@ -45,21 +47,23 @@ def test_texts_of_several_files_are_read_where_they_are(tmp_path):
     rows = [{"prompt": "a", "chosen": "b" * (n % 4 + 1), "rejected": "c", "margin": n} for n in range(30)]
     first, second = lines(tmp_path / "a.jsonl", rows), lines(tmp_path / "b.jsonl", rows[:10])
     lines(tmp_path / "c.jsonl", [{k: v for k, v in row.items() if k != "margin"} for row in rows])
-    texts = texts_of(Settings(data=f"{first},{second}"), "preferences", TOKENIZER, SMALL, Given())
+    texts = texts_of(settings_of(data=f"{first},{second}"), "preferences", TOKENIZER, SMALL, Given())
     assert texts.name == "a+b" and len(texts.examples) == 36 and len(texts.heldout) == 4
     assert isinstance(texts.examples, Mixture) and all(isinstance(part, TextFile) for part in texts.examples.parts)
     sources = {one.source for one in (*texts.examples, *texts.heldout)}
     assert sources == {f"{first}, line {n}" for n in range(1, 31)} | {f"{second}, line {n}" for n in range(1, 11)}
     assert "margin" in fields_of_texts(texts)
-    weighted = texts_of(Settings(data=f"{first}@3,{tmp_path}/c.jsonl@1"), "preferences", TOKENIZER, SMALL, Given())
+    weighted = texts_of(settings_of(data=f"{first}@3,{tmp_path}/c.jsonl@1"), "preferences", TOKENIZER, SMALL, Given())
     assert weighted.examples.shares == (750, 250) and "margin" not in fields_of_texts(weighted)
     assert all(one.margin is None for one in weighted.examples)
-    given = texts_of(Settings(data=first, eval_data=second, eval_prompts=4), "preferences", TOKENIZER, SMALL, Given())
+    given = texts_of(
+        settings_of(data=first, eval_data=second, eval_prompts=4), "preferences", TOKENIZER, SMALL, Given()
+    )
     assert len(given.examples) == 30 and len(given.heldout) == 4
     assert {one.source.split(",")[0] for one in given.heldout} == {second}
     with pytest.raises(ValueError, match=r"b\.jsonl, line 3: the prompt with 'chosen' has 5 tokens.*of 40 examples"):
         texts_of(
-            Settings(data=f"{second},{first}"),
+            settings_of(data=f"{second},{first}"),
             "preferences",
             TOKENIZER,
             Config(**vars(SMALL) | {"max_positions": 4}),
@@ -70,9 +74,9 @@ def test_texts_of_several_files_are_read_where_they_are(tmp_path):
 def test_eval_data_is_held_out_instead_of_a_tenth(tmp_path):
     train = lines(tmp_path / "a.jsonl", [{"prompt": "a", "n": n} for n in range(20)])
     held = lines(tmp_path / "b.jsonl", [{"prompt": "b", "n": n} for n in range(9)])
-    task = prompts_of(Settings(prompts=train, eval_data=held), TOKENIZER, REWARD)
+    task = prompts_of(settings_of(prompts=train, eval_data=held), TOKENIZER, REWARD)
     assert len(task.prompts) == 20 and [one.fields["n"] for one in task.heldout] == list(range(9))
-    some = [prompts_of(Settings(prompts=train, eval_data=held, eval_prompts=4, seed=seed), TOKENIZER, REWARD)
+    some = [prompts_of(settings_of(prompts=train, eval_data=held, eval_prompts=4, seed=seed), TOKENIZER, REWARD)
             for seed in (0, 0, 1)]  # fmt: skip
     numbers = [[one.fields["n"] for one in task.heldout] for task in some]
     assert numbers[0] == numbers[1] != numbers[2] and len(numbers[0]) == 4
@@ -80,20 +84,20 @@ def test_eval_data_is_held_out_instead_of_a_tenth(tmp_path):
     task = prompts_of(Settings(), TOKENIZER, records)
     assert (len(task.prompts), task.heldout[0].text) == (1, "b")
     with pytest.raises(SettingsError, match="--eval_data=x does nothing without --prompts or --data"):
-        prompts_of(Settings(eval_data="x"), TOKENIZER, Given())
+        prompts_of(settings_of(eval_data="x"), TOKENIZER, Given())
 
 
 def test_prompts_have_the_format_of_the_flags_and_no_solved_example_is_trained_on(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": letter, "answer": letter} for letter in "abcdefgh"])
-    task = prompts_of(Settings(prompts=path, few_shot=f"{path}:2", prompt_template="? {prompt} "), TOKENIZER, REWARD)
+    task = prompts_of(settings_of(prompts=path, few_shot=f"{path}:2", prompt_template="? {prompt} "), TOKENIZER, REWARD)
     assert len(task.prompts) == 6 and task.prompts[0].text == "? a a\n\n? b b\n\n? c "
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    settings = Settings(prompts=path, chat_template=f"{tmp_path}/t.jinja", system_prompt="be")
+    settings = settings_of(prompts=path, chat_template=f"{tmp_path}/t.jinja", system_prompt="be")
     tokenizer = with_chat_template(TOKENIZER, settings)
     assert TOKENIZER.chat_template is None and tokenizer.chat_template == TEMPLATE
     assert prompts_of(settings, tokenizer, REWARD).prompts[3].text == "be;d;a:"
     with pytest.raises(SettingsError, match="--chat_template=own: the model's tokenizer has none"):
-        with_chat_template(TOKENIZER, Settings(chat_template="own"))
+        with_chat_template(TOKENIZER, settings_of(chat_template="own"))
     for flag, value, said in (
         ("few_shot", "x.jsonl:2", "--few_shot: x.jsonl: no such file"),
         ("tools", "x.json", "--tools: x.json: it cannot be read"),
@@ -102,30 +106,30 @@ def test_prompts_have_the_format_of_the_flags_and_no_solved_example_is_trained_o
         ("few_shot", f"{path}:8", "all of its prompts are examples of --few_shot"),
     ):
         with pytest.raises(SettingsError, match=said):
-            prompts_of(Settings(prompts=path, **{flag: value}), TOKENIZER, REWARD)
+            prompts_of(settings_of(prompts=path, **{flag: value}), TOKENIZER, REWARD)
 
 
 LONG = [Example([1] * n, "x" * n, {}, f"p.jsonl, line {n}") for n in (3, 9, 4, 7, *range(20, 31))]
 
 
 def test_prompts_that_are_too_long_are_named_with_their_lines():
-    assert fit(LONG, 30, "error", "why") == (LONG, "")
-    said = r"p\.jsonl, line 9: the longest prompt has 9 tokens, but why; --long_prompts=drop leaves such prompts out"
-    with pytest.raises(SettingsError, match=said + r".*too long are 2 of 4: p\.jsonl, line 9, 7\)"):
-        fit(LONG[:4], 5, "error", "why")
-    left, remark = fit(LONG, 5, "drop", "why")
-    assert [len(one.tokens) for one in left] == [3, 4]
+    assert fit_examples(LONG, 30, "error", "why", TOKENIZER) == (LONG, "")
+    message = r"p\.jsonl, line 9: the prompt has 9 tokens, but why; --long_prompts=drop leaves such examples out"
+    with pytest.raises(DataError, match=message + r".*; 2 of 4 examples are too long: p\.jsonl, line 9, 7 \(it begins"):
+        fit_examples(LONG[:4], 5, "error", "why", TOKENIZER)
+    left, remark = fit_examples(LONG, 5, "drop", "why", TOKENIZER)
+    assert [len(example.tokens) for example in left] == [3, 4]
     assert remark == ("13 of 15 are left out, as why: p.jsonl, line 9, 7, 20, 21, 22, 23, 24, 25, 26, 27 and 3 more")
     numbered = [Example(list(range(9)), "text", {}), Example([1] * 6, "", {}, "q.csv, row 4")]
-    kept, remark = fit(numbered, 4, "truncate", "why")
+    kept, remark = fit_examples(numbered, 4, "truncate", "why", TOKENIZER)
     assert kept[0] == Example([5, 6, 7, 8], "text", {})
-    assert remark == "2 of 2 are cut to their last 4 tokens, as why: 'text'; q.csv, row 4"
+    assert remark == "2 of 2 are shortened to 4 tokens, as why: example 1; q.csv, row 4"
     mixed = Mixture([LONG[:2], LONG[2:]], (500, 500))
-    left, _ = fit(mixed, 5, "drop", "why")
+    left, _ = fit_examples(mixed, 5, "drop", "why", TOKENIZER)
     assert isinstance(left, Mixture) and [len(part) for part in left.parts] == [1, 1] and left.shares == (500, 500)
-    with pytest.raises(SettingsError, match="--long_prompts=drop: no prompt is left of a file"):
-        fit(Mixture([LONG[:1], LONG[4:]], None), 5, "drop", "why")
-    assert np.all([len(one.tokens) <= 5 for one in left])
+    with pytest.raises(DataError, match="--long_prompts=drop: nothing is left of a file"):
+        fit_examples(Mixture([LONG[:1], LONG[4:]], None), 5, "drop", "why", TOKENIZER)
+    assert np.all([len(example.tokens) <= 5 for example in left])
 
 
 def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
@@ -136,7 +140,7 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     def prepared(**flags):
         return small_job(GRPO, sizes=None, **files | flags)
 
-    with pytest.raises(SettingsError, match=r"p\.jsonl, line 2: the longest prompt has 62 tokens, but --max_new_tokens "
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: the prompt has 62 tokens, but --max_new_tokens "
                        "is 4 and the model has 64 positions"):  # fmt: skip
         prepared()
     job = prepared(long_prompts="drop", max_prompt_tokens=4)
@@ -156,7 +160,7 @@ def test_every_flag_of_the_format_changes_a_prompt(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"question": letter, "answer": letter} for letter in "abc"])
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     (tmp_path / "tools.json").write_text('[{"name": "b"}]')
-    tokenizer = with_chat_template(TOKENIZER, Settings(chat_template=f"{tmp_path}/t.jinja"))
+    tokenizer = with_chat_template(TOKENIZER, settings_of(chat_template=f"{tmp_path}/t.jinja"))
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ mark or '' }}" + (
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
@@ -165,7 +169,7 @@ def test_every_flag_of_the_format_changes_a_prompt(tmp_path):
         "tools": f"{tmp_path}/tools.json", "template_arguments": "mark:c",
     }  # fmt: skip
     texts = {
-        name: prompts_of(Settings(prompts=path, **{name: value}), tokenizer, REWARD).prompts[-1].text
+        name: prompts_of(settings_of(prompts=path, **{name: value}), tokenizer, REWARD).prompts[-1].text
         for name, value in flags.items()
     }
     assert texts == {

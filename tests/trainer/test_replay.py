@@ -10,10 +10,10 @@ from test_checkpoint import SETTINGS, measured
 from funrl.algos.recipes.dpo import dpo
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.trainer.checkpoints.saved_rows import keep_newest, open_rows, read_rows, saved_steps
 from funrl.trainer.loop import train_loop
-from funrl.trainer.replay_source import replay, replay_source
-from funrl.trainer.saved_rows import keep_newest, open_rows, read_rows, saved_steps
-from funrl.trainer.shard_server import CheckpointError, DamagedError
+from funrl.trainer.replay import replay, replay_source
+from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
 TEXTS = {"reward": None, "batch_prompts": 4, "eval_prompts": 4}
 RUNS = {"ppo": (PPO, {}), "grpo": (GRPO, {}), "dpo": (dpo, TEXTS | {"minibatches": 1, "epochs": 1})}

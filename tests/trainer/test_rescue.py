@@ -1,6 +1,7 @@
 """A run that fails on one rank: the ranks that still hold the whole state save it, and the run goes on from there."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,16 +14,21 @@ from funrl import trees
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout
-from funrl.trainer import loop, rescue
-from funrl.trainer.checkpoint import complete_checkpoints
+from funrl.trainer import loop
+from funrl.trainer.checkpoints import rescue
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.rescue import replica_of
+from funrl.trainer.checkpoints.saver import Saver
 from funrl.trainer.loop import train_loop
-from funrl.trainer.rescue import replica_of
+from funrl.trainer.storage import writer_watch
+from funrl.trainer.storage.shard_server import CheckpointError, WriteShards
+from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch
 
 pytestmark = pytest.mark.gloo
 SETTINGS = {"steps": 3, "eval_every": 5, "queue": "fixed", "compose": GRPO}
 
 
-def run(folder, mesh, fail=None, **settings):
+def run(folder, mesh, fail=None, stalled_s=None, **settings):
     """Metrics and weights of a run whose rank `fail` comes to a bad end in its third step."""
     job, score = small_job(mesh=mesh, **SETTINGS | settings), loop.score_batch
 
@@ -40,7 +46,11 @@ def run(folder, mesh, fail=None, **settings):
             loop.score_batch = score
         return observer.steps, [x.clone() for x in trees.leaves(observer.params)]
 
-    return launch(program, job.sizes, "cpu")
+    return launch(program, job.sizes, "cpu", stalled_s=stalled_s)
+
+
+def stopped(rank):
+    return lambda mine: os.kill(os.getpid(), signal.SIGSTOP) if mine == rank else None
 
 
 def killed(rank):
@@ -63,8 +73,16 @@ def raises(*ranks):
         ("tp2", {}, raises(1), "rank 1 failed:"),
         ("dp2", {"fsdp": True}, raises(0, 1), "failed:"),
         ("dp2", {"new_tokens_per_step": 2}, raises(1), "rank 1 failed:"),
+        ("dp2", {}, stopped(1), r"no answer for 10 s \(--stalled_after\) from rank 1 on "),
     ],
-    ids=["dp2, killed", "dp2,tp2, killed", "tp2, one raises", "fsdp, both raise", "rows that are begun, one raises"],
+    ids=[
+        "dp2, killed",
+        "dp2,tp2, killed",
+        "tp2, one raises",
+        "fsdp, both raise",
+        "rows that are begun, one raises",
+        "dp2, stopped",
+    ],
 )
 @pytest.mark.timed
 def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same_bits(
@@ -72,8 +90,8 @@ def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same
 ):
     begin = time.monotonic()
     with pytest.raises(WorkerError, match=said):
-        run(str(tmp_path), mesh, fail, **settings)
-    assert time.monotonic() - begin < 20
+        run(str(tmp_path), mesh, fail, stalled_s=10.0, **settings)
+    assert time.monotonic() - begin < 30
     assert list(complete_checkpoints(tmp_path)) == [2]
     if mesh == "dp2":
         resumed, weights = run(str(tmp_path), mesh, resume=True, run_dir="x", **settings)
@@ -106,6 +124,65 @@ def test_one_device_saves_itself_and_elsewhere_where_the_folder_cannot_be_writte
     assert "the state cannot be saved: " in note and "ot a directory" in note
     assert f"the state after step 2 is saved in {there}; move it to" in note and "--resume continues" in note
     assert list(complete_checkpoints(there)) == [2]
+
+
+def stopped_writer(trainer_saver):
+    """Stop the process that writes checkpoints of one rank, when it has been asked to write."""
+    send = trainer_saver.server.send
+
+    def stopping(request):
+        send(request)
+        if isinstance(request, WriteShards):
+            os.kill(trainer_saver.server.process.pid, signal.SIGSTOP)
+
+    trainer_saver.server.send = stopping
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="processes that are stopped are found in /proc")
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
+def test_a_stopped_writer_of_checkpoints_is_named_and_the_state_is_saved_elsewhere(mesh, tmp_path, monkeypatch, capfd):
+    """As after a full disk: it stops at the first save, and the run at the second."""
+    monkeypatch.setattr(rescue.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    begin = Saver.__enter__
+
+    def entering(saver):
+        if saver.mesh.rank == 0:
+            stopped_writer(saver)
+        return begin(saver)
+
+    monkeypatch.setattr(Saver, "__enter__", entering)
+    with pytest.raises((WorkerError, CheckpointError)) as caught:
+        run(str(tmp_path / "run"), mesh, save_every="1", heartbeat=1, stalled_after=2)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    folder = tmp_path / "run"
+    assert re.search(
+        rf"{folder}: the checkpoint cannot be written: process \d+, which writes {folder}/.step-1.1, has been stopped "
+        r"for 2 s \(--stalled_after\)", text,
+    )  # fmt: skip
+    assert re.search(
+        rf"no progress for 1 s: rank 0 waits for process \d+, which writes {folder}/.step-1.1 and is stopped; the run "
+        r"ends after 2 s of that \(--stalled_after\)", capfd.readouterr().err,
+    )  # fmt: skip
+    (there,) = tmp_path.glob("funrl-*saved*")
+    assert f"the state after step 2 is saved in {there}; move it to {folder}, and --resume continues" in text
+    assert list(complete_checkpoints(there)) == [2] and not complete_checkpoints(folder)
+
+
+def test_a_writer_that_is_slow_is_named_and_ends_the_run_at_the_timeout(monkeypatch):
+    seconds = iter(range(0, 10_000, 5))
+    monkeypatch.setattr(writer_watch.time, "monotonic", lambda: float(next(seconds)))
+    watch, said = WriterWatch(3, "RUN/checkpoints/.step-7.2", WriterLimits(60.0, 300.0, 1200.0)), []
+    while not (found := watch.poll(os.getpid()))[1]:
+        said += [found[0]] if found[0] else []
+    assert [text.split(" s:")[0] for text in said] == [f"no progress for {n}" for n in (60, 120, 240, 480, 960)]
+    assert said[0] == (
+        f"no progress for 60 s: rank 3 waits for process {os.getpid()}, which writes RUN/checkpoints/.step-7.2, on a "
+        "slow disk or a dead one; the run ends after 20 minutes of that (--timeout)"
+    )
+    assert found[1] == (
+        f"process {os.getpid()} has not written RUN/checkpoints/.step-7.2 within 20 minutes (--timeout)"
+    )
 
 
 def test_an_interrupt_ends_a_run_at_once(tmp_path):

@@ -27,24 +27,25 @@ from funrl.algos.recipes.gdpo import gdpo
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.algos.recipes.prime import prime
-from funrl.batch import FIELDS, fields_by
 from funrl.data.tokenizer import character_tokenizer
+from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, hf
+from funrl.models import decoder_model
+from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
-from funrl.trainer.declaration import run_kind
-from funrl.trainer.device_settings import ROLES
-from funrl.trainer.job import prepare
-from funrl.trainer.job_checks import check_algorithm
-from funrl.trainer.roles import WRITES, role_names
-from funrl.trainer.settings import Settings, SettingsError
+from funrl.trainer.jobs.compatibility import check_algorithm
+from funrl.trainer.jobs.job import prepare
+from funrl.trainer.settings.declaration import run_kind
+from funrl.trainer.settings.devices import ROLES
+from funrl.trainer.settings.settings import Settings, SettingsError, settings_of, with_flags
+from funrl.trainer.steps.roles import WRITES, role_names
 
 TINY = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}
 MADE = {name: make() for name, make in MAKERS.items()}
 GENERATING = [name for name, made in MADE.items() if made.advantage is not None and run_kind(made, None) == "rl"]
-COMPUTED = [*fields_by(*WRITES), "greedy_score"]
+COMPUTED = [*FIELDS.by(*WRITES), "greedy_score"]
 each = pytest.mark.parametrize("name", GENERATING)
 
 
@@ -53,7 +54,8 @@ def digits(prompt, completion, **fields):
 
 
 def start(make, **settings):
-    return begin(small_job(make, **{"reward": digits, "dtype": "float32", "max_refills": 1} | settings), single())
+    filtered = {"max_refills": 1} if make().filter is not None else {}
+    return begin(small_job(make, **{"reward": digits, "dtype": "float32"} | filtered | settings), single())
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_a_step_provides_what_an_algorithm_reads_and_computes_nothing_else(name,
     rows, state, _ = scored_batch(run, state)
     batch = rows.batch
     needed = reads(algorithm).required
-    for field in needed - set(fields_by("step")):
+    for field in needed - set(FIELDS.by("step")):
         x = getattr(batch, field)
         assert (x[batch.mask] if x.shape == batch.mask.shape else x).isfinite().all(), field
     ids = {"teacher_topk"} if "topk_logp" in needed else set()
@@ -94,13 +96,13 @@ def test_a_step_provides_what_an_algorithm_reads_and_computes_nothing_else(name,
 @each
 def test_a_role_that_an_algorithm_reads_of_and_does_not_have_is_named(name, teacher):
     algorithm = MAKERS[name]()
-    settings = Settings(**taught(algorithm, teacher))
+    settings = settings_of(**taught(algorithm, teacher))
     check_algorithm(algorithm, settings)
     for role in set(role_names(algorithm)) & {"critic", "implicit_reward", "teacher"}:
         losses = {key: loss for key, loss in algorithm.losses.items() if key != role}
         lacking = dataclasses.replace(algorithm, losses=losses)
-        without = dataclasses.replace(settings, teacher=None) if role == "teacher" else settings
-        field = "|".join(fields_by(role))
+        without = with_flags(settings, teacher=None) if role == "teacher" else settings
+        field = "|".join(FIELDS.by(role))
         with pytest.raises(SettingsError, match=rf"\b({field})\b"):
             check_algorithm(lacking, without)
 
@@ -110,9 +112,10 @@ def test_what_no_run_provides_is_named():
     algorithm = dataclasses.replace(grpo(), losses={"policy": loss})
     with pytest.raises(SettingsError, match="returns"):  # a chain that sets none
         check_algorithm(dataclasses.replace(grpo(), losses=ppo().losses), Settings())
-    run_fields = set(fields_by("source")) - {"margin", "label"}
+    run_fields = set(FIELDS.by("source")) - {"margin", "label"}
     with pytest.raises(SettingsError, match="margin"):
         check_algorithm(algorithm, Settings(), run_fields)
+    loss = grpo().losses["policy"]
     with pytest.raises(SettingsError, match="has a loss for 'grader', which is not one of policy, critic"):
         check_algorithm(dataclasses.replace(grpo(), losses={**grpo().losses, "grader": loss}), Settings())
 
@@ -178,9 +181,9 @@ def test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it(teacher
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     hf.save(tmp_path, TINY, TINY.init(torch.Generator().manual_seed(1)), character_tokenizer(arithmetic.ALPHABET[::-1]))
     with pytest.raises(SettingsError, match="tokenizer is not the policy's"):
-        prepare(Settings(teacher=str(tmp_path), compile="off"), distillation)
+        prepare(settings_of(teacher=str(tmp_path), compile="off"), distillation)
     with pytest.raises(SettingsError, match="nowhere"):
-        prepare(Settings(teacher="nowhere", compile="off"), distillation)
+        prepare(settings_of(teacher="nowhere", compile="off"), distillation)
 
 
 def test_old_entropy_is_that_of_the_policy():
@@ -210,10 +213,10 @@ def test_scores_are_those_of_each_reward_function_and_their_weighted_sum(tmp_pat
     torch.testing.assert_close(batch.score, batch.scores @ torch.tensor([2.0, -0.5]))
     assert batch.scores.shape == (8, 2) and (batch.scores[:, 1] == 4).all()
     assert metrics["reward/second/mean"] == 4 and metrics["reward/first/mean"] == batch.scores[:, 0].mean().item()
-    assert prepare(Settings(compile="off", **flags), gdpo).task.weights == (1, 1)
+    assert prepare(settings_of(compile="off", **flags), gdpo).task.weights == (1, 1)
     for weights in ("1", "1,2,3", "1,x", "1,nan"):
         with pytest.raises(SettingsError, match="reward_weights"):
-            prepare(Settings(compile="off", **flags, reward_weights=weights), gdpo)
+            prepare(settings_of(compile="off", **flags, reward_weights=weights), gdpo)
 
 
 def test_the_implicit_reward_model_begins_as_the_policy_and_learns_on_its_own():

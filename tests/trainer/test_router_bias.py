@@ -9,19 +9,20 @@ from test_experts_on_meshes import DEEPSEEK
 
 from funrl import trees
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, hf
+from funrl.models import decoder_model
+from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import cast_weights
 from funrl.rollout.certificate import certify
 from funrl.tasks import arithmetic
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.router_bias import biases_of, move_biases_
-from funrl.trainer.settings import Settings
-from funrl.trainer.sharding import check_experts
+from funrl.trainer.jobs.sharding import check_experts
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of, with_flags
+from funrl.trainer.steps.router_bias import biases_of, move_biases_
 
 
 def run_with(rate, **more):
     job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", minibatches=1, lr=1e-9, token_budget=48, **more)
-    return begin(job._replace(settings=dataclasses.replace(job.settings, router_bias_rate=rate)), single())
+    return begin(job._replace(settings=with_flags(job.settings, router_bias_rate=rate)), single())
 
 
 def test_an_expert_with_less_than_the_mean_is_chosen_more_easily():
@@ -77,6 +78,6 @@ def test_models_without_such_a_bias_and_adapters_are_refused():
         with pytest.raises(SettingsError, match=f"--router_bias_rate=0.001: .*{said}"):
             small_job(GRPO, None, task=task, router_bias_rate=0.001)
     model = decoder_model(dataclasses.replace(arithmetic.model_config(), **DEEPSEEK))
-    check_experts(Settings(router_bias_rate=0.001), [model])
+    check_experts(settings_of(router_bias_rate=0.001), [model])
     with pytest.raises(SettingsError, match=r"--lora_rank=2: the biases are weights of the base"):
-        check_experts(Settings(router_bias_rate=0.001, lora_rank=2), [model])
+        check_experts(settings_of(router_bias_rate=0.001, lora_rank=2), [model])

@@ -11,11 +11,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, single
 from funrl.models import Inputs, decoder_model
-from funrl.models.config import Experts
-from funrl.models.routing import Load
+from funrl.models.decoder.routing import Experts
+from funrl.models.model import RouterLoad
 from funrl.tasks import arithmetic
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.router_losses import ROUTER_COUNTS, Choices, RouterLosses, load_metrics, router_numerators
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.router_losses import ROUTER_COUNTS, Choices, RouterLosses, load_metrics, router_numerators
 
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8)}
 
@@ -31,7 +31,7 @@ def test_a_layers_loss_is_that_of_transformers():
     probs = logits.softmax(-1)
     ids = probs.topk(2).indices
     counts = torch.bincount(ids.flatten(), minlength=4)
-    load = Load(counts[None], probs.sum(0)[None], logits.logsumexp(-1).square().sum()[None], ids[None])
+    load = RouterLoad(counts[None], probs.sum(0)[None], logits.logsumexp(-1).square().sum()[None], ids[None])
     numerators, told = router_numerators(RouterLosses(3.0, 2.0), load, Choices(None, torch.tensor(7.0)), SINGLE)
     balance, z = numerators[0] / 49, numerators[1] / 7
     theirs = load_balancing_loss_func((logits,), 4, 2)
@@ -76,6 +76,6 @@ def test_a_models_parts_have_experts_where_it_says():
     model = decoder_model(config)
     out = model.apply(model.init(torch.Generator().manual_seed(0)), Inputs(torch.arange(12).view(2, 6)))
     assert out.aux["counts_E"].sum(-1).tolist() == [24, 24] and out.aux["ids_TK"].shape == (2, 12, 2)
-    assert config.expert_layers == (0, 2) and config.with_layers(1).expert_layers == (0,)
+    assert model.abilities.routers.layers == (0, 2) and model.with_layers(1).abilities.routers.layers == (0,)
     parameters = trees.count(model.shapes)
-    assert config.used_parameters(parameters) == parameters - 2 * 6 * 3 * 64 * 64
+    assert model.abilities.cost.used_parameters(parameters) == parameters - 2 * 6 * 3 * 64 * 64

@@ -8,9 +8,9 @@ import torch
 from small_runs import GRPO, SIZES, assert_same, begin, run_steps, scored_batch, small_job
 
 from funrl.mesh.mesh import single
-from funrl.models.config import Experts
-from funrl.trainer.declaration import SettingsError
-from funrl.trainer.micro import own_micro_batches
+from funrl.models.decoder.routing import Experts
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.micro import own_micro_batches
 
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
 MANY = SIZES | {"layers": 4, "embed": 32, "experts": Experts(count=32, per_token=4, mlp=16)}

@@ -9,10 +9,11 @@ from small_runs import PPO, SIZES, assert_same, begin, one_step, run_steps, smal
 from funrl.algos.recipes.dpo import dpo
 from funrl.algos.recipes.grpo import grpo
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, hf, with_value_head
+from funrl.models import decoder_model, with_value_head
+from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
-from funrl.trainer import build
-from funrl.trainer.settings import Settings, scoring_budget
+from funrl.trainer.jobs import build
+from funrl.trainer.settings.settings import scoring_budget, settings_of
 
 
 @pytest.fixture
@@ -60,8 +61,8 @@ def test_what_learns_nothing_is_packed_by_a_budget_of_its_own(recipe, passes, tm
 
 
 def test_the_budget_is_four_of_the_updates_where_no_flag_says():
-    assert scoring_budget(Settings(token_budget=100)) == 400
-    assert scoring_budget(Settings(token_budget=100, score_token_budget=7)) == 7
+    assert scoring_budget(settings_of(token_budget=100)) == 400
+    assert scoring_budget(settings_of(token_budget=100, score_token_budget=7)) == 7
 
 
 @pytest.mark.parametrize("recipe", [PPO, dpo], ids=["ppo", "dpo"])

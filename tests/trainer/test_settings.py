@@ -8,9 +8,26 @@ from typing import Literal
 
 import pytest
 
-from funrl.experiments import flags
-from funrl.trainer.declaration import Flag, SettingsError, above, at_least, at_most, one_of, some_of, value_type
-from funrl.trainer.settings import GROUPS, Settings, check_values, for_kind, resolved, settings_flags
+from funrl.flags import parser as flags
+from funrl.trainer.settings.declaration import (
+    Flag,
+    SettingsError,
+    above,
+    at_least,
+    at_most,
+    one_of,
+    some_of,
+    value_type,
+)
+from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.settings import (
+    Settings,
+    check_values,
+    flag_groups,
+    for_kind,
+    settings_flags,
+    settings_of,
+)
 
 FLAGS = settings_flags()
 
@@ -18,13 +35,15 @@ FLAGS = settings_flags()
 @pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
 def test_a_default_is_a_good_value_and_its_text_means_it(flag):
     assert flag.problem(flag.default) == flag.problem(flag.without) == ""
-    assert flag.parse("" if flag.default is None else str(flag.default)) == flag.default
-    assert flag.group in GROUPS and flag.text
+    assert flag.parse("none" if flag.default is None else str(flag.default)) == flag.default
+    assert flag.group in flag_groups() and flag.text
     assert not flag.requires or FLAGS[flag.requires].default in (False, None)
 
 
 def test_a_field_of_settings_is_a_flag_of_the_annotated_type():
-    assert list(FLAGS) == [field.name for field in dataclasses.fields(Settings)]
+    records = [record.default_factory for record in dataclasses.fields(Settings)]
+    assert list(FLAGS) == [field.name for record in records for field in dataclasses.fields(record)]
+    assert all(len(dataclasses.fields(record)) <= 12 for record in records)
     assert (FLAGS["lr"].type, FLAGS["lr"].optional) == (float, True)
     assert (FLAGS["mesh"].type, FLAGS["mesh"].optional) == (str, False)
     assert {FLAGS[name].type for name in ("steps", "seed", "max_new_tokens")} == {int}
@@ -33,8 +52,8 @@ def test_a_field_of_settings_is_a_flag_of_the_annotated_type():
 
 PARSED = [  # type, optional, text, value
     (int, False, "3", 3), (int, False, "-3", -3), (float, False, "3", 3.0), (float, True, "1e-5", 1e-5),
-    (bool, False, "true", True), (bool, False, "False", False), (bool, False, "0", False), (str, False, "", ""),
-    (str, True, "", None), (float, True, "", None), (str, False, "3", "3"),
+    (bool, False, "true", True), (bool, False, "False", False), (bool, False, "0", False), (str, False, "none", "none"),
+    (str, True, "none", None), (float, True, "none", None), (str, False, "3", "3"),
 ]  # fmt: skip
 
 
@@ -57,7 +76,9 @@ REFUSED = [  # type, optional, bounds, text, why
     (str, False, (one_of("on", "off"),), "of", "it must be one of on, off"),
     (str, False, (some_of("a", "b"),), "a,c", "it must be some of a,b"),
     (str, False, (some_of("a", "b"),), "a,a", "it must be some of a,b"),
-    (str, False, (some_of("a", "b"),), "", "it must be some of a,b"),
+    (str, False, (some_of("a", "b"),), "", "text is needed; leave --x out for its default"),
+    (float, False, (), "", "a number is needed; leave --x out for its default"),
+    (float, True, (), "", "a number is needed; leave --x out for its default, or write --x=none"),
 ]
 
 
@@ -88,11 +109,11 @@ def test_values_at_the_bounds_are_good():
 )
 def test_settings_made_in_python_are_checked_too(values, why):
     with pytest.raises(SettingsError, match=re.escape(why)):
-        check_values(Settings(**values))
+        check_values(settings_of(**values))
 
 
 def test_a_whole_number_is_a_number():
-    check_values(Settings(lr=1, temperature=2))
+    check_values(settings_of(lr=1, temperature=2))
 
 
 def test_help_has_text_bounds_and_what_the_run_chooses():
@@ -121,23 +142,23 @@ def test_an_annotation_that_no_flag_can_have_is_refused(hint):
 
 
 def test_flags_without_a_meaning_have_the_value_that_changes_nothing():
-    settings = Settings(minibatches=4, epochs=3, temperature=0.5, critic_warmup_steps=2, batch_prompts=7)
+    settings = settings_of(minibatches=4, epochs=3, temperature=0.5, critic_warmup_steps=2, batch_prompts=7)
     supervised = for_kind(settings, "supervised")
-    assert (supervised.minibatches, supervised.epochs, supervised.temperature) == (1, 1, 1.0)
-    assert supervised.critic_warmup_steps == 0 and supervised.batch_prompts == 7
+    assert (supervised.updates.minibatches, supervised.updates.epochs, supervised.sampling.temperature) == (1, 1, 1.0)
+    assert supervised.optimization.critic_warmup_steps == 0 and supervised.run.batch_prompts == 7
     assert for_kind(settings, "rl") == settings
 
 
 def test_the_number_of_new_tokens_is_the_tasks():
-    assert resolved(Settings()).max_new_tokens == 6
-    assert resolved(Settings(prompts="p", reward="r.py:f", model="m")).max_new_tokens == 64
-    assert resolved(Settings(prompts="p", reward="r.py:f")).max_new_tokens == 32
-    assert resolved(Settings(), given=True).max_new_tokens == 32
-    assert resolved(Settings(max_new_tokens=9)).max_new_tokens == 9
+    assert resolved(Settings()).sampling.max_new_tokens == 6
+    assert resolved(settings_of(prompts="p", reward="r.py:f", model="m")).sampling.max_new_tokens == 64
+    assert resolved(settings_of(prompts="p", reward="r.py:f")).sampling.max_new_tokens == 32
+    assert resolved(Settings(), given=True).sampling.max_new_tokens == 32
+    assert resolved(settings_of(max_new_tokens=9)).sampling.max_new_tokens == 9
 
 
 def test_settings_travel_to_other_processes():
-    settings = Settings(steps=3)
+    settings = settings_of(steps=3)
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
@@ -147,12 +168,13 @@ def choices(name):
 
 
 def test_choices_are_those_of_the_modules_that_act_on_them():
-    from funrl.cost.hardware import HARDWARE
+    from funrl.cost.tracing.hardware import HARDWARE
     from funrl.models import remat
+    from funrl.models.weight_dtypes import TORCH_DTYPES
     from funrl.rewards.call import LARGEST
-    from funrl.trainer import checks, offload
-    from funrl.trainer.job_models import TORCH_DTYPES
-    from funrl.trainer.roles import WRITES
+    from funrl.trainer.jobs import offload
+    from funrl.trainer.settings import checks
+    from funrl.trainer.steps.roles import WRITES
 
     assert choices("hardware") == tuple(HARDWARE)
     assert choices("remat") == remat.MODES

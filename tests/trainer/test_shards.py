@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zlib
@@ -12,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.mesh import reading
 from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.rules import Uneven, layout
 from funrl.mesh.sums import own_range
-from funrl.trainer import chunk_files, row_shards, shards
-from funrl.trainer.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
-from funrl.trainer.shard_server import Array, Commit, WriteShards
-from funrl.trainer.shards import (
+from funrl.trainer.storage import shards
+from funrl.trainer.storage.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
+from funrl.trainer.storage.shard_server import Array, Commit, Reserve, WriteShards
+from funrl.trainer.storage.shards import (
+    Database,
     Memory,
     ShardError,
     ShardServer,
@@ -124,10 +126,11 @@ def write_checkpoint(folder, mesh, server):
 
 def read_on(mesh, folder, arrays, server, monkeypatch):
     """What each rank of a mesh reads of a checkpoint of `whole_tensors`, by itself, beside what it is to be."""
-    monkeypatch.setattr(shards, "gather_objects", lambda value, mesh: [value])
-    monkeypatch.setattr(shards, "_finer", lambda layout, x, mesh: layout)
+    monkeypatch.setattr(reading, "gather_objects", lambda value, mesh: [value])
+    monkeypatch.setattr(shards, "_finer", lambda layout: layout)
+    database = Database(str(folder / "step-1"), arrays, server)
     for one, tensors, found in ranks_of(mesh):
-        got = dict(read_tensors(str(folder / "step-1"), arrays, tensors, found, one, server))
+        got = dict(read_tensors(database, {name: x.dtype for name, x in tensors.items()}, found, mesh=one))
         assert got.keys() == tensors.keys()
         yield from ((got[name], x) for name, x in tensors.items())
 
@@ -144,33 +147,40 @@ def test_what_one_mesh_writes_another_reads(tmp_path, monkeypatch):
     server.close()
 
 
-@pytest.mark.parametrize("writer", ["kernel", "tensorstore"])
-def test_large_chunks_are_the_same_whoever_writes_and_reads_them(writer, tmp_path, monkeypatch):
-    if writer == "kernel" and library_problem() is not None:
-        pytest.skip(library_problem())
-    monkeypatch.setitem(AXES, "roles/large", LARGE["roles/large"])
+def flip(file, place):
+    """Change a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_changed_bit_anywhere_gives_an_error_or_the_same_numbers(tmp_path, monkeypatch):
+    """In chunks, in zarr's metadata and in the databases' nodes; in bytes that nothing reads it may pass."""
     server = ShardServer()
-    with monkeypatch.context() as patch:
-        if writer == "tensorstore":
-            patch.setenv("CXX", "no-such-compiler")
-        arrays = write_checkpoint(tmp_path, "dp2,tp2", server)
-    data = sorted((tmp_path / "step-1").glob("ocdbt.process_*.chunks/d/*"), key=lambda file: file.stat().st_size)
-    assert bool(data) == (writer == "kernel")
-    readers = {"kernel": chunk_files.kernels, "tensorstore": lambda: None}
-    for kernels in readers.values():
-        with monkeypatch.context() as patch:
-            patch.setattr(chunk_files, "kernels", kernels)
-            for mesh in ("dp2,tp2", "tp2", "tp4"):  # the chunks of the writers, two at once, and parts of them
-                for got, expected in read_on(mesh, tmp_path, arrays, server, patch):
-                    assert torch.equal(got, expected) and got.dtype == expected.dtype, mesh
-    for file in data[-1:]:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    for kernels in readers.values() if data else ():
-        with monkeypatch.context() as patch, pytest.raises(ShardError, match=r"roles/large: .*(checksum|[Dd]igest)"):
-            patch.setattr(chunk_files, "kernels", kernels)
-            list(read_on("dp2,tp2", tmp_path, arrays, server, patch))
+    arrays = write_checkpoint(tmp_path, "dp2,tp2", server)
+    files = [file for file in sorted((tmp_path / "step-1").rglob("*")) if file.is_file() and file.stat().st_size]
+    rng = np.random.default_rng(0)
+    errors = 0
+    for number in range(50):
+        file = files[number % len(files)]
+        place = int(rng.integers(file.stat().st_size))
+        flip(file, place)
+        try:
+            assert all(torch.equal(*pair) for pair in read_on("dp1", tmp_path, arrays, server, monkeypatch)), file
+        except ShardError:
+            errors += 1
+        flip(file, place)
+    server.close()
+    assert errors
+
+
+def test_a_chunk_grid_that_is_not_the_record_s_is_refused(tmp_path, monkeypatch):
+    server = ShardServer()
+    arrays = write_checkpoint(tmp_path, "dp1", server)
+    assert arrays["roles/a"].chunk == (8, 12)
+    other = arrays | {"roles/a": arrays["roles/a"]._replace(chunk=(12, 8))}
+    with pytest.raises(ShardError, match=r"roles/a: .*chunk"):
+        list(read_on("dp1", tmp_path, other, server, monkeypatch))
     server.close()
 
 
@@ -194,7 +204,7 @@ def test_orbax_reads_what_ranks_write(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mesh", ["dp2,tp2", "dp3"])
 def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(row_shards, "gather_objects", lambda value, mesh: [value])
+    monkeypatch.setattr(reading, "gather_objects", lambda value, mesh: [value])
     sizes, whole = parse(mesh), {"a/x": torch.rand(7, 3, 2), "a/y": torch.rand(7, 5) > 0.5, "a/none": torch.rand(0, 3)}
     server, memories, arrays, written = ShardServer(), [], {}, 0
     owner = {"a/x": np.array([1, 0, 1, 1, 0, 0, 1]), "a/none": np.zeros(0, np.int64)}
@@ -219,7 +229,7 @@ def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, 
         for rank in range(Mesh(parse(ranks)).world):
             one = Mesh(parse(ranks), rank)
             held = HeldRows(frozenset(whole), np.zeros(7, np.int64), one)
-            found = read_held_rows(str(tmp_path / "step-1"), arrays, held, one, server)
+            found = read_held_rows(Database(str(tmp_path / "step-1"), arrays, server), held, one)
             for name, x in whole.items():
                 share = own_range(len(x), one, one.row_axes)
                 assert torch.equal(found[name], x[share.start : share.stop]) and found[name].dtype == x.dtype
@@ -241,4 +251,20 @@ def test_a_process_that_is_killed_is_an_answer():
     assert os.getpgid(server.process.pid) == server.process.pid  # which the Ctrl-C of a terminal does not reach
     server.process.kill()
     assert server.answers(wait=True) == ["the process that writes shards ended with status -9"]
+    server.close()
+
+
+def test_a_process_that_is_stopped_takes_a_long_request_without_blocking():
+    """More than a pipe holds."""
+    server = ShardServer()
+    server.send(Reserve("/nowhere", 1))
+    assert server.process is not None
+    os.kill(server.process.pid, signal.SIGSTOP)
+    arrays = {f"array {number}": Array((number,), "float32", (number,)) for number in range(10_000)}
+    server.send(WriteShards("/nowhere/there", 0, "/nowhere", arrays, (), frozenset(), {}))
+    assert server.waiting == 2
+    server.close(0.1)
+    assert server.process is None and server._sender is None
+    server.send(Reserve("/nowhere", 1))  # to another process
+    assert ["No such file" in problem for problem in server.answers(wait=True)] == [True]
     server.close()

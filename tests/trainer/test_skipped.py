@@ -1,5 +1,7 @@
 """An update that is not finite is left out, explained by the number that caused it, and its rows are kept."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,16 +9,17 @@ from safetensors import safe_open
 from small_runs import Quiet, small_job
 
 from funrl import trees
+from funrl.algos import add, policy_gradient, reduce, token_mean
 from funrl.algos.recipes.rloo import rloo
 from funrl.batch import Batch
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer import skipped
 from funrl.trainer.loop import train_loop
-from funrl.trainer.skipped import Skips, cause_in
-from funrl.trainer.step import NotFiniteError
-from funrl.trainer.step_rows import rows_of
+from funrl.trainer.steps import skipped
+from funrl.trainer.steps.skipped import Skips, Suspects, cause_in
+from funrl.trainer.steps.step import NotFiniteError
+from funrl.trainer.steps.step_rows import rows_of
 
 SETTINGS = {"dtype": "float32", "compose": rloo, "batch_prompts": 4, "eval_every": 9, "steps": 4, "queue": "fixed"}
 
@@ -82,7 +85,7 @@ def rows_with(**fields):
 )  # fmt: skip
 def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, rows, says):
     made = {name: torch.tensor(x) if isinstance(x, list) else torch.full((3, 4), x) for name, x in fields.items()}
-    cause = cause_in(rows_with(**made), np.arange(3), np.array(suspects, dtype=np.int64), 0)
+    cause = cause_in(rows_with(**made), np.arange(3), Suspects(np.array(suspects, dtype=np.int64)), 0)
     assert cause.rows == rows and says in cause.text
 
 
@@ -93,9 +96,48 @@ def test_what_is_saved_is_bounded(tmp_path, monkeypatch):
     skips = Skips(9, single(), str(tmp_path / "checkpoints"), notes.append)
     rows = rows_with(score=torch.full((3,), torch.inf))
     for step in range(3):
-        skips.add(NotFiniteError("x"), f"step {step}, policy", "policy", rows, np.arange(3), np.arange(0))
+        skips.add(NotFiniteError("x"), f"step {step}, policy", "policy", rows, np.arange(3), Suspects(np.arange(0)))
     files = sorted((tmp_path / "skipped").iterdir())
     assert [file.name for file in files] == ["step-0-policy-1.safetensors", "step-1-policy-2.safetensors"]
     with safe_open(files[0], "pt") as found:
         assert found.get_tensor("rows").tolist() == [0, 1]
     assert len(notes) == 3 and skips.take() == {"update/skipped": 3.0} and skips.take() == {"update/skipped": 0.0}
+
+
+def root_at_one(logp, batch):
+    return ((logp - batch.old_logp).exp() - 1).clamp_min(0).sqrt(), {}
+
+
+def overflows(logp, batch):
+    return ((logp - batch.old_logp).float().abs() + 100).exp(), {}
+
+
+def run_with_term(folder, *terms, **settings):
+    algorithm = rloo()
+    loss = reduce(add(policy_gradient(), *terms), token_mean())
+    job = small_job(lambda: dataclasses.replace(algorithm, losses={"policy": loss}), **SETTINGS_OF_TERMS | settings)
+
+    def program(mesh):
+        observer = Quiet(str(folder / "checkpoints"))
+        return train_loop(job, mesh, observer), observer.notes
+
+    return launch(program, job.sizes, "cpu")
+
+
+SETTINGS_OF_TERMS = {key: x for key, x in SETTINGS.items() if key != "compose"} | {"max_skipped": 1, "minibatches": 1}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+def test_a_term_whose_derivative_is_not_finite_is_named_and_not_the_learning_rate(tmp_path, mesh):
+    outcome, _ = run_with_term(tmp_path, root_at_one, mesh=mesh)
+    assert outcome.error.startswith("step 1, policy: the gradient's norm is nan and the loss ")
+    assert "term root_at_one, number 2 of 2 that are added (" in outcome.error and "test_skipped.py:" in outcome.error
+    assert "its derivative, where its loss is finite, is not finite on " in outcome.error
+    assert "a root, a logarithm or a division at 0" in outcome.error and "may prevent it" not in outcome.error
+
+
+def test_a_term_whose_loss_is_not_finite_is_named(tmp_path):
+    outcome, _ = run_with_term(tmp_path, overflows)
+    assert "term overflows, number 2 of 2 that are added" in outcome.error
+    assert "its loss is not finite on " in outcome.error

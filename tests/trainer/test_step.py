@@ -11,16 +11,17 @@ from small_runs import scored_batch as scored_of
 
 from funrl import trees
 from funrl.algos.core import Loss, Sum, token_mean_of
-from funrl.batch import TOKEN_INT, Batch, map_fields, token_fields
+from funrl.batch import TOKEN_INT, Batch, map_fields
+from funrl.fields import FIELDS
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import Layout, shard
-from funrl.trainer.build import build
-from funrl.trainer.micro import mini_batches, own_micro_batches
-from funrl.trainer.roles import Role
-from funrl.trainer.score import score_role
-from funrl.trainer.step import gradient
-from funrl.trainer.step_rows import split_rows, take
+from funrl.trainer.jobs.build import build
+from funrl.trainer.steps.micro import mini_batches, own_micro_batches
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.score import score_role
+from funrl.trainer.steps.step import gradient
+from funrl.trainer.steps.step_rows import split_rows, take
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
 FEW = 24  # tokens: one or two rows in a micro-batch
@@ -90,7 +91,7 @@ def test_padding_changes_nothing(compose):
 
     def widen(name, x):
         filler = 7 if x.dtype == TOKEN_INT else False if x.dtype == torch.bool else float("nan")
-        return torch.nn.functional.pad(x, (0, 24), value=filler) if name in token_fields() else x
+        return torch.nn.functional.pad(x, (0, 24), value=filler) if FIELDS[name].kind.per_token else x
 
     wide = map_fields(widen, rows.batch)
     beyond = at_T >= wide.length[:, None]

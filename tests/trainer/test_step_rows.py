@@ -2,24 +2,28 @@
 
 import dataclasses
 
+import numpy as np
 import torch
 from small_runs import SIZES, begin, scored_batch, small_job
 
 from funrl.algos.recipes.dpo import dpo
-from funrl.batch import FIELDS, TOKEN_INT, Batch, as_dict
+from funrl.batch import TOKEN_INT, Batch, as_dict
+from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, place
 from funrl.tasks import arithmetic
-from funrl.trainer.micro import own_micro_batches
-from funrl.trainer.roles import Role
-from funrl.trainer.score import score
-from funrl.trainer.step_rows import rows_of
+from funrl.trainer import loop
+from funrl.trainer.steps import learn as learning
+from funrl.trainer.steps.micro import own_micro_batches, plan_epoch
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.score import score
+from funrl.trainer.steps.step_rows import rows_of, take
 
 
 def whole_numbers(batch):
     """Dtypes of the whole numbers per token."""
     fields = as_dict(batch).items()
-    kinds = {n: x.dtype for n, x in fields if FIELDS[n].kind.startswith("token") and FIELDS[n].dtype == "int"}
+    kinds = {n: x.dtype for n, x in fields if FIELDS[n].kind.per_token and FIELDS[n].dtype == "int"}
     assert "tokens" in kinds
     return kinds
 
@@ -58,3 +62,16 @@ def test_a_model_is_given_int64_and_its_most_likely_tokens_are_held_in_four_byte
     rows = score({"teacher": role}, {"teacher": plain.init(torch.Generator().manual_seed(0))}, rows_of(batch))
     assert rows.batch.teacher_topk.dtype == TOKEN_INT and rows.batch.teacher_topk.max() < plain.config.vocab
     assert {x.dtype for one in given for x in (one.tokens, one.positions, one.segments)} == {torch.int64}
+
+
+def test_a_pass_is_planned_once_and_never_taken_from_another_division(monkeypatch):
+    run, state = begin(small_job(epochs=2, minibatches=2), single())
+    rows, state, _ = loop.draw_batch(run, state)
+    plans = []
+    monkeypatch.setattr(learning, "plan_epoch", lambda *plan: plans.append(plan[-1]) or plan_epoch(*plan))
+    plan = loop.update_plan(run.job, run.parts, state.step + 1)
+    assert learning.epoch_of(rows, plan, 0) is rows.epoch and plans == []
+    assert learning.epoch_of(rows, plan, 1).number == 1
+    other = learning.epoch_of(rows, plan._replace(minibatches=4), 0)
+    assert len(other.parts) == 4 and plans == [1, 0]
+    assert take(rows, np.arange(2)).epoch is None  # the assignment is of all rows

@@ -1,20 +1,21 @@
-"""Continuations of held-out prompts, without an engine: those that an engine writes, on every mesh."""
+"""Continuations of held-out prompts: by an engine and by forward passes the same, on every mesh."""
 
 import json
 
 import pytest
 import torch
 
+from funrl.cli.run import main
 from funrl.data.supervised import Text, TextExample
-from funrl.experiments.run import main
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, place
 from funrl.rollout.engine import complete
-from funrl.rollout.native import native_engine
+from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.text_samples import greedy_continuations, held_out_prompts
+from funrl.trainer.jobs import text_samples
+from funrl.trainer.jobs.text_samples import greedy_continuations, held_out_prompts
 
 
 def test_they_are_what_an_engine_writes_greedily():
@@ -58,3 +59,22 @@ def test_a_supervised_run_writes_samples_alike_on_every_mesh(tmp_path):
     assert {row["prompt"] for row in one} == {p.prompt for p in arithmetic.heldout_prompts(9)[:8]}
     page = (tmp_path / "dp1/report.html").read_text()
     assert "At the end" in page and "the model writes the ones first" in page
+
+
+def test_an_engine_writes_the_samples_of_preference_runs_where_its_weights_fit(tmp_path, monkeypatch):
+    calls = []
+    for name in ("engine_texts", "forward_texts"):
+        original = getattr(text_samples, name)
+
+        def counted(*arguments, name=name, original=original):
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(text_samples, name, counted)
+    flags = ("--steps=2", "--batch_prompts=4", "--eval_prompts=6", "--eval_every=1", "--warmstart_steps=0")
+    for share, folder in ((text_samples.ENGINE_SHARE, "engine"), (0.0, "forward")):
+        monkeypatch.setattr(text_samples, "ENGINE_SHARE", share)
+        assert main("dpo", ["dpo", *flags, "--device=cpu", f"--run_dir={tmp_path / folder}"]) == 0
+    assert calls == ["engine_texts"] * 2 + ["forward_texts"] * 2  # before the first step and after the last
+    by_engine, by_passes = ((tmp_path / name / "samples.jsonl").read_text() for name in ("engine", "forward"))
+    assert by_engine == by_passes and by_engine.count("\n") == 12

@@ -9,8 +9,8 @@ import pytest
 from small_runs import GRPO, PPO, begin, run_steps, small_job
 
 from funrl.mesh.mesh import single
-from funrl.rollout.vllm_client import EngineServerError
-from funrl.trainer.declaration import SettingsError
+from funrl.rollout.vllm.client import EngineServerError
+from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}
 VLLM = importlib.util.find_spec("vllm") is not None
@@ -32,7 +32,7 @@ def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
 
 @needs_vllm
 def test_steps_with_a_server_are_those_of_the_native_engine():
-    command = [sys.executable, "-m", "funrl.rollout.vllm_server", "--port=0"]
+    command = [sys.executable, "-m", "funrl.rollout.vllm.server", "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]

@@ -16,10 +16,12 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
-from funrl.models import decoder_model, hf
+from funrl.models import decoder_model
+from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
-from funrl.trainer import warmstart
-from funrl.trainer.build import build
+from funrl.trainer.jobs import warmstart
+from funrl.trainer.jobs.build import build
+from funrl.trainer.settings.settings import with_flags
 
 
 @pytest.fixture(autouse=True)
@@ -174,16 +176,18 @@ def test_a_damaged_cache_is_said_and_made_again(damage, cache):
 
 
 @pytest.mark.gloo
-def test_a_cache_that_one_rank_cannot_read_is_taken_by_none(cache, monkeypatch):
-    job, load = small_job(warmstart_steps=3, mesh="dp2"), hf.load
+@pytest.mark.parametrize("reader", ["load_model", "read_part"])
+def test_a_cache_that_one_rank_cannot_read_is_taken_by_none(reader, cache, monkeypatch):
+    job = small_job(warmstart_steps=3, mesh="dp2")
+    step_of_reading = getattr(hf, reader)
     one, _ = start(job)
 
-    def fails(path, dtype=None, mesh=None, layouts=None):
-        if mesh is not None and mesh.rank == 1:
+    def fails(*args):
+        if torch.distributed.get_rank() == 1:
             raise OSError(116, "Stale file handle")
-        return load(path, dtype, mesh, layouts)
+        return step_of_reading(*args)
 
-    monkeypatch.setattr(hf, "load", fails)
+    monkeypatch.setattr(hf, reader, fails)
     again, show = start(job)
     assert not taken(show) and "Stale file handle" in show.notes[0]
     assert gap(again, one) == 0
@@ -272,7 +276,7 @@ def test_weights_from_a_directory(mesh, tmp_path):
     job = small_job(mesh=mesh)
     one, _ = start(small_job(seed=5))
     hf.save(tmp_path / "model", job.model, one, job.tokenizer)
-    job = job._replace(settings=dataclasses.replace(job.settings, model=str(tmp_path / "model")))
+    job = job._replace(settings=with_flags(job.settings, model=str(tmp_path / "model")))
     loaded, _ = start(job)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(one), strict=True))
 
@@ -285,7 +289,7 @@ def test_weights_that_are_read_as_something_else_are_said(tmp_path):
     save_file(tensors, file)
     raw = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
-    loaded, show = start(job._replace(settings=dataclasses.replace(job.settings, model=str(tmp_path / "model"))))
+    loaded, show = start(job._replace(settings=with_flags(job.settings, model=str(tmp_path / "model"))))
     assert [note.startswith("the files have weights in FP8") for note in show.notes] == [True]
     assert torch.equal(loaded["layers"][0]["mlp"]["up"], tensors[name].double() / 2)
 

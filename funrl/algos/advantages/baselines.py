@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.groups import group_max, group_mean, group_std, group_sum, groups_of
+from funrl.algos.advantages.groups import Groups, group_max, group_mean, group_std, group_sum, groups_of
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
+from funrl.algos.losses.pair_losses import check_beta
+from funrl.algos.masks import where_masked
 from funrl.batch import Batch
 
 
@@ -51,7 +53,7 @@ def group_scale(eps: float = 1e-6) -> Advantage:
     return stateless(divide, per="row")
 
 
-def batch_scale(eps: float = 1e-6) -> Advantage:
+def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
     """Divide by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
 
     Prompts whose rewards differ much then weigh more than others. Before `group_center` the deviation is that of the
@@ -60,16 +62,129 @@ def batch_scale(eps: float = 1e-6) -> Advantage:
 
     Args:
       eps: in the unit of x, at least 0.
+      alone: count rows that are alone in their group. False is for what comes after `leave_one_out`: their 0 then says
+        nothing of the scale, and a deviation that counted it would be too small.
+    Needs: group [B] unless alone.
     Raises:
       ValueError: eps is below 0.
     """
     check_eps("batch_scale", eps)
 
     def divide(x_B: Tensor, batch: Batch) -> Tensor:
-        std_B = group_std(x_B, groups_of(x_B.new_zeros(x_B.shape, dtype=torch.int64)))
-        return x_B / torch.where(std_B > 0, std_B + eps, torch.ones_like(std_B))
+        counted_B = torch.ones_like(x_B, dtype=torch.bool) if alone else groups_of(batch.group).size > 1
+        std_B = group_std(x_B, groups_of((~counted_B).to(torch.int64)))
+        std = torch.where(counted_B, std_B, torch.zeros_like(std_B)).amax()
+        return x_B / torch.where(std > 0, std + eps, torch.ones_like(std))
 
     return stateless(divide, per="row")
+
+
+def batch_center() -> Advantage:
+    """Take the mean of all rows off each score, whatever their prompts: x_i - mean x, on [B]. With `batch_scale`, PRPO.
+
+    Equal scores give exactly 0. A group of equal scores among others does not: a prompt that is always solved gets
+    advantages above 0, one that never is gets some below.
+    """
+    return stateless(lambda x_B, batch: x_B - group_mean(x_B, _one_group(x_B)), per="row")
+
+
+def constant_baseline(value: float = 0.5) -> Advantage:
+    """Take one number off every score: x_i - value, on [B].
+
+    Off-policy, the number is no matter of variance alone: it says how much right answers count beside wrong ones.
+
+    Args:
+      value: in units of reward.
+    References: TOPR, Le Roux et al., 2025, https://arxiv.org/abs/2503.14286
+    """
+    return stateless(lambda x_B, batch: x_B - value, per="row")
+
+
+def relative_to_mean() -> Advantage:
+    """Take the group's mean off each score and divide by it: (x_i - mean_G x) / mean_G x, on [B].
+
+    With rewards of 0 and 1 the gradient is that of the likelihood of solving the prompt, log p, as far as the group's
+    size tells it: a prompt counts the more the less often it is solved. A group whose mean is not above 0 gets 0.
+
+    Needs: group [B]; scores that are at least 0.
+    References: MaxRL, Tajwar et al., 2026, https://arxiv.org/abs/2602.02710
+
+    Warning: the authors and SkyRL add 1e-6 to the mean and divide by negative means too, which turns the sign of the
+    whole group; prime-rl gives 0, as here. A group of one row gets 0; theirs its raw reward, but for prime-rl.
+    """
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        mean_B = group_mean(x_B, groups_of(batch.group))
+        above_B = mean_B > 0
+        return torch.where(above_B, (x_B - mean_B) / torch.where(above_B, mean_B, 1), torch.zeros_like(x_B))
+
+    return stateless(compare, per="row")
+
+
+def optimal_value_baseline(beta: float = 0.5) -> Advantage:
+    """Take off the value that the best policy at KL price beta would have: x_i - beta log mean_G exp(x / beta), on [B].
+
+    Args:
+      beta: in units of reward per nat, above 0. Large, it is the group's mean; small, the group's best.
+    Needs: group [B].
+    Raises:
+      ValueError: beta is not above 0.
+    References: A*-PO, Brantley et al., 2025, https://arxiv.org/abs/2505.20686
+
+    Warning: the mean is over the samples of the policy in this batch. The authors and TRL take it over samples of the
+    reference, once before training, and then need one sample a prompt; the two agree at the first step.
+    """
+    check_beta(beta)
+
+    def compare(x_B: Tensor, batch: Batch) -> Tensor:
+        groups = groups_of(batch.group)
+        best_B = group_max(x_B, groups)
+        return x_B - best_B - beta * group_mean(((x_B - best_B) / beta).exp(), groups).log()
+
+    return stateless(compare, per="row")
+
+
+def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
+    """Add beta times the group's mean log-ratio to each number: x_i + beta mean_G sum_t log(pi_old / pi'), on [B].
+
+    What `log_ratio_regression` is to compare log-ratios with where these are centred in the group too, as in GVPO.
+
+    Args:
+      beta: in units of reward per nat, above 0.
+      against: field of the log-probabilities of pi'.
+    Needs: old_logp and `against` [B, T] (nats), group [B].
+    Raises:
+      ValueError: beta is not above 0.
+    References: GVPO, Zhang et al., 2025, https://arxiv.org/abs/2504.19599
+    """
+    check_beta(beta)
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "row")
+        moved_BT = where_masked(batch.old_logp - getattr(batch, against), signal.mask)
+        moved_B = batch.across.sums(moved_BT).to(signal.x.dtype)
+        return signal._replace(x=signal.x + beta * group_mean(moved_B, groups_of(batch.group))), state
+
+    return Advantage(lambda: (), update)
+
+
+def class_sizes() -> Advantage:
+    """Number of rows of the group whose x has the same sign, with that sign: +n of n above 0, -m of m others; on [B].
+
+    After `group_center` the classes are the rows above the group's mean and the others. A group of one class gets 0.
+
+    Needs: group [B].
+    References: REAL, Zhai et al., 2026, https://arxiv.org/abs/2602.05630
+    """
+
+    def count(x_B: Tensor, batch: Batch) -> Tensor:
+        groups, good_B = groups_of(batch.group), x_B > 0
+        good_rows_B = group_sum(good_B.to(x_B.dtype), groups)
+        other_rows_B = groups.size.to(x_B.dtype) - good_rows_B
+        mixed_B = (good_rows_B > 0) & (other_rows_B > 0)
+        return torch.where(mixed_B, torch.where(good_B, good_rows_B, -other_rows_B), torch.zeros_like(x_B))
+
+    return stateless(count, per="row")
 
 
 def leave_one_out() -> Advantage:
@@ -187,6 +302,11 @@ def best_of_group(eps: float | None = 1e-6) -> Advantage:
         return lead_B if eps is None else lead_B / (group_std(x_B, groups) + eps)
 
     return stateless(lead, per="row")
+
+
+def _one_group(x_B: Tensor) -> Groups:
+    """All rows as one group."""
+    return groups_of(x_B.new_zeros(x_B.shape, dtype=torch.int64))
 
 
 def check_eps(name: str, eps: float | None) -> None:

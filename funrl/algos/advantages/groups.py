@@ -51,14 +51,28 @@ def group_mean(x_B: Tensor, groups: Groups, weight_B: Tensor | None = None) -> T
     The smallest number is taken off before the sum and put back after it, so that seven times 0.1 in float32 has
     a mean of 0.1, not of 0.1 plus a rounding that a small standard deviation would blow up.
     """
+    unit_B = power_of_two(group_max(x_B.abs(), groups))
+    x_B = x_B / unit_B
     least_B = group_min(x_B, groups)
     weight_B = torch.ones_like(x_B) if weight_B is None else weight_B
     total_B = group_sum(weight_B, groups)
     mean_B = group_sum((x_B - least_B) * weight_B, groups) / torch.where(total_B > 0, total_B, 1)
-    return least_B + mean_B
+    return (least_B + mean_B) * unit_B
 
 
 def group_std(x_B: Tensor, groups: Groups) -> Tensor:
     """The standard deviation of each row's group with n - 1 below; 0 for one row and for equal numbers, exactly."""
     centred_B = x_B - group_mean(x_B, groups)
-    return (group_sum(centred_B.square(), groups) / (groups.size - 1).clamp_min(1)).sqrt()
+    unit_B = power_of_two(group_max(centred_B.abs(), groups))
+    squares_B = group_sum((centred_B / unit_B).square(), groups)
+    return (squares_B / (groups.size - 1).clamp_min(1)).sqrt() * unit_B
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two up to each x > 0, elementwise; 1 where x is 0, infinite or NaN.
+
+    Numbers that are divided by it can be summed and squared without overflow (float32 squares nothing above 1.8e19),
+    and the division changes no bit of their mantissas.
+    """
+    mantissa = torch.frexp(x).mantissa  # x = mantissa 2^n, mantissa in [1/2, 1)
+    return torch.where((x > 0) & x.isfinite(), x / (2 * mantissa), torch.ones_like(x))

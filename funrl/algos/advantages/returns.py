@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funrl.across import CACHED
+from funrl.algos.advantages.groups import power_of_two
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.masks import total, where_masked
 from funrl.batch import Batch
@@ -173,12 +174,15 @@ def whiten(eps: float = 1e-8) -> Advantage:
     def standardise(x_BT: Tensor, batch: Batch) -> Tensor:
         mask_BT, dtype = batch.mask, x_BT.dtype
         count = total(mask_BT, mask_BT, batch)
+        largest_b1 = where_masked(x_BT.abs(), mask_BT).amax(1, keepdim=True)
+        unit = power_of_two(batch.across.sums(largest_b1).amax())  # the squares of large rewards are beyond float32
+        x_BT = x_BT / unit.to(dtype)
         least_b1 = torch.where(mask_BT, x_BT, torch.inf).amin(1, keepdim=True)
         least = batch.across.sums(least_b1).amin().to(dtype)  # the smallest number of all rows
         shifted_BT = where_masked(x_BT - least, mask_BT)
         mean = total(shifted_BT, mask_BT, batch) / count
         centred_BT = where_masked(shifted_BT - mean.to(dtype), mask_BT)
         variance = total(centred_BT.square(), mask_BT, batch) / (count - 1).clamp_min(1)
-        return centred_BT * (variance + eps).rsqrt().to(dtype)
+        return centred_BT * (variance + eps / unit.square()).rsqrt().to(dtype)
 
     return stateless(standardise, per="token")

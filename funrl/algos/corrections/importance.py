@@ -25,6 +25,7 @@ from funrl.algos.losses.ratios import LOG_RATIO_BOUND
 from funrl.algos.masks import sequence_sums, where_masked
 from funrl.algos.metrics import mean_over_tokens
 from funrl.batch import Batch, MissingField
+from funrl.fields import FIELDS
 
 OVER = ("token", "sequence", "geometric")
 
@@ -86,7 +87,7 @@ def normalise_weights() -> Advantage:
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         if signal.weight is None:
-            raise MissingField("weight")
+            raise MissingField("weight", FIELDS["weight"])
         mean = mean_over_tokens(signal.weight, signal.mask, batch).value
         return signal._replace(weight=where_masked(signal.weight, signal.mask) / torch.where(mean > 0, mean, 1)), state
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Advantage, Signal
+from funrl.algos.advantages.groups import group_max, groups_of
+from funrl.algos.core import CARRIED, Advantage, Signal, check_rank
 from funrl.algos.corrections.importance import check_bounds, gap_over, log_gap
-from funrl.algos.masks import sequence_sums, where_masked
+from funrl.algos.masks import sequence_sums, total, where_masked
 from funrl.algos.metrics import mean_over_tokens
 from funrl.batch import Batch
 
@@ -83,6 +84,81 @@ def reject_divergence(
     return _rejection(within, in_denominator)
 
 
+def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage:
+    """Take out the tokens whose log-ratio to the engine is largest, until the mean of d^2 over the others is at most a
+    bound.
+
+    d is `log_gap`: it is large where tokens are stale, that is where a version of the weights sampled them that is some
+    updates old. Tokens of equal d^2 stay or go together. If all tokens are beyond the bound, all go.
+
+    Args:
+      high: bound of the mean of d^2, in squared nats, at least 0.
+      harmful: count and take out only the tokens that the update would move on in the same direction: ratio above 1
+        and x > 0, or below 1 and x < 0. Put the piece behind `to_tokens` then.
+    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+    Raises:
+      ValueError: the bound is below 0.
+    References: M2PO, Zheng et al., 2025, https://arxiv.org/abs/2510.01161
+
+    Warning: AReaL takes all tokens, as here by default; the authors' code takes the harmful ones, of the policy as it
+    is in each update, and clips them at a threshold that keeps the mean of the clipped d^2 within the bound.
+    """
+    if high < 0:
+        raise ValueError(f"reject_second_moment(high={high}): the bound must be at least 0")
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
+        counted_BT = signal.mask
+        if harmful:
+            check_rank(signal, "token")
+            counted_BT = counted_BT & (d_BT * where_masked(signal.x, signal.mask) > 0)
+        moment_BT = d_BT.square()
+        most = _largest_kept(moment_BT, counted_BT, high, batch)
+        return _rejected(signal, ~(counted_BT & (moment_BT > most)), False, batch), state
+
+    return Advantage(lambda: (), update)
+
+
+def _largest_kept(moment_BT: Tensor, counted_BT: Tensor, high: float, batch: Batch) -> Tensor:
+    """The largest number v such that the counted moments up to v have a mean of at most `high`; -1 if there is none.
+
+    Floats from 0 on are in the order of their bits: v is found one bit after the other.
+    """
+
+    def fit(kept_BT: Tensor) -> Tensor:
+        return total(moment_BT.double() - high, kept_BT, batch).to(moment_BT.device) <= 0
+
+    if not torch.compiler.is_compiling() and fit(counted_BT):  # as on fresh rows: nothing to look for
+        return moment_BT.new_full((), torch.inf)
+    whole, places = (torch.int64, 62) if moment_BT.dtype == torch.float64 else (torch.int32, 30)
+    bits = torch.zeros((), dtype=whole, device=moment_BT.device)
+    for place in range(places, -1, -1):
+        more = bits | (1 << place)
+        bits = torch.where(fit(counted_BT & (moment_BT <= more.view(moment_BT.dtype))), more, bits)
+    none = ~fit(counted_BT & (moment_BT <= 0))
+    return torch.where(none, moment_BT.new_full((), -1.0), bits.view(moment_BT.dtype))
+
+
+def keep_best(threshold: float = 0.0) -> Advantage:
+    """Take out the rows that are not the best of their group, or not above a threshold; x of the others becomes 1.
+
+    Several rows that are equally best all stay, and so does a row that is alone: what is imitated need not be compared.
+
+    Args:
+      threshold: in units of reward; a group whose best row is not above it has no row left.
+    Needs: group [B]. Metric: "rollout_corr/rejected", the share of tokens taken out.
+    References: RAFT++, Xiong et al., 2025, https://arxiv.org/abs/2504.11343
+    """
+
+    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+        check_rank(signal, "row")
+        best_B = (signal.x == group_max(signal.x, groups_of(batch.group))) & (signal.x > threshold)
+        signal = signal._replace(x=best_B.to(signal.x.dtype))
+        return _rejected(signal, batch.across.own(best_B)[:, None], False, batch), state
+
+    return Advantage(lambda: (), update)
+
+
 def mask_truncated(in_denominator: bool = False) -> Advantage:
     """Take out the rows that ran into the length limit; before a group's statistics they still count in them.
 
@@ -103,12 +179,17 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
 def _rejection(within: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
-        after = signal.mask & within(d_BT, signal.mask)
-        rejected = mean_over_tokens((~after).to(d_BT.dtype), signal.mask, batch)
-        signal = signal._replace(metrics=signal.metrics | {"rollout_corr/rejected": rejected})
-        return _without(signal, after, in_denominator), state
+        return _rejected(signal, within(d_BT, signal.mask), in_denominator, batch), state
 
     return Advantage(lambda: (), update)
+
+
+def _rejected(signal: Signal, kept_BT: Tensor, in_denominator: bool, batch: Batch) -> Signal:
+    """The signal on the tokens that are kept, and the share of the others as a metric."""
+    after = signal.mask & kept_BT
+    rejected = mean_over_tokens((~after).to(signal.x.dtype), signal.mask, batch)
+    signal = signal._replace(metrics=signal.metrics | {"rollout_corr/rejected": rejected})
+    return _without(signal, after, in_denominator)
 
 
 def _without(signal: Signal, mask_BT: Tensor, in_denominator: bool) -> Signal:
@@ -116,7 +197,7 @@ def _without(signal: Signal, mask_BT: Tensor, in_denominator: bool) -> Signal:
     if in_denominator:
         weight_BT = torch.ones_like(mask_BT, dtype=signal.x.dtype) if signal.weight is None else signal.weight
         return signal._replace(weight=where_masked(weight_BT, mask_BT))
-    per_token = {name: getattr(signal, name) for name in ("returns", "weight")}
+    per_token = {name: getattr(signal, name) for name in CARRIED}
     per_token |= {"x": signal.x} if signal.x.dim() == 2 else {}
     kept = {name: where_masked(z, mask_BT) for name, z in per_token.items() if z is not None}
     return signal._replace(mask=mask_BT, **kept)

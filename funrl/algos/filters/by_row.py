@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funrl.across import Across
 from funrl.algos.core import Filter, reads
-from funrl.batch import FIELDS, Batch, as_dict, map_fields, with_across
+from funrl.batch import Batch, as_dict, kind_of, map_kinds, with_across
 
 
 def not_truncated() -> Filter:
@@ -41,7 +41,7 @@ def every(*filters: Filter) -> Filter:
     of_rows = [one for one in filters if one not in of_groups]
 
     def chosen(batch: Batch) -> Tensor:
-        row = next(x for name, x in as_dict(batch).items() if FIELDS[name].kind == "row")
+        row = next(x for name, x in as_dict(batch).items() if kind_of(batch, name).everywhere)
         kept_B = torch.ones(len(row), dtype=torch.bool, device=row.device)
         for one in of_rows:
             kept_B = kept_B & one(batch)
@@ -72,5 +72,5 @@ def _rows_left(batch: Batch, kept_B: Tensor, left: Tensor) -> Batch:
     def own(x: Tensor) -> Tensor:
         return across.own(among(x, left, kept_B))[here]
 
-    part = map_fields(lambda name, x: x[left if FIELDS[name].kind == "row" else here], batch)
+    part = map_kinds(lambda kind, x: kind.select(x, left if kind.everywhere else here), batch)
     return with_across(part, Across(sums, own, across.kth_largest))

@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from funrl.algos.core import Loss
 from funrl.algos.losses.reductions import sequence_mean
-from funrl.algos.masks import clean, sequence_sums, where_masked
+from funrl.algos.masks import clean, rounding, sequence_sums, where_masked
 from funrl.algos.metrics import Mean, Metric
 from funrl.batch import Batch
 
@@ -25,7 +25,8 @@ def implicit_reward_loss(beta: float = 0.05) -> Loss:
     Args:
       beta: reward per nat.
     Needs: label [B, T] in 0 to 1, ref_logp [B, T] (nats). The loss's first argument is the model's logp [B, T].
-    Returns: a loss in nats; metric "implicit_reward/accuracy", the share of sequences where Q and the label agree.
+    Returns: a loss in nats; metric "implicit_reward/accuracy", the share of sequences where Q and the label agree; a
+      Q within rounding of 0, as at the first step, counts one half.
     References: PRIME, Cui et al., 2025, https://arxiv.org/abs/2502.01456
     """
 
@@ -38,7 +39,9 @@ def implicit_reward_loss(beta: float = 0.05) -> Loss:
         )
         label_BS, there_BS = label_BS / length_BS.clamp_min(1), length_BS > 0
         entropy_BS = binary_cross_entropy_with_logits(q_BS, label_BS, reduction="none")
-        agree_BS = ((q_BS > 0) == (label_BS > 0.5)).to(q_BT.dtype)
+        rounding_BS = beta * sequence_sums(rounding(logp_BT), mask_BT, segments_BT)
+        side_BS = torch.where(q_BS.abs() <= rounding_BS, 0, q_BS.sign())
+        agree_BS = (1 + torch.where(label_BS > 0.5, side_BS, -side_BS)) / 2
         accuracy = Mean(where_masked(agree_BS, there_BS).sum(), there_BS.sum().to(q_BT.dtype))
         return (where_masked(entropy_BS, there_BS).sum(),), {"implicit_reward/accuracy": accuracy}
 

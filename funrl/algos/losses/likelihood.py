@@ -31,6 +31,48 @@ def dynamic_likelihood() -> Term:
     return lambda logp_BT, batch: (-logp_BT.detach().exp() * logp_BT, {"actor/nll": -logp_BT})
 
 
+def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
+    """-sg(min(H / scale, 1)^alpha) log pi(t): the likelihood, less eager where the model is sure of something else.
+
+    A token that the model finds improbable is learned all the same where its entropy H is high: there the model does
+    not know. Where H is low the model contradicts the demonstration, and learning that would cost what it knows.
+
+    Args:
+      alpha: 0 is plain likelihood, larger ones gate more sharply; at least 0.
+      scale: nats at which a token counts fully, above 0; ln 20 is nearly 3.
+    Needs: entropy [B, T], of the policy as it is trained.
+    Returns: a term; loss [B, T] in nats; metrics "actor/nll" (nats, not weighed), "actor/entropy" (nats).
+    Raises:
+      ValueError: alpha is below 0, or the scale not above 0.
+    References: EAFT, Diao et al., 2026, https://arxiv.org/abs/2601.02151
+
+    Warning: H is of the whole vocabulary. The paper and LLaMA-Factory take that of the 20 most probable tokens, as if
+    there were no others, which is at most ln 20; the two are nearly the same on text.
+    """
+    if alpha < 0 or scale <= 0:
+        raise ValueError(f"entropy_gated_likelihood(alpha={alpha}, scale={scale}): alpha >= 0 and scale > 0 are needed")
+
+    def term(logp_BT: Tensor, batch: Batch):
+        gate_BT = (batch.entropy.detach() / scale).clamp(0, 1) ** alpha
+        return -gate_BT * logp_BT, {"actor/nll": -logp_BT, "actor/entropy": batch.entropy}
+
+    return term
+
+
+def uncertain_likelihood() -> Term:
+    """-sg(p (1 - p)) log p with p = pi(t): the likelihood, mostly on tokens that the model is undecided about.
+
+    Returns: a term; loss [B, T] in nats; metric "actor/nll" (nats, not weighed).
+    References: CHORD's phi, Zhang et al., 2025, https://arxiv.org/abs/2508.11408
+    """
+
+    def term(logp_BT: Tensor, batch: Batch):
+        p_BT = logp_BT.detach().exp()
+        return -p_BT * (1 - p_BT) * logp_BT, {"actor/nll": -logp_BT}
+
+    return term
+
+
 def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
     """The loss over a part of the mask only: the other tokens are in neither numerator nor denominator.
 
@@ -43,6 +85,16 @@ def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
         return batch._replace(mask=batch.mask & which(batch))
 
     return Loss(lambda batch: loss.denominators(part(batch)), lambda x_BT, batch: loss.numerators(x_BT, part(batch)))
+
+
+def demonstrated_tokens(batch: Batch) -> Tensor:
+    """The tokens of demonstrations beside the policy's own rows; for `restrict`."""
+    return batch.demonstration
+
+
+def sampled_tokens(batch: Batch) -> Tensor:
+    """The tokens that are of no demonstration; for `restrict`."""
+    return ~batch.demonstration
 
 
 def imitated_tokens(batch: Batch) -> Tensor:

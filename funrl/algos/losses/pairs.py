@@ -5,6 +5,7 @@ Either of:
   and 4, and so on). Rows may be split and ordered at will, so this is what the trainer takes; `side_by_side` makes it.
 - interleaved: rows 2i and 2i + 1 are the chosen and the rejected completion of pair i; `segments` is absent. Whoever
   splits such a batch keeps pairs together.
+A triple has a third sequence, segment 3, which is imitated; the next one begins with 5.
 `mask` is true on the completions. Every sequence of a pair has at least one masked token.
 """
 
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from funrl.algos.masks import sequence_sums, to_own_tokens, where_masked
 from funrl.algos.metrics import Mean
-from funrl.batch import Batch, map_fields, token_fields
+from funrl.batch import Batch, map_kinds
 
 
 def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -60,6 +61,25 @@ def chosen(batch: Batch) -> Tensor:
     return (torch.arange(batch.mask.shape[0], device=batch.mask.device) % 2 == 0)[:, None]
 
 
+def compared(batch: Batch) -> Tensor:
+    """[B, T] bool, the tokens of the pairs of triples, which have segments 1 and 2 of every four; for `restrict`."""
+    segments_BT = _of_triples(batch)
+    return (segments_BT == 1) | (segments_BT == 2)
+
+
+def gold(batch: Batch) -> Tensor:
+    """[B, T] bool, the tokens of the third texts of triples, segment 3 of every four; for `restrict`."""
+    return _of_triples(batch) == 3
+
+
+def _of_triples(batch: Batch) -> Tensor:
+    """[B, T] number of the text in its triple, 1 to 3."""
+    segments_BT = batch.get("segments")
+    if segments_BT is None:
+        raise ValueError("the batch has no segments: triples lie side by side in a row, as segments 1, 2 and 3 of four")
+    return segments_BT % 4
+
+
 def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
     """Put the two rows of each pair into one row of twice the width, as segments 1 and 2.
 
@@ -74,12 +94,7 @@ def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
     length_B = torch.full((rows,), width, device=batch.mask.device) if length_B is None else length_B
     real_BT = (place_T < length_B[:, None]).long()
     positions_BT = place_T.expand(rows, width) if positions_BT is None else positions_BT
-    per_token = frozenset(token_fields())
-
-    def join(name: str, x: Tensor) -> Tensor:
-        return torch.cat((x[chosen_P], x[rejected_P]), 1) if name in per_token else x[chosen_P]
-
-    joined = map_fields(join, batch._replace(positions=positions_BT))
+    joined = map_kinds(lambda kind, x: kind.beside(x, chosen_P, rejected_P), batch._replace(positions=positions_BT))
     segments = torch.cat((real_BT[chosen_P], 2 * real_BT[rejected_P]), 1)
     return joined._replace(segments=segments, length=width + length_B[rejected_P])
 
@@ -114,20 +129,27 @@ def online_pairs(batch: Batch) -> Batch:
     return side_by_side(batch, *best_and_worst(batch.score, batch.group))
 
 
-def pair_metrics(chosen_P: Tensor, rejected_P: Tensor, batch: Batch) -> dict[str, Mean]:
+def pair_metrics(
+    chosen_P: Tensor, rejected_P: Tensor, batch: Batch, rounding_P: Tensor | float = 0.0
+) -> dict[str, Mean]:
     """Means over pairs of the rewards, their difference, and how often the chosen one's is higher.
 
     A tie counts one half, so a policy that is its reference has an accuracy of 1/2.
+
+    Args:
+      rounding_P: differences up to this are ties: without it a mesh whose sums have another order would break them.
     """
     present_P = pairs_present(batch)
     chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+    margin_P = chosen_P - rejected_P
+    wins_P = (1 + torch.where(margin_P.abs() <= rounding_P, 0, margin_P.sign())) / 2
 
     def mean(x_P: Tensor) -> Mean:
         return Mean(where_masked(x_P, present_P).sum(), present_P.sum().to(x_P.dtype))
 
     return {
-        "preference/accuracy": mean((1 + (chosen_P - rejected_P).sign()) / 2),
+        "preference/accuracy": mean(wins_P),
         "preference/chosen": mean(chosen_P),
         "preference/rejected": mean(rejected_P),
-        "preference/margin": mean(chosen_P - rejected_P),
+        "preference/margin": mean(margin_P),
     }

@@ -26,10 +26,10 @@ from torch.nn.functional import logsigmoid
 from funrl.algos.core import Loss, Term, reduce, scale
 from funrl.algos.losses.likelihood import negative_log_likelihood, restrict
 from funrl.algos.losses.pair_losses import PairLoss, check_beta, smoothed
-from funrl.algos.losses.pairs import chosen, pair_metrics, pair_sums, pairs_present, to_pair_tokens
+from funrl.algos.losses.pairs import chosen, gold, pair_metrics, pair_sums, pairs_present, to_pair_tokens
 from funrl.algos.losses.ratios import bounded_exp, either, sum_of_sequence
 from funrl.algos.losses.reductions import token_mean
-from funrl.algos.masks import sequence_sums, to_own_tokens, where_masked
+from funrl.algos.masks import rounding, sequence_sums, to_own_tokens, where_masked
 from funrl.algos.metrics import Mean, token_mean_of
 from funrl.batch import Batch
 
@@ -65,7 +65,9 @@ def reference_log_ratio(
     References: f-DPO, Wang et al., 2023, https://arxiv.org/abs/2309.16240; LD-DPO, Liu et al., 2024,
       https://arxiv.org/abs/2409.06411
 
-    Warning: TRL has reverse_kl, js_divergence and alpha_divergence, its f_alpha_divergence_coef being 1 by default.
+    Warning: TRL's alpha is 1 - divergence_alpha (f_alpha_divergence_coef, 0.5 by default). With its ipo and
+    sigmoid_norm it divides f' of the summed log-ratio by the length, so that a constant added to f' changes the loss;
+    here f' is of the mean log-ratio.
     """
     if divergence not in F_DIVERGENCES:
         raise ValueError(f"divergence is {divergence!r}; there are {list(F_DIVERGENCES)}")
@@ -131,23 +133,31 @@ def beyond_shorter(batch: Batch) -> Tensor:
     return mask_BT & (mask_BT.cumsum(1) - before_BT > shorter_BT)
 
 
-def on_policy_weight() -> PairWeight:
-    """Weight of a pair by how likely the policy is to write its two completions itself, at most 1, a constant.
+def on_policy_weight(bound: float | None = 1.0) -> PairWeight:
+    """Weight of a pair by how likely the policy is to write its two completions itself, a constant.
 
     w = exp(m(chosen) + m(rejected)), m the mean over a completion's tokens of log(pi(t) / sum_v pi(v)^2).
 
+    Args:
+      bound: the largest weight; None: none.
     Needs: sum_pi_squared [B, T].
     Returns: (logp, batch) -> [P].
+    Raises:
+      ValueError: the bound is not above 0.
     References: WPO, Zhou et al., 2024, https://arxiv.org/abs/2406.11827
 
-    Warning: sum_v pi(v)^2 is of the policy before the first update on the batch, log pi of the current one; TRL's
-    use_weighting takes both of the current one.
+    Warning: the paper's equation has no bound; its authors' code, and TRL's first version, stop at 1, which is the
+    default here; TRL 1.16 has none. sum_v pi(v)^2 is of the policy before the first update on the batch, log pi of the
+    current one; TRL's use_weighting takes both of the current one, which is the same with one update a batch.
     """
+    if bound is not None and bound <= 0:
+        raise ValueError(f"on_policy_weight(bound={bound}): the largest weight must be above 0, or None for no bound")
 
     def weight(logp_BT: Tensor, batch: Batch) -> Tensor:
         relative_BT = logp_BT.detach() - batch.sum_pi_squared.log()
         chosen_P, rejected_P = of_completions(relative_BT, batch, per_token=True)
-        return (chosen_P + rejected_P).exp().clamp(max=1)
+        weight_P = (chosen_P + rejected_P).exp()
+        return weight_P if bound is None else weight_P.clamp(max=bound)
 
     return weight
 
@@ -163,14 +173,16 @@ def preference(loss: PairLoss, reward: PairReward, weight: PairWeight | None = N
       weight: `on_policy_weight()`; None: every pair weighs the same.
     Needs: what reward and weight need.
     Returns: a term; loss [B, T], the same on all tokens of a pair; metrics "preference/accuracy" (the chosen one's
-      reward is higher; a tie counts one half), "preference/chosen", "preference/rejected" and "preference/margin"
-      (rewards times beta), "preference/weight" where there is one.
+      reward is higher; a tie, which is a difference within rounding, counts one half), "preference/chosen",
+      "preference/rejected" and "preference/margin" (rewards times beta), "preference/weight" where there is one.
     """
 
     def term(logp_BT: Tensor, batch: Batch):
         chosen_P, rejected_P = reward(logp_BT, batch)
         loss_P = loss(chosen_P, rejected_P)
-        metrics = pair_metrics(loss.beta * chosen_P, loss.beta * rejected_P, batch)
+        metrics = pair_metrics(
+            loss.beta * chosen_P, loss.beta * rejected_P, batch, loss.beta * reward_rounding(reward, logp_BT, batch)
+        )
         if weight is not None:
             weight_P, present_P = weight(logp_BT, batch), pairs_present(batch)
             loss_P = weight_P * loss_P
@@ -180,6 +192,14 @@ def preference(loss: PairLoss, reward: PairReward, weight: PairWeight | None = N
         return to_pair_tokens(loss_P, batch), metrics
 
     return term
+
+
+def reward_rounding(reward: PairReward, logp_BT: Tensor, batch: Batch) -> Tensor:
+    """Difference of a pair's rewards [P] that the rounding of the log-probabilities alone can make."""
+    with torch.no_grad():
+        exact_2P = torch.stack(reward(logp_BT, batch))
+        moved_2P = torch.stack(reward(logp_BT + rounding(logp_BT), batch))
+        return (moved_2P - exact_2P).abs().sum(0)
 
 
 def aot(beta: float = 0.1, smoothing: float = 0.0, paired: bool = True) -> Term:
@@ -215,7 +235,8 @@ def aot(beta: float = 0.1, smoothing: float = 0.0, paired: bool = True) -> Term:
         sorted_P = torch.where(present_P, lower_P, last_P).sort(stable=True).values
         gap_P = upper_P - torch.where(present_P, sorted_P[rank_P], torch.zeros_like(upper_P))
         loss_BT = to_pair_tokens(smoothed(beta * gap_P, smoothing), batch)
-        return loss_BT, pair_metrics(beta * chosen_P, beta * rejected_P, batch)
+        rounding_P = beta * sum(pair_sums(rounding(logp_BT), batch))
+        return loss_BT, pair_metrics(beta * chosen_P, beta * rejected_P, batch, rounding_P)
 
     return term
 
@@ -234,7 +255,8 @@ def odds_ratio(beta: float = 0.1) -> Term:
     def term(logp_BT: Tensor, batch: Batch):
         chosen_P, rejected_P = reward(logp_BT, batch)
         odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
-        metrics = pair_metrics(beta * chosen_P, beta * rejected_P, batch)
+        rounding_P = beta * reward_rounding(reward, logp_BT, batch)
+        metrics = pair_metrics(beta * chosen_P, beta * rejected_P, batch, rounding_P)
         return to_pair_tokens(-beta * logsigmoid(odds_P), batch), metrics
 
     return term
@@ -248,6 +270,14 @@ def _log_odds(logp_P: Tensor) -> Tensor:
 def chosen_likelihood(coef: float = 1.0) -> Loss:
     """coef times the mean of -log pi over the tokens of the chosen completions; add it with `sum_losses`."""
     return restrict(reduce(scale(coef, negative_log_likelihood()), token_mean()), chosen)
+
+
+def gold_likelihood(coef: float = 1.0) -> Loss:
+    """coef times the mean of -log pi over the tokens of the third texts of triples; add it with `sum_losses`.
+
+    References: TPO, Saeidi et al., 2024, https://arxiv.org/abs/2405.16681
+    """
+    return restrict(reduce(scale(coef, negative_log_likelihood()), token_mean()), gold)
 
 
 def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0, baseline: bool = True) -> Term:

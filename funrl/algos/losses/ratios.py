@@ -46,16 +46,28 @@ def log_ratio(logp_BT: Tensor, batch: Batch) -> Tensor:
     return logp_BT - batch.old_logp
 
 
-def token_ratio() -> Ratio:
+def token_ratio(sampled_by: str = "old_logp") -> Ratio:
     """r_t = pi(t) / pi_old(t), the importance ratio of every token.
 
-    Needs: old_logp [B, T].
+    Args:
+      sampled_by: field of the log-probabilities below: "old_logp", or "rollout_logp" for the engine's, whose gap to the
+        trainer the ratio then holds too.
+    Needs: `sampled_by` [B, T].
     Returns: a ratio, (logp, batch) -> [B, T].
     """
-    return lambda logp_BT, batch: bounded_exp(log_ratio(logp_BT, batch))
+    return lambda logp_BT, batch: bounded_exp(logp_BT - getattr(batch, sampled_by))
 
 
-def sequence_ratio(per_token: bool = False) -> Ratio:
+def product_ratio() -> Ratio:
+    """prod_t pi(t) / pi_old(t), the importance ratio of a whole sequence, on each of its tokens.
+
+    Needs: old_logp [B, T].
+    Returns: a ratio, (logp, batch) -> [B, T], constant over a sequence.
+    """
+    return lambda logp_BT, batch: bounded_exp(sum_of_sequence(log_ratio(logp_BT, batch), batch))
+
+
+def sequence_ratio(per_token: bool = False, mean: bool = True) -> Ratio:
     """s = exp(mean_t log(pi(t) / pi_old(t))), the length-normalised ratio of a sequence, on each of its tokens.
 
     With `per_token` it is GSPO-token's s_t = sg(s) pi(t) / sg(pi(t)): the same value, but a token's ratio moves only
@@ -64,6 +76,7 @@ def sequence_ratio(per_token: bool = False) -> Ratio:
 
     Args:
       per_token: take GSPO-token's form, for advantages that differ by token.
+      mean: normalise by the length; False: s is the product of the tokens' ratios, as in TRL's RLOO.
     Needs: old_logp [B, T].
     Returns: a ratio, (logp, batch) -> [B, T], constant over a sequence.
     References: Zheng et al., 2025, https://arxiv.org/abs/2507.18071
@@ -72,10 +85,11 @@ def sequence_ratio(per_token: bool = False) -> Ratio:
     """
 
     def ratio(logp_BT: Tensor, batch: Batch) -> Tensor:
-        mean_BT = mean_of_sequence(log_ratio(logp_BT, batch), batch)
+        moved_BT = log_ratio(logp_BT, batch)
+        whole_BT = mean_of_sequence(moved_BT, batch) if mean else sum_of_sequence(moved_BT, batch)
         if per_token:
-            mean_BT = mean_BT.detach() + logp_BT - logp_BT.detach()
-        return bounded_exp(mean_BT)
+            whole_BT = whole_BT.detach() + logp_BT - logp_BT.detach()
+        return bounded_exp(whole_BT)
 
     return ratio
 

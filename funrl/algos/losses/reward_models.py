@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from funrl.algos.core import Term
 from funrl.algos.losses.pairs import pair_metrics, pair_sums, to_pair_tokens
-from funrl.algos.masks import where_masked
+from funrl.algos.masks import rounding, where_masked
 from funrl.batch import Batch
 
 
@@ -49,7 +49,8 @@ def pairwise_reward(center: float = 0.0, margin: bool = False) -> Term:
         if margin:
             gap_P = gap_P - pair_sums(where_masked(batch.margin, at_end_BT), batch)[0]
         loss_P = -logsigmoid(gap_P) + center * (chosen_P + rejected_P).square()
-        return to_pair_tokens(loss_P, batch), pair_metrics(chosen_P, rejected_P, batch)
+        rounding_P = sum(pair_sums(where_masked(rounding(x_BT), at_end_BT), batch))
+        return to_pair_tokens(loss_P, batch), pair_metrics(chosen_P, rejected_P, batch, rounding_P)
 
     return term
 

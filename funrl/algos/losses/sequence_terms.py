@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term, run_term
+from funrl.algos.losses.pair_losses import check_beta
 from funrl.algos.losses.ratios import (
     LOG_RATIO_BOUND,
     bounded_exp,
@@ -20,7 +21,9 @@ from funrl.algos.losses.ratios import (
     mean_of_sequence,
     sum_of_sequence,
 )
+from funrl.algos.masks import where_masked
 from funrl.batch import Batch
+from funrl.compiled_kernels.scan import reverse_linear_scan
 
 SMALLEST_WEIGHT = 1e-8
 
@@ -110,6 +113,121 @@ def self_play_regression(eta: float = 1.0) -> Term:
         return (sum_of_sequence(moved_BT, batch) - target_BT).square(), {"actor/ppo_kl": -moved_BT}
 
     return term
+
+
+def log_ratio_regression(beta: float = 0.1, against: str = "old_logp") -> Term:
+    """(beta sum_t log(pi / pi') - A)^2: the implicit reward of a sequence is regressed on its advantage.
+
+    The policy with pi = pi' exp(A / beta), which is the best one at KL price beta where A = r - v*, has a loss of 0.
+
+    Args:
+      beta: in units of the advantage per nat, above 0.
+      against: field of the log-probabilities of pi': "old_logp", or "ref_logp" for the reference.
+    Needs: advantage (the mean over the sequence's tokens is taken) and `against` [B, T].
+    Returns: a term; loss [B, T] in squared units of the advantage, the same on all tokens of a sequence; metric
+      "actor/regression_error" (its square root).
+    Raises:
+      ValueError: beta is not above 0.
+    References: A*-PO, Brantley et al., 2025, https://arxiv.org/abs/2505.20686; GVPO, Zhang et al., 2025,
+      https://arxiv.org/abs/2504.19599
+    """
+    check_beta(beta)
+
+    def term(logp_BT: Tensor, batch: Batch):
+        moved_BT = sum_of_sequence(logp_BT - getattr(batch, against), batch)
+        error_BT = beta * moved_BT - mean_of_sequence(batch.advantage, batch)
+        return error_BT.square(), {"actor/regression_error": error_BT.abs()}
+
+    return term
+
+
+def classification(tau: float = 0.5) -> Term:
+    """log(n + exp(-s / tau)) for good rows, log(m + exp(s / tau)) for the others, with s = mean_t log(pi / pi_old).
+
+    n and m are the rows of each class, as `class_sizes` gives them with a sign. A row's weight in the gradient is
+    1 / (tau (1 + n exp(s / tau))): it is bounded, and a good row counts the more the less probable it has become. A row
+    of class 0 has a loss of 0.
+
+    Args:
+      tau: nats per token over which a weight changes, above 0.
+    Needs: old_logp [B, T]; advantage [B, T], of `class_sizes`.
+    Returns: a term; loss [B, T] in nats, the same on all tokens of a sequence; metric "actor/ppo_kl" (nats).
+    Raises:
+      ValueError: tau is not above 0.
+    References: REAL, Zhai et al., 2026, https://arxiv.org/abs/2602.05630
+
+    Warning: the paper's loss of a group is log(1 + sum_i exp(-s_i / tau)) over its good rows, and likewise over the
+    others. Its gradient is that of this one where the other rows of the group are as before the update (s_i = 0), which
+    holds exactly at the first update on a batch: a row then needs no other in its micro-batch. ms-swift takes the mean
+    over groups, and a mean over rows is 1 / (rows of a group) of that.
+    """
+    if tau <= 0:
+        raise ValueError(f"classification(tau={tau}): the temperature must be above 0")
+
+    def term(logp_BT: Tensor, batch: Batch):
+        moved_BT, class_BT = log_ratio(logp_BT, batch), mean_of_sequence(batch.advantage, batch)
+        odds_BT = bounded_exp(-class_BT.sign() * mean_of_sequence(moved_BT, batch) / tau)
+        return (class_BT.abs() + odds_BT).log(), {"actor/ppo_kl": -moved_BT}
+
+    return term
+
+
+def future_weighted(
+    term: Term,
+    half_life: float = 32.0,
+    low: float = 0.2,
+    high: float = 0.2,
+    most_ratio: float | None = 10.0,
+    safe_ratio: float | None = 3.0,
+) -> Term:
+    """The term's loss times f = sg(clip(exp(F), 1 - low, 1 + high)), F[t] = sum_{k >= t} gamma^(k - t) log r[k].
+
+    F says whether the update so far makes what follows a token more or less likely; gamma = 2^(-1 / half_life), per
+    sampled token. At the first update on a batch all r are 1, and f is 1.
+
+    Args:
+      term: what is weighted; a KL term stays outside.
+      half_life: tokens after which a log-ratio counts half, above 0.
+      low, high: how far f may fall below and rise above 1, at least 0.
+      most_ratio: tokens with a larger r are not in F; None: all are.
+      safe_ratio: where A < 0 and r is larger, f is at most 1; None: nowhere.
+    Needs: old_logp, and advantage [B, T] with a `safe_ratio`; what the term needs.
+    Returns: a term; its metrics, and "actor/future_weight" (f).
+    Raises:
+      ValueError: half_life is not above 0, or low or high is below 0.
+    References: FIPO, Ma et al., 2026, https://arxiv.org/abs/2603.19835
+
+    Warning: ms-swift has low=0 and safe_ratio=4 unless told otherwise, and its published script these. It counts the
+    distance of tokens in places; here it is in sampled tokens, so that a tool's output does not fade what follows it.
+    """
+    if half_life <= 0 or low < 0 or high < 0:
+        raise ValueError(
+            f"future_weighted(half_life={half_life}, low={low}, high={high}): half_life must be above 0, low and high "
+            "at least 0"
+        )
+
+    def of_future(logp_BT: Tensor, batch: Batch):
+        loss_BT, metrics = run_term(term, logp_BT, batch)
+        moved_BT = log_ratio(logp_BT.detach(), batch)
+        r_BT = bounded_exp(moved_BT)
+        counted_BT = moved_BT if most_ratio is None else torch.where(r_BT > most_ratio, 0.0, moved_BT)
+        future_BT = _discounted_rest(counted_BT, 2 ** (-1 / half_life), batch)
+        f_BT = bounded_exp(future_BT).clamp(1 - low, 1 + high)
+        if safe_ratio is not None:
+            f_BT = torch.where((batch.advantage < 0) & (r_BT > safe_ratio), f_BT.clamp(max=1), f_BT)
+        return f_BT * loss_BT, metrics | {"actor/future_weight": f_BT}
+
+    return of_future
+
+
+def _discounted_rest(x_BT: Tensor, gamma: float, batch: Batch) -> Tensor:
+    """sum_{k >= t} gamma^(k - t) x[k] over the masked tokens of each token's own sequence."""
+    mask_BT, segments_BT = batch.mask, batch.get("segments")
+    carry_BT = either(mask_BT, gamma, 1.0, x_BT)
+    if segments_BT is not None:
+        after_BT = torch.nn.functional.pad(segments_BT[:, 1:], (0, 1))
+        carry_BT = torch.where(segments_BT == after_BT, carry_BT, torch.zeros_like(carry_BT))
+    return where_masked(reverse_linear_scan(where_masked(x_BT, mask_BT), carry_BT), mask_BT)
 
 
 def mask_off_policy(term: Term, threshold: float, sampled_by: str = "old_logp") -> Term:

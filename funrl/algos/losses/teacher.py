@@ -47,7 +47,8 @@ def forward_kl_topk(rest: bool = False) -> Term:
       "distillation/student_mass" (probability of the K tokens).
     References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531
 
-    Warning: verl and TRL drop the remaining mass, which is `rest=False`.
+    Warning: verl drops the remaining mass, which is `rest=False`. In TRL it depends on the trainer: async_distillation
+    adds it by default, as `rest=True` does; SDPO has it as an option.
     """
 
     def term(logp_BT: Tensor, batch: Batch):

@@ -1,10 +1,13 @@
-"""Policy terms with other gates on the ratio than the clipped surrogate: what CISPO, SAPO, GPG, DPPO and DRO minimise.
+"""Policy terms with other gates on the ratio than the clipped surrogate: what CISPO, SAPO, GPG, DPPO, TOPR and DRO
+minimise.
 
 | term | loss per token, A the advantage, r = pi / pi_old, sg stops the gradient | of |
 |---|---|---|
 | `policy_gradient` | -A log pi | REINFORCE, GPG |
 | `surrogate` | -A r | TRPO without its constraint |
 | `clipped_importance` | -A sg(clip(r)) log pi | CISPO |
+| `masked_importance` | -A sg(r [1 - l < r < 1 + h]) log pi | GLM-5 |
+| `tapered` | -A log pi where A >= 0, else -A sg(min(r, 1)) log pi | TOPR |
 | `soft_gate` | -A sigmoid(tau (r - 1)) 4 / tau | SAPO |
 | `divergence_mask` | -A sg(min(r, cap) [near]) log pi | DPPO |
 | `direct_reward` | -(A log pi - beta/2 log(r)^2) | DRO |
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl.algos.core import Term
-from funrl.algos.losses.ratios import Ratio, bounded_exp, either, log_ratio, or_token_ratio
+from funrl.algos.losses.ratios import Ratio, bounded_exp, either, log_ratio, or_token_ratio, product_ratio
 from funrl.batch import Batch
 
 
@@ -74,6 +77,72 @@ def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ra
         weight_BT = r_BT.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
         return -batch.advantage * weight_BT * logp_BT, {
             "actor/pg_clipfrac": (weight_BT != r_BT).to(r_BT.dtype),
+            "actor/ppo_kl": -log_ratio(logp_BT, batch),
+        }
+
+    return term
+
+
+def masked_importance(clip_low: float = 0.2, clip_high: float = 0.2, sampled_by: str = "rollout_logp") -> Term:
+    """-A sg(r [1 - clip_low < r < 1 + clip_high]) log pi: a token outside the range has no gradient at all.
+
+    r is taken to the policy that sampled. One test does then for two things: the gap between engine and trainer, and
+    how far the policy has moved.
+
+    Args:
+      clip_low: how far the ratio may fall below 1, 0 to 1.
+      clip_high: how far it may rise above 1, at least 0.
+      sampled_by: "rollout_logp", the engine, as published, without `importance_weights`, which would count the gap
+        twice; or "old_logp".
+    Needs: advantage and `sampled_by` [B, T].
+    Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (out of range), "actor/ppo_kl" (nats, to the sampler).
+    Raises:
+      ValueError: a clip is outside its bounds.
+    References: GLM-5, section 4.1.2, 2026, https://arxiv.org/abs/2602.15763; SkyRL's rollout_is.
+
+    Warning: the token stays in the denominator, as in SkyRL. `reject_ratio` beside `importance_weights` takes it out,
+    and goes by the policy before the update only.
+    """
+    if clip_high < 0 or not 0 <= clip_low <= 1:
+        raise ValueError(
+            f"masked_importance(clip_low={clip_low}, clip_high={clip_high}): clip_low is from 0 to 1, clip_high at "
+            "least 0"
+        )
+
+    def term(logp_BT: Tensor, batch: Batch):
+        moved_BT = logp_BT.detach() - getattr(batch, sampled_by)
+        r_BT = bounded_exp(moved_BT)
+        inside_BT = (r_BT > 1 - clip_low) & (r_BT < 1 + clip_high)
+        weight_BT = torch.where(inside_BT, r_BT, torch.zeros_like(r_BT))
+        return -batch.advantage * weight_BT * logp_BT, {
+            "actor/pg_clipfrac": (~inside_BT).to(r_BT.dtype),
+            "actor/ppo_kl": -moved_BT,
+        }
+
+    return term
+
+
+def tapered(ratio: Ratio | None = None) -> Term:
+    """-A log pi where A >= 0, -A sg(min(r, 1)) log pi elsewhere.
+
+    What is good is imitated, whoever wrote it; what is bad counts the less the less the policy would still write it.
+
+    Args:
+      ratio: how the ratio is taken; None is `product_ratio()`, of the whole sequence, as published.
+    Needs: old_logp, advantage [B, T].
+    Returns: a term; loss [B, T] in the advantage's unit times nats; metrics "actor/pg_clipfrac" (the weight is below
+      its ratio), "actor/ppo_kl" (nats).
+    References: TOPR, Le Roux et al., 2025, https://arxiv.org/abs/2503.14286
+
+    Warning: ROLL takes the ratio of each token, `ratio=token_ratio()`, and tells good from bad by the raw score.
+    """
+    ratio = product_ratio() if ratio is None else or_token_ratio(ratio)
+
+    def term(logp_BT: Tensor, batch: Batch):
+        a_BT, r_BT = batch.advantage, ratio(logp_BT, batch).detach()
+        weight_BT = torch.where(a_BT < 0, r_BT.clamp(max=1), torch.ones_like(r_BT))
+        return -a_BT * weight_BT * logp_BT, {
+            "actor/pg_clipfrac": ((a_BT < 0) & (r_BT > 1)).to(r_BT.dtype),
             "actor/ppo_kl": -log_ratio(logp_BT, batch),
         }
 

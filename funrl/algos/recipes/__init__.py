@@ -7,7 +7,8 @@ NAMES = (
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "remax", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "prime", "vapo", "pf_ppo", "sppo", "dppo", "otb",
     "distillation", "gkd", "sft", "dpo", "online_dpo", "kto", "simpo", "alphapo", "cpo", "orpo", "reward_model",
-    "process_reward_model",
+    "process_reward_model", "maxrl", "lite_ppo", "prpo", "topr", "raft_plus_plus", "fipo", "real", "gvpo", "a2po",
+    "m2po", "rollout_is", "eaft", "asft", "tpo", "chord", "spin",
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; as a reward, Lu and Thinking Machines, 2025,
   https://thinkingmachines.ai/blog/on-policy-distillation
-verl: either form, the policy gradient with the clipped loss only. TRL: GKD, over the whole vocabulary, and MiniLLM.
+verl: either form, the policy gradient with the clipped loss only. TRL: GKD and DistillationTrainer, over the
+  whole vocabulary; its MiniLLM is no longer in 1.16.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@
 
 References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; RPO, Pang et al., 2024,
   https://arxiv.org/abs/2404.19733.
-verl: none in its main tree. TRL: DPOTrainer; its ipo takes the mean over tokens, its rpo_alpha is `likelihood_coef`.
+verl: none in its main tree. TRL: DPOTrainer; its ipo takes the mean over tokens (`per_token`), loss_type=[sigmoid,sft]
+  with loss_weights is `likelihood_coef` (once rpo_alpha), use_weighting `on_policy` with `weight_bound=None`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PAIRS = {
     "bco": pair_losses.bco_pairs, "sppo": pair_losses.sppo_pairs, "apo_zero": pair_losses.apo_zero_pairs,
     "apo_down": pair_losses.apo_down_pairs, "discopop": pair_losses.discopop_pairs,
 }  # fmt: skip
-LOSSES = PAIRS | {"aot": aot}
+AOT = {"aot": True, "aot_unpaired": False}  # whether both sides of a pair stay together
+LOSSES = PAIRS | dict.fromkeys(AOT, aot)
 
 
 def dpo(
@@ -43,14 +45,16 @@ def dpo(
     length_alpha: float = 1.0,
     on_policy: bool = False,
     likelihood_coef: float = 0.0,
+    weight_bound: float | None = 1.0,
 ) -> Algorithm:
     """Direct preference optimisation and its family.
 
     Args:
-      loss: sigmoid (DPO), hinge, ipo, robust, exo, nca, bco, sppo, apo_zero, apo_down, discopop or aot; or a sum of
-        some, each with a factor, such as 0.8*sigmoid+0.2*bco. aot orders the pairs of a micro-batch.
+      loss: sigmoid (DPO), hinge, ipo, robust, exo, nca, bco, sppo, apo_zero, apo_down, discopop, aot or
+        aot_unpaired; or a sum of some, each with a factor, such as 0.8*sigmoid+0.2*bco. aot orders the pairs of a
+        micro-batch, aot_unpaired its chosen and its rejected completions.
       beta: how much a nat of log-ratio counts.
-      smoothing: probability that a label is wrong, for sigmoid, robust, exo and aot; None: the loss's own.
+      smoothing: probability that a label is wrong, for sigmoid, robust, exo and both aot; None: the loss's own.
       margin: by how much the chosen completion should win, for sigmoid, in units of beta nats; None: 0.
       per_token: take the mean over a completion's tokens and not the sum, as IPO does.
       divergence: what holds the policy near its reference: reverse_kl (DPO), forward_kl, js or alpha.
@@ -58,25 +62,30 @@ def dpo(
       length_alpha: factor of the tokens beyond the length of the pair's shorter completion, 0 to 1; LD-DPO.
       on_policy: weigh pairs by how likely the policy is to write them itself; WPO.
       likelihood_coef: loss per nat of the chosen completions' negative log-likelihood; RPO.
+      weight_bound: the largest weight of a pair with on_policy; None: no bound, as in TRL.
     Raises:
       ValueError: a loss is unknown, or an argument is given that it does not have.
     """
     reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha)
-    weight = on_policy_weight() if on_policy else None
+    weight = on_policy_weight(weight_bound) if on_policy else None
     asked = {k: v for k, v in {"smoothing": smoothing, "margin": margin}.items() if v is not None}
     parts = loss_factors(loss)
     for name, value in asked.items():
         if not any(name in inspect.signature(LOSSES[part]).parameters for part in parts):
             raise ValueError(f"dpo({name}={value}): loss {loss!r} has none")
     plain = (per_token, divergence, length_alpha, on_policy) == (False, "reverse_kl", 1.0, False)
-    if "aot" in parts and not plain:
+    if (ordered := [part for part in parts if part in AOT]) and not plain:
         raise ValueError(
-            "dpo('aot') compares sums of log-ratios: per_token, divergence, length_alpha and on_policy are not for it"
+            f"dpo({ordered[0]!r}) compares sums of log-ratios: per_token, divergence, length_alpha and on_policy are "
+            "not for it"
         )
     terms: list[Term] = []
     for part, factor in parts.items():
         own: dict[str, Any] = {k: v for k, v in asked.items() if k in inspect.signature(LOSSES[part]).parameters}
-        term = aot(beta, **own) if part == "aot" else preference(PAIRS[part](beta, **own), reward, weight)
+        if part in AOT:
+            term = aot(beta, **own, paired=AOT[part])
+        else:
+            term = preference(PAIRS[part](beta, **own), reward, weight)
         terms.append(scale(factor, term))
     contrast = reduce(add(*terms), sequence_mean())
     whole = sum_losses(contrast, chosen_likelihood(likelihood_coef)) if likelihood_coef else contrast

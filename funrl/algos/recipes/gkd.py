@@ -2,7 +2,8 @@
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649.
 verl: estimates from the sampled token, or the teacher's top tokens. TRL: GKDTrainer, over the whole vocabulary,
-  with logits of both models in memory; it mixes samples of the data set in by lmbda, and beta is this one.
+  with logits of both models in memory; it mixes samples of the data set in by lmbda, divides by the tokens of the
+  data's completions, and beta is this one. Its DistillationTrainer computes the divergence in tiles of the logits.
 
 The step computes hidden states of the teacher in the same micro-batch and the divergence in chunks of the vocabulary:
 nothing of [tokens, vocabulary] is whole, and nothing of the teacher is stored.

@@ -2,7 +2,8 @@
 
 References: Shao et al., 2024, https://arxiv.org/abs/2402.03300.
 verl: token-mean by default (`per_sequence=False`), KL factor 0.001, k3 clamped to +-10, a singleton group keeps its raw
-  reward. TRL: no KL by default, loss_type dapo (token mean), eps 1e-4 below the advantage.
+  reward. TRL: no KL by default, loss_type dapo (token mean), `std_eps` 1e-4, `kl_bias_corrected`; with several mini-
+  batches dapo divides each by the mean number of tokens of all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def grpo(
     kl_kind: str = "k3",
     entropy_coef: float = 0.0,
     per_sequence: bool = True,
+    kl_bias_corrected: bool = False,
+    std_eps: float = 1e-6,
 ) -> Algorithm:
     """Group relative policy optimisation.
 
@@ -33,10 +36,12 @@ def grpo(
       kl_kind: estimator of that KL: k1, k2, k3, abs, or one of them with + for the gradient of k2.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
       per_sequence: take the mean over each completion's tokens, then over completions; else over all tokens.
+      kl_bias_corrected: weigh the KL of each token by its importance ratio, as TRL does by default.
+      std_eps: added to the deviation that a group's rewards are divided by; 1e-4 in TRL.
     """
     surrogate = clipped_surrogate(clip_low, clip_high, dual_clip)
-    term = with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind)
+    term = with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind, kl_bias_corrected)
     return Algorithm(
-        advantage=chain(group_center(), group_scale(), to_tokens()),
+        advantage=chain(group_center(), group_scale(std_eps), to_tokens()),
         losses={"policy": reduce(term, sequence_mean() if per_sequence else token_mean())},
     )

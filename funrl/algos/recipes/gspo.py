@@ -1,8 +1,8 @@
 """GSPO: GRPO with the ratio of the whole sequence, normalised by its length.
 
 References: Zheng et al., 2025, https://arxiv.org/abs/2507.18071.
-verl: clamps the log-ratio at 10 from above; any reduction, the sequence mean by default. TRL: importance_sampling_level
-  "sequence" under whatever loss_type is set, with clips of 0.2 unless told otherwise.
+verl: clamps the log-ratio at 10 from above; any reduction, the token mean by default (its docs: the sequence mean).
+TRL: importance_sampling_level="sequence" under any loss_type, by default dapo's token mean; clips of 0.2.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def gspo(
     per_token: bool = False,
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
+    std_eps: float = 1e-6,
 ) -> Algorithm:
     """Group sequence policy optimisation.
 
@@ -30,9 +31,10 @@ def gspo(
       per_token: GSPO-token, for advantages that differ by token.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+      std_eps: added to the deviation that a group's rewards are divided by; 1e-4 in TRL.
     """
     surrogate = clipped_surrogate(clip_low, clip_high, ratio=sequence_ratio(per_token))
     return Algorithm(
-        advantage=chain(group_center(), group_scale(), to_tokens()),
+        advantage=chain(group_center(), group_scale(std_eps), to_tokens()),
         losses={"policy": reduce(with_regularizers(surrogate, kl_coef, entropy_coef), sequence_mean())},
     )

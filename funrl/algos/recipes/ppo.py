@@ -3,7 +3,8 @@
 References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; on language models, Ouyang et al., 2022,
   https://arxiv.org/abs/2203.02155.
 verl: gamma = lambda = 1, no KL, whitening that leaves advantages at tool tokens; its dual clip (3) is always on.
-TRL: KL of 0.05 in the reward, lambda 0.95, value clip 0.2, no dual clip, an end-of-text penalty of its own.
+TRL: its PPOTrainer, no longer in 1.16, had a KL of 0.05 in the reward, lambda 0.95, value clip 0.2,
+  no dual clip, an end-of-text penalty of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A process reward model: a number at the end of every step learns whether the solution is right so far.
 
 References: Lightman et al., 2023, https://arxiv.org/abs/2305.20050.
-verl: trains none. TRL: PRMTrainer, by the cross-entropy of two labels, which is this loss of their difference.
+verl: trains none. TRL: its PRMTrainer, no longer in 1.16, took the cross-entropy of two labels, which is this loss of
+  their difference.
 """
 
 from __future__ import annotations

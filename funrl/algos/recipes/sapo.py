@@ -14,17 +14,26 @@ from funrl.algos.losses.reductions import sequence_mean
 from funrl.algos.losses.token_terms import soft_gate
 
 
-def sapo(positive: float = 1.0, negative: float = 1.05, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> Algorithm:
+def sapo(
+    positive: float = 1.0,
+    negative: float = 1.05,
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    kl_bias_corrected: bool = False,
+    std_eps: float = 1e-6,
+) -> Algorithm:
     """Soft adaptive policy optimisation.
 
     Args:
       positive, negative: temperature of the gate where the advantage is positive, and where it is not.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+      kl_bias_corrected: weigh the KL of each token by its importance ratio, as TRL does by default.
+      std_eps: added to the deviation that a group's rewards are divided by; 1e-4 in TRL.
     """
+    gated = soft_gate(positive, negative)
+    term = with_regularizers(gated, kl_coef, entropy_coef, kl_bias_corrected=kl_bias_corrected)
     return Algorithm(
-        advantage=chain(group_center(), group_scale(), to_tokens()),
-        losses={
-            "policy": reduce(with_regularizers(soft_gate(positive, negative), kl_coef, entropy_coef), sequence_mean())
-        },
+        advantage=chain(group_center(), group_scale(std_eps), to_tokens()),
+        losses={"policy": reduce(term, sequence_mean())},
     )

@@ -1,0 +1,21 @@
+"""EAFT: supervised fine-tuning, gated by entropy: what the model does not know is learned, what it is sure of is not.
+
+References: Diao et al., 2026, https://arxiv.org/abs/2601.02151.
+verl: none. LLaMA-Factory: use_eaft_loss; the entropy is that of the 20 most probable tokens. TRL has none.
+"""
+
+from __future__ import annotations
+
+from funrl.algos.core import Algorithm, reduce, weighted
+from funrl.algos.losses.likelihood import entropy_gated_likelihood
+from funrl.algos.losses.reductions import token_mean
+
+
+def eaft(alpha: float = 1.0, scale: float = 3.0) -> Algorithm:
+    """Entropy-adaptive fine-tuning on the tokens of the mask.
+
+    Args:
+      alpha: power of the gate; 0 is supervised fine-tuning.
+      scale: nats of entropy at which a token counts fully.
+    """
+    return Algorithm(None, {"policy": reduce(weighted(entropy_gated_likelihood(alpha, scale)), token_mean())})

@@ -1,0 +1,222 @@
+"""Arguments of `funrl.train`, `funrl.evaluate` and `funrl.generate`, checked before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from funrl.algos.core import Algorithm
+from funrl.flags.arguments import arguments_of, find_recipe
+from funrl.flags.config_file import flag_text
+from funrl.flags.foreign.aliases import check_names
+from funrl.flags.foreign.renaming import NameContext
+from funrl.models import Model
+from funrl.rewards.call import Reward, described_function
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.jobs.datasets import Given
+from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
+from funrl.trainer.settings.settings import settings_flags
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_keywords(keywords: type, flags: Iterable[Flag] = ()) -> Callable[[Function], Function]:
+    """Put every keyword into the signature of a function, where notebooks look for what to complete.
+
+    Args:
+      keywords: the typed dict of the function's last parameter, which takes them.
+      flags: whose defaults the signature shows; those of others depend on the recipe or the model.
+    """
+    defaults = {flag.name: flag.default for flag in flags}
+
+    def named(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, ...), annotation=kind)
+            for name, kind in inspect.get_annotations(keywords).items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return function
+
+    return named
+
+
+def checked_settings(given: Mapping[str, Any], known: Mapping[str, Flag], context: NameContext) -> dict[str, Any]:
+    """Keyword arguments as values of flags.
+
+    Args:
+      given: by name, such as {"lr": 1e-4}.
+      known: the flags that there are.
+      context: what the meaning of another library's name may depend on.
+
+    Raises:
+      SettingsError: a name is no flag; the message gives the one that is meant.
+    """
+    check_names({name: flag_text(value) for name, value in given.items()}, known, context, python=True)
+    return {name: python_value(known[name], value) for name, value in given.items()}
+
+
+def plain_number(value: Any) -> Any:
+    """A scalar of NumPy as Python's; any other value as it is."""
+    for kind, convert in ((np.bool_, bool), (np.integer, int), (np.floating, float)):
+        if isinstance(value, kind):
+            return convert(value)
+    return value
+
+
+def python_value(flag: Flag, value: Any) -> Any:
+    """A value from Python in the type of its flag: NumPy's scalars as Python's, paths and numbers as text where the
+    flag has text. Any other value stays as it is."""
+    value = plain_number(value)
+    if flag.type is str and isinstance(value, (Path, bool, int, float)):
+        return flag_text(value)
+    return value
+
+
+def checked_value(flag: Flag, value: Any) -> Any:
+    """A value in the type of its flag. Raises: SettingsError, the flag refuses it."""
+    value = python_value(flag, value)
+    if problem := flag.problem(value):
+        raise SettingsError(f"{flag.name}={value!r}: {problem}")
+    return value
+
+
+def sampling_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Sampling`. Raises: SettingsError, a name is none."""
+    fields = {field.name for field in dataclasses.fields(Sampling)}
+    for name, value in given.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, sorted(fields), 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(fields))}"
+            raise SettingsError(f"{name}={value!r}: there is no such setting of sampling; {hint}")
+    return {name: plain_number(value) for name, value in given.items()}
+
+
+def settings_and_arguments(recipe: str | Algorithm, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of flags of `Settings`, and those of arguments that only the recipe has. Raises: SettingsError."""
+    arguments = {} if isinstance(recipe, Algorithm) else recipe_flags(recipe)
+    known = {**arguments, **settings_flags()}
+    ours = {name: given.get(name, flag.default) for name, flag in settings_flags().items()}
+    values = checked_settings(given, known, NameContext({}, ours, frozenset(arguments), _name_of(recipe)))
+    own = {name: values.pop(name) for name in arguments if name in values and name not in settings_flags()}
+    return values, own
+
+
+def _name_of(recipe: str | Algorithm) -> str:
+    """The name by which a message speaks of a recipe."""
+    if isinstance(recipe, str):
+        return recipe.rpartition(":")[2]
+    return "sft" if kinds_of(recipe) == ("supervised",) else "this algorithm"
+
+
+def recipe_flags(recipe: str) -> Mapping[str, Flag]:
+    """The arguments of a recipe that is named. Raises: LoadError, SettingsError."""
+    return arguments_of(find_recipe(recipe), recipe).flags
+
+
+def check_recipe(recipe: Any) -> None:
+    """Check the type of a recipe. Raises: SettingsError."""
+    if isinstance(recipe, (str, Algorithm)):
+        return
+    wanted = "a recipe's name such as 'grpo', 'FILE.py:function', or an Algorithm is needed"
+    if callable(recipe):
+        name = getattr(recipe, "__name__", repr(recipe))
+        raise SettingsError(f"recipe={name}: this is a function; {wanted}, which a recipe returns when it is called")
+    raise SettingsError(f"recipe={recipe!r}: {wanted}")
+
+
+def check_callable(name: str, function: Any, example: Mapping[str, Any]) -> None:
+    """Check that an argument is a function, or None, that takes what it is called with.
+
+    Args:
+      name: of the argument.
+      function: its value.
+      example: what it is called with, by position; the names are for the message.
+
+    Raises:
+      SettingsError: it is not, or does not.
+    """
+    if function is None:
+        return
+    wanted = f"a function of ({', '.join(example)}) is needed"
+    if not callable(function):
+        raise SettingsError(f"{name}={function!r}: {wanted}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a built-in function that does not say
+        return
+    try:
+        signature.bind(*example.values())
+    except TypeError as error:
+        called = getattr(function, "__name__", repr(function))
+        raise SettingsError(f"{name}={called}: {wanted}, but it takes {signature}: {error}") from None
+
+
+def mesh_text(mesh: Any) -> str:
+    """The text of a mesh. Raises: SettingsError, it is no text; the message has the text that is meant."""
+    if isinstance(mesh, str):
+        return mesh
+    if isinstance(mesh, Mapping):
+        meant = ",".join(f"{axis}{size}" for axis, size in mesh.items())
+    else:
+        meant = f"dp{mesh}" if isinstance(mesh, int) else "dp2"
+    raise SettingsError(f"mesh={mesh!r}: a mesh is text; write mesh={meant or 'dp1'!r}")
+
+
+def check_place(name: str, model: Any) -> None:
+    """Check that an argument names a model. Raises: SettingsError."""
+    if isinstance(model, (str, Path)):
+        return
+    place = getattr(model, "run_dir", None) or getattr(model, "directory", None)
+    hint = f", here {str(place)!r}" if place is not None else ", or the name of a model in the local cache"
+    raise SettingsError(f"{name}={model!r}: a directory is needed{hint}")
+
+
+def objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any) -> Given:
+    """Arguments of `train` that are objects and no texts, which flags cannot name. Raises: SettingsError."""
+    if not (model is None or isinstance(model, (str, Path, Model))):
+        raise SettingsError(f"model={model!r}: a directory, a name, or a Model is needed")
+    if tokenizer is not None and not isinstance(model, Model):
+        raise SettingsError(f"tokenizer={tokenizer!r:.80} does nothing without a Model; a directory has its own")
+    for name, given in (("prompts", prompts), ("eval_data", eval_data)):
+        if not (given is None or isinstance(given, (str, Path, Iterable))):
+            raise SettingsError(f"{name}={given!r}: a file, or a list of dicts is needed")
+    if not (curriculum is None or isinstance(curriculum, str) or callable(curriculum)):
+        raise SettingsError(f"curriculum={curriculum!r}: a function, or 'FILE.py:function' is needed")
+    return Given(
+        model if isinstance(model, Model) else None,
+        tokenizer,
+        None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
+        None if reward is None or isinstance(reward, str) else functions_of(reward),
+        None if eval_data is None or isinstance(eval_data, (str, Path)) else eval_data,
+        curriculum if callable(curriculum) else None,
+    )
+
+
+def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tuple[Reward, ...]:
+    """The functions that a caller gives, with the names of a mapping.
+
+    Raises:
+      SettingsError: there are none, or one of them is no function.
+    """
+    if callable(reward):
+        return (reward,)
+    if not isinstance(reward, Iterable):
+        raise SettingsError(f"reward={reward!r}: a function, several, or FILE.py:function is needed")
+    functions = tuple(reward.values() if isinstance(reward, Mapping) else reward)
+    if not functions:
+        raise SettingsError(f"reward={reward!r}: at least one function is needed")
+    for function in functions:
+        if not callable(function):
+            hint = "; rewards that are named go into one text, reward='math,format@0.1'" * isinstance(function, str)
+            raise SettingsError(f"reward: {function!r} is not a function{hint}")
+    if isinstance(reward, Mapping):
+        return tuple(described_function(function, name) for name, function in reward.items())
+    return functions

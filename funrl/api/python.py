@@ -1,0 +1,439 @@
+"""Training from Python: `funrl.train`, and what it gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from funrl.algos.core import Algorithm
+from funrl.api.arguments import (
+    check_callable,
+    check_place,
+    check_recipe,
+    checked_value,
+    mesh_text,
+    objects_given,
+    recipe_flags,
+    sampling_values,
+    settings_and_arguments,
+    with_keywords,
+)
+from funrl.api.keywords import SamplingKeywords, TrainKeywords
+from funrl.api.summaries import model_summary, run_summary
+from funrl.cost.search.mesh_search import chosen_mesh
+from funrl.cost.search.node_groups import with_groups
+from funrl.cost.tracing.hardware import hardware_of
+from funrl.data.prompts import Example
+from funrl.data.tokenizer import encode_prompt, load_tokenizer
+from funrl.flags.arguments import find_recipe, full_source, recipe_name
+from funrl.mesh.launch import check_devices, device_type, launch
+from funrl.mesh.mesh import Mesh, parse
+from funrl.mesh.text import wanted_devices
+from funrl.models import Model, ModelConfig
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.processes.environment import ranks_of_node
+from funrl.processes.workers import interrupt_asked
+from funrl.rewards.call import Reward
+from funrl.rewards.pool import Pool
+from funrl.rollout.hf_engine import hf_engine, no_engine
+from funrl.rollout.native.engine import native_engine
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.track.observe import OnStep, RunObserver
+from funrl.track.records.run_directory import RunDirectory, check_can_go_on, expanded, read_lines
+from funrl.track.records.run_lock import leave_nothing, owned_run
+from funrl.track.report.page import write_report
+from funrl.track.report.run_files import ReportError
+from funrl.trainer.checkpoints.resumable import check_resume
+from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
+from funrl.trainer.inference import read_stored_model, stored_weights
+from funrl.trainer.jobs.datasets import Given
+from funrl.trainer.jobs.job import Job, prepare
+from funrl.trainer.jobs.provenance import Provenance, input_digests
+from funrl.trainer.jobs.row_source import make_source, open_rewards
+from funrl.trainer.loop import MakeSource, Outcome, train_loop
+from funrl.trainer.settings.declaration import SettingsError, run_kind
+from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
+from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
+
+RECORDS = "records"  # in a run's config.json: prompts or texts that were given in Python
+
+
+class TrainedModel:
+    """The model that a run saved.
+
+    Attributes:
+      directory: a Hugging Face directory.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def __repr__(self) -> str:
+        return model_summary(self.directory)
+
+    @with_keywords(SamplingKeywords)
+    def generate(self, texts: Sequence[str], seed: int = 0, **sampling: Unpack[SamplingKeywords]) -> list[str]:
+        """Complete texts on this device.
+
+        Args:
+          texts: prompts.
+          seed: fixes the samples.
+          sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy without a temperature.
+
+        Returns: one completion a text.
+        """
+        return generate(self.directory, texts, seed=seed, **sampling)
+
+    def save(self, directory: str | Path) -> None:
+        """Copy the Hugging Face directory."""
+        shutil.copytree(self.directory, directory, dirs_exist_ok=True)
+
+
+@with_keywords(SamplingKeywords)
+def generate(
+    model: str | Path | TrainedModel,
+    texts: Sequence[str | Sequence[Mapping[str, Any]]],
+    *,
+    seed: int = 0,
+    mesh: str = "dp1",
+    **sampling: Unpack[SamplingKeywords],
+) -> list[str]:
+    """Complete texts or chat messages with a model.
+
+    Args:
+      model: a Hugging Face directory, the name of a model in the local cache, the directory of a run, or its model.
+      texts: prompts; messages go through the chat template of the model's tokenizer.
+      seed: fixes the samples.
+      mesh: devices by axis, such as "dp2"; on one it runs in this process.
+      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Those that are not given are as the
+        model's generation_config.json says; greedy where neither gives a temperature, or the file does not sample.
+
+    Returns: the completions, those of one prompt beside each other.
+
+    Raises:
+      ModelError, ValueError: the model cannot be read, an argument does not exist, or a text is empty or too long.
+    """
+    values, sizes = sampling_values(sampling), parse(mesh_text(mesh))
+    seed = checked_value(settings_flags()["seed"], seed)
+    if isinstance(texts, (str, bytes)):
+        raise SettingsError(f"texts={texts!r}: a list of prompts is needed; write [{texts!r}]")
+    place = model.directory if isinstance(model, TrainedModel) else model
+    check_place("model", place)
+    stored = find_stored_model(place)
+    tokenizer = load_tokenizer(stored.directory)
+    examples = [_example(tokenizer, text) for text in texts]
+    made = read_stored_model(stored, "auto")
+    if not made.generates:
+        raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
+    if (problem := no_engine(made)) is not None:
+        raise SettingsError(f"model={stored.directory!r}: {problem}")
+    stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    fields: dict[str, Any] = {"stop": stop} | sampling_of_model(made.config, "temperature" in values) | values
+    if not examples:
+        return []
+    program = functools.partial(_completed, stored, made, examples, Sampling(**fields), seed, tokenizer)
+    return launch(program, sizes, device_type())
+
+
+def _example(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> Example:
+    """A prompt in tokens. Raises: ValueError."""
+    try:
+        return Example(*encode_prompt(tokenizer, text), {})
+    except ValueError:
+        raise
+    except Exception as error:  # of a tokenizer that knows not all characters
+        raise SettingsError(f"{text!r}: the tokenizer refuses it: {error}") from error
+
+
+def _completed(
+    stored: StoredModel, made: Model, examples: Sequence[Example], how: Sampling, seed: int, tokenizer: Any, mesh: Mesh
+) -> list[str]:
+    """Completions of all prompts, on every rank."""
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    engine = native_engine(made, mesh, decode=decode) if made.pages else hf_engine(made, mesh)
+    engine.load(engine.weights.named(stored_weights(stored, made, torch.float32, engine.weights.layouts, mesh)), 0)
+    done = rollout(RewardedEngine(engine, mesh, decode, Pool(()), weights=()), examples, how, seed)
+    before = [example.tokens[-1] for example in examples for _ in range(how.samples)]
+    return first_texts(done, range(len(before)), decode, before)
+
+
+def sampling_of_model(config: ModelConfig, sampled: bool) -> dict[str, Any]:
+    """Fields of `Sampling` by a model's generation_config.json.
+
+    Args:
+      sampled: a temperature is given, so that completions are sampled whatever the file says.
+    """
+    found = sampling_defaults(config)
+    greedy = not sampled and found.get("temperature", 0.0) == 0.0
+    idle = ("temperature", "top_k", "top_p", "min_p") if greedy else ("temperature",) * sampled
+    return {"greedy": greedy} | {name: x for name, x in found.items() if name not in idle}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+      run_dir: where its files are.
+      metrics: one dict a step.
+      outcome: evaluations at the start and the end, and what ended the run early.
+    """
+
+    run_dir: str
+    metrics: list[dict[str, float]]
+    outcome: Outcome
+
+    @property
+    def model(self) -> TrainedModel:
+        return TrainedModel(Path(self.run_dir) / "model")
+
+    def __repr__(self) -> str:
+        return run_summary(self.run_dir, self.metrics, self.outcome)
+
+
+class RunError(RuntimeError):
+    """A run that failed. Its cause is chained to it.
+
+    Attributes:
+      run: the run so far; its files, and the model as far as it was trained and saved, are in `run.run_dir`.
+    """
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+@with_keywords(TrainKeywords, settings_flags().values())
+def train(
+    recipe: str | Algorithm,
+    *,
+    model: str | Path | Model | None = None,
+    tokenizer: Any = None,
+    prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    curriculum: str | Callable[..., Any] | None = None,
+    source: MakeSource | None = None,
+    mesh: str = "dp1",
+    on_step: OnStep | None = None,
+    **settings: Unpack[TrainKeywords],
+) -> Run:
+    """Train a model by a recipe: what the command line does, from Python.
+
+    It runs in this process on one device, and starts one process per device otherwise.
+
+    Args:
+      recipe: the name of a recipe, such as "grpo", "module:function" or "FILE.py:function", or an `Algorithm`.
+      model: a Hugging Face directory, the name of a model in the local Hugging Face cache, or a `Model`, whose weights
+        begin at random. None: the embedded task's.
+      tokenizer: of a `Model` that is given.
+      prompts: a file, as --prompts takes it, or dicts such as its records; for supervised recipes, texts.
+      reward: what --reward takes, such as "FILE.py:function" or "math", or one function or several; a mapping of names
+        to functions says what they are called in metrics.
+      eval_data: what is held out, in the same forms as `prompts`; None: a tenth of these.
+      curriculum: "FILE.py:function", or a function; see `funrl.trainer.sources.curriculum.weighing`.
+      source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
+      mesh: devices by axis, such as "dp4,tp2", or "auto:8", the best of 8 devices by a dry run.
+      on_step: called with the number and the metrics of every step, in the process of rank 0.
+      settings: any flag by its name, the arguments of a recipe that is named included; a path may be a `Path`, a
+        number one of NumPy's. `TrainKeywords` has the types.
+
+    Raises:
+      SettingsError: a setting that does not exist or cannot work; before anything is started.
+      RunError: the run failed; it has the run so far, and the cause is chained to it.
+      KeyboardInterrupt: the user interrupted. The first interrupt finishes the step and saves it, the second, or one
+        before the first step, ends the run at once.
+    """
+    check_recipe(recipe)
+    check_callable("on_step", on_step, {"step": 1, "metrics": {}})
+    check_callable("source", source, dict.fromkeys(("job", "parts", "frozen", "clock", "observer")))
+    values, own = settings_and_arguments(recipe, settings)
+    given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)
+    named = _texts_given(mesh_text(mesh), model, reward, eval_data, curriculum)
+    algorithm = (
+        recipe
+        if isinstance(recipe, Algorithm)
+        else composed(recipe, resolved(settings_of(**values, **named), prompts is not None), own)
+    )
+    if isinstance(prompts, (str, Path)):
+        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)
+    wanted = with_model_directories(settings_of(**named, **values))
+    chosen = _with_mesh(wanted, algorithm, isinstance(model, Model))
+    job = prepare(chosen, lambda: algorithm, given)
+    config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
+    if given.records is not None:
+        config["prompts" if job.generates else "data"] = RECORDS
+    objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
+    if what := [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
+        config["given_in_python"] = ", ".join(what)
+    job = job._replace(provenance=_provenance(job, recipe, config, given))
+    if chosen.run.resume:
+        check_can_go_on(expanded(str(chosen.run.run_dir)))
+        for line in check_resume(job, expanded(str(chosen.run.run_dir))):
+            print(line, file=sys.stderr)
+    return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
+
+
+def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], given: Given) -> Provenance:
+    """Origin of a run; the first rank knows the digests of its files."""
+    source = full_source(recipe) if isinstance(recipe, str) else None
+    inputs = input_digests(job.settings, source, given) if os.environ.get("RANK", "0") == "0" else {}
+    return Provenance(None if source is None else recipe_name(source), config, inputs)
+
+
+def _texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
+    """Arguments of `train` that are texts, by their flags; the flag of prompts depends on the kind of the run."""
+    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
+    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
+    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
+    if isinstance(model, (str, Path)):
+        named["model"] = str(find_model(model))
+    return named
+
+
+def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
+    """The settings with the best mesh where they say auto:N, and with groups for --fsdp on several nodes.
+
+    Args:
+      built: the model is an object, of which no dry run is made.
+
+    Raises:
+      SettingsError: a mesh cannot be chosen.
+    """
+    if wanted_devices(chosen.devices.mesh) is not None:
+        if built:
+            raise SettingsError(
+                f"mesh={chosen.devices.mesh!r}: it is chosen for the embedded task's model or a directory; name one"
+            )
+        return chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.devices.device or device_type()))[0]
+    if not (chosen.devices.fsdp and not built and ranks_of_node() is not None):
+        return chosen
+    hardware = hardware_of(chosen.devices.device or device_type())
+    chosen, note = with_groups(chosen, lambda: algorithm, hardware, ranks_of_node())
+    if note is not None and os.environ.get("RANK") == "0":
+        print(note, file=sys.stderr)
+    return chosen
+
+
+def _run(
+    job: Job, chosen: Settings, name: str, config: dict[str, Any], on_step: OnStep | None, source: MakeSource | None
+) -> Run:
+    """Train in a directory of its own, and read what was written there. Raises: RunError."""
+    check_devices(job.sizes, job.device)
+    run_dir, experiment = None, Path(name).stem.replace(":", "-")
+    try:
+        start = owned_run(
+            chosen.run.run_dir, experiment, config, resume=chosen.run.resume, overwrite=chosen.run.overwrite
+        )
+        with start as owned:
+            run_dir = str(owned.path)
+            program = functools.partial(_rank, job, run_dir, on_step, source)
+            timeout, rewards = datetime.timedelta(minutes=chosen.waiting.timeout), functools.partial(open_rewards, job)
+            try:
+                outcome = launch(
+                    program,
+                    job.sizes,
+                    job.device,
+                    timeout=timeout,
+                    before=rewards,
+                    heartbeat_s=chosen.waiting.heartbeat,
+                    stalled_s=chosen.waiting.stalled_after,
+                )
+            except BaseException:
+                leave_nothing(owned)
+                raise
+            if outcome.error is not None:
+                leave_nothing(owned)
+    except Exception as error:
+        if run_dir is None:
+            raise
+        failed = _written_run(run_dir, Outcome({}, {}, str(error)))
+        raise RunError(_failure(failed, f"{type(error).__name__}: {error}"), failed) from error
+    run = _written_run(run_dir, outcome._replace(cause=None))  # whose traceback would hold the weights
+    if outcome.error is not None:
+        raise RunError(_failure(run, outcome.error), run) from outcome.cause
+    if outcome.stopped is not None and interrupt_asked():
+        raise KeyboardInterrupt(
+            f"after step {outcome.stopped}, which is saved; resume=True, run_dir={run_dir!r} continues"
+        )
+    return run
+
+
+def _written_run(run_dir: str, outcome: Outcome) -> Run:
+    """A run by what it has written, of which the report is made."""
+    with contextlib.suppress(ReportError, OSError):  # it stopped before its first step
+        write_report(run_dir, running=False)
+    lines = RunDirectory(Path(run_dir)).metrics
+    return Run(run_dir, list(read_lines(lines)) if lines.exists() else [], outcome)
+
+
+def _failure(run: Run, problem: str) -> str:
+    """The message of a run that failed: when, what went wrong in a line, and what there is."""
+    when, left = "", ""
+    if os.path.isdir(run.run_dir):  # it may have been deleted
+        left = f"; what it has written is in {run.run_dir}"
+        when = f" after step {run.metrics[-1]['step']}" if run.metrics else " before its first step was done"
+    first, *rest = problem.strip().splitlines()
+    if first.endswith(":") and rest:  # the traceback of another process, whose last line is the error
+        first = f"{first} {rest[-1].strip()}"
+    return f"the run failed{when}: {first}{left}"
+
+
+def _rank(
+    job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh, pool: Pool | None
+) -> Outcome:
+    with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
+        return train_loop(job, mesh, observer, source or make_source, pool)
+
+
+def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorithm:
+    """The algorithm of a recipe that is named; arguments that are settings too have the settings' values.
+
+    Args:
+      settings: with a number of new tokens.
+      own: values of other arguments; those that are not there have their defaults.
+
+    Raises:
+      SettingsError: a value cannot be that argument's.
+    """
+    values, common = {}, flag_values(settings)
+    for name, flag in recipe_flags(recipe).items():
+        values[name] = common[name] if name in common else own.get(name, flag.default)
+        if problem := flag.problem(values[name]):
+            raise SettingsError(f"{name}={values[name]!r}: {problem}")
+    return find_recipe(recipe)(**values)
+
+
+def find_model(model: str | Path) -> Path:
+    """A directory as it is, or that of a model in the local Hugging Face cache; nothing is downloaded.
+
+    Raises:
+      SettingsError: there is neither.
+    """
+    found = hf.find_directory(model)
+    if not found.exists():
+        raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache")
+    return found
+
+
+def load(directory: str | Path) -> TrainedModel:
+    """A Hugging Face directory, such as the `model` of a run, to generate with.
+
+    Raises:
+      SettingsError, ModelError: it is no directory, or holds no model that is supported.
+    """
+    check_place("directory", directory)
+    hf.check_directory(directory, "auto")
+    return TrainedModel(directory)

@@ -1,0 +1,62 @@
+"""Short texts of results, which a notebook shows: of a run, its model, and an evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from funrl.trainer.loop import Outcome
+
+TRAINED = ("reward/mean", "train/loss", "actor/pg_loss")  # the first of these that a run has is shown
+EVALUATED = ("eval/reward", "eval/accuracy", "eval/loss")
+
+
+def run_summary(run_dir: str, metrics: Sequence[Mapping[str, float]], outcome: Outcome) -> str:
+    """A run in a line: its steps, a number of training and those of held-out data, first and last."""
+    parts = [f"{len(metrics)} step{'s' * (len(metrics) != 1)}"]
+    for name in [name for name in TRAINED if metrics and name in metrics[-1]][:1]:
+        parts.append(f"{name} {_change([row[name] for row in metrics if name in row])}")
+    for name in EVALUATED:
+        ends = [row[name] for row in (outcome.first, outcome.last) if name in row]
+        parts += [f"{name} {_change(ends)}"] if ends else []
+    if outcome.error is not None:
+        parts.append(f"failed: {_shortened(outcome.error)}")
+    elif outcome.stopped is not None:
+        parts.append(f"stopped after step {outcome.stopped}")
+    return f"<Run {run_dir}: {', '.join(parts)}>"
+
+
+def model_summary(directory: Path) -> str:
+    """A model in a line: its directory, its architecture and the size of its weights."""
+    try:
+        kind = str(json.loads((directory / "config.json").read_text()).get("model_type"))
+    except (OSError, ValueError):
+        return f"<TrainedModel {directory}: nothing is saved there>"
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return f"<TrainedModel {directory}: {kind}, {size / 1e6:.3g} MB of weights>"
+
+
+def evaluation_summary(metrics: Mapping[str, float], prompts: int, samples: int, directory: str) -> str:
+    """An evaluation in a line."""
+    numbers = []
+    for name in EVALUATED:
+        if name in metrics:
+            ends = [metrics.get(f"{name}_ci_{end}") for end in ("low", "high")]
+            spread = "" if None in ends else f" ({ends[0]:.4g} to {ends[1]:.4g})"
+            numbers.append(f"{name} {metrics[name]:.4g}{spread}")
+    of = f"{prompts} prompt{'s' * (prompts != 1)}" + (f" x {samples} completions" if samples > 1 else "")
+    return f"<Evaluation of {of}: {', '.join(numbers)}" + (f"; {directory}>" if directory else ">")
+
+
+def _change(values: Sequence[float]) -> str:
+    """The first and the last of some numbers."""
+    return f"{values[0]:.4g}" if len(values) == 1 else f"{values[0]:.4g} -> {values[-1]:.4g}"
+
+
+def _shortened(text: str) -> str:
+    """The first line of a text, of at most 100 characters."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= 100 else line[:97] + "..."

@@ -1,0 +1,243 @@
+"""From a command line to a `Command`: flags read and checked, the algorithm composed.
+
+What can be checked without torch is checked before a recipe's module, which imports it, is loaded: a mistyped flag is
+answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from funrl.cli.line import Line, read_line
+from funrl.flags import parser as flags
+from funrl.flags.arguments import (
+    Arguments,
+    arguments_of,
+    find_recipe,
+    first_line,
+    full_source,
+    names_of_arguments,
+)
+from funrl.flags.foreign.aliases import check_names, names_given
+from funrl.flags.foreign.renaming import NameContext
+from funrl.loading import locate
+from funrl.mesh.text import wanted_devices
+from funrl.processes.environment import ranks_of_node
+from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
+from funrl.trainer.settings.chat_checks import check_chats
+from funrl.trainer.settings.checks import check_files, check_settings
+from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, run_kind
+from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.settings import (
+    Settings,
+    flag_values,
+    for_kind,
+    mesh_sizes,
+    settings_flags,
+    settings_of,
+)
+
+
+class Experiment(NamedTuple):
+    """A program that trains.
+
+    Attributes:
+      name: such as "ppo".
+      algorithm: its recipe, as --algorithm takes it; None: the command line must name one.
+      defaults: values of flags, of `Settings` or of this recipe, that suit its task better than theirs.
+    """
+
+    name: str
+    algorithm: str | None
+    defaults: Mapping[str, Any]
+
+    @property
+    def common(self) -> list[Flag]:
+        """The flags that do not depend on the recipe."""
+        own = [flag._replace(default=self.defaults.get(name, flag.default)) for name, flag in settings_flags().items()]
+        return [*own, flags.ALGORITHM._replace(default=self.algorithm), flags.CONFIG]
+
+    def arguments(self, source: str) -> tuple[Arguments, list[Flag]]:
+        """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
+        arguments = arguments_of(find_recipe(source), source)
+        mine = self.defaults if self.algorithm and full_source(self.algorithm) == source else {}
+        strange = set(mine) - set(settings_flags()) - set(arguments.flags)
+        if strange:
+            raise TypeError(
+                f"the experiment {self.name} has defaults for {sorted(strange)}, which {source} does not take"
+            )
+        own = [flag for name, flag in arguments.flags.items() if name not in settings_flags()]
+        return arguments, [flag._replace(default=mine.get(flag.name, flag.default)) for flag in own]
+
+
+class Command(NamedTuple):
+    """A command line that was read and checked; hashable and picklable, so that a spawned rank can prepare the job too.
+
+    Attributes:
+      experiment: the name of the program.
+      settings: the flags of `Settings`, those that were not given included.
+      source: "module:function" or "FILE.py:function" of the recipe.
+      arguments: (name, value) of the recipe's arguments that are flags.
+      kind: of the run, one of `declaration.RUN_KINDS`.
+      notes: what to say before the run, a line each.
+    """
+
+    experiment: str
+    settings: Settings
+    source: str
+    arguments: tuple[tuple[str, Any], ...]
+    kind: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """All flags by name, the recipe and its arguments included."""
+        return flag_values(self.settings) | dict(self.arguments) | {"algorithm": self.source}
+
+    def compose(self) -> Any:
+        """The algorithm."""
+        return find_recipe(self.source)(**dict(self.arguments))
+
+
+def with_models(command: Command) -> Command:
+    """The command with directories of models instead of runs and checkpoints.
+
+    Raises:
+      ValueError: one of them has no model.
+    """
+    from funrl.trainer.checkpoints.stored_models import with_model_directories
+
+    return command._replace(settings=with_model_directories(command.settings))
+
+
+def with_mesh(command: Command) -> Command:
+    """The command with a mesh where it says auto:N, and with groups for --fsdp on several nodes; and a note of either.
+
+    Raises:
+      ValueError: this machine does not have N devices, or the run fits no mesh of them.
+    """
+    settings, wanted = command.settings, wanted_devices(command.settings.devices.mesh)
+    node = ranks_of_node() if settings.devices.fsdp and settings.devices.fsdp_axes is None else None
+    if wanted is None and node is None:
+        return command
+    from funrl.cost.search.mesh_search import chosen_mesh
+    from funrl.cost.search.node_groups import with_groups
+    from funrl.cost.tracing.hardware import hardware_of
+    from funrl.mesh.launch import check_devices, device_type
+
+    device = settings.devices.device or device_type()
+    check_devices(mesh_sizes(settings), device)
+    if wanted is None:
+        chosen, note = with_groups(settings, command.compose, hardware_of(device), node)
+    else:
+        chosen, note = chosen_mesh(settings, command.compose, hardware_of(device))
+    return command._replace(settings=chosen, notes=command.notes if note is None else (*command.notes, note))
+
+
+def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:
+    """Read and check a command line.
+
+    Args:
+      experiment: whose.
+      argv: the program's name and its arguments.
+      writes: whether this process writes the run directory.
+
+    Raises:
+      ValueError, OSError: the first thing that cannot work, named, with its value and the way out.
+    """
+    line = read_line(experiment.name, argv)
+    with line.blamed():
+        _refuse_other_names(experiment, line)
+        return _read(experiment, line, writes)
+
+
+def _refuse_other_names(experiment: Experiment, line: Line) -> None:
+    """Refuse names of TRL and verl, with ours. Raises: SettingsError."""
+    common = flags.read(experiment.common, line.argv)
+    if not common.unknown or common.values["algorithm"] is None:
+        return
+    source = full_source(common.values["algorithm"])
+    locate("algorithm", source)
+    names = names_of_arguments(source)
+    names = experiment.arguments(source)[0].flags if names is None else names
+    known = dict.fromkeys([*common.values, *names])
+    context = NameContext({}, common.values, frozenset(names), source.rpartition(":")[2])
+    try:
+        check_names(names_given(common.unknown), known, context)
+    except SettingsError as error:
+        if line.config is None or set(line.config.values) <= set(known):
+            raise
+        raise SettingsError(f"{error}\n`funrl import {line.config.path}` translates the whole file") from error
+
+
+def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
+    argv = line.argv
+    source, settings = _read_common(experiment, argv)
+    if writes and settings.run.run_dir and not settings.estimate.dry_run and not settings.run.resume:
+        check_unused(RunDirectory(expanded(settings.run.run_dir)), settings.run.overwrite)
+    arguments, own = experiment.arguments(source)  # from here on torch is imported
+    every = flags.read([*experiment.common, *own], argv)
+    for text in every.unknown:
+        if (name := flags.flag_name(text)) in arguments.unsayable:
+            raise SettingsError(
+                f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
+            )
+    flags.refuse_unknown(every.unknown, every.values)
+    implied = resolved(settings)
+    known = {
+        **every.values,
+        "max_new_tokens": implied.sampling.max_new_tokens,
+        "reward_weights": implied.rewards.reward_weights,
+    }
+    chosen = tuple((name, known[name]) for name in arguments.flags)
+    command = Command(experiment.name, settings, source, chosen, "", line.notes)
+    from funrl.algos.core import Algorithm
+    from funrl.trainer.steps.roles import reads_scores
+
+    algorithm = command.compose()
+    kind = run_kind(algorithm, settings.examples.data)
+    flags.refuse_idle(every.given - set(arguments.flags) - line.recorded, kind, source, settings)
+    settings = for_kind(settings, kind)
+    check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
+    return command._replace(settings=settings, kind=kind)
+
+
+def _read_common(experiment: Experiment, argv: Sequence[str]) -> tuple[str, Settings]:
+    """The recipe's source and the settings, after every check that needs neither torch nor the recipe itself."""
+    common = flags.read(experiment.common, argv)
+    if common.values["algorithm"] is None:
+        raise SettingsError("--algorithm is needed: a recipe that `funrl --help` lists, or FILE.py:function")
+    source = full_source(common.values["algorithm"])
+    locate("algorithm", source)
+    names = names_of_arguments(source)
+    if names is not None:
+        flags.refuse_unknown(common.unknown, {*common.values, *names})
+    settings = settings_of(**{name: common.values[name] for name in settings_flags()})
+    check_settings(settings)
+    check_files(settings)
+    check_chats(settings)
+    return source, settings
+
+
+def help_of(experiment: Experiment, argv: Sequence[str]) -> str:
+    """The help of an experiment, or of the recipe that the command line names instead of its own.
+
+    Raises:
+      ValueError: there is no such recipe.
+    """
+    given = experiment.algorithm
+    with contextlib.suppress(SettingsError):  # of other flags, which --help does not read
+        given = flags.read(experiment.common, argv).values["algorithm"]
+    program = argv[0] if argv[0].startswith("funrl ") else f"python -m funrl.experiments.{experiment.name}"
+    summary = first_line(f"funrl.experiments.{experiment.name}:") if given == experiment.algorithm else ""
+    if given is None:
+        return flags.help_text(program, summary, experiment.common, None)
+    source = full_source(given)
+    arguments, own = experiment.arguments(source)
+    known = {flag.name: flag.default for flag in (*experiment.common, *own)}
+    known["max_new_tokens"] = resolved(Settings()).sampling.max_new_tokens
+    kinds = kinds_of(find_recipe(source)(**{name: known[name] for name in arguments.flags}))
+    kind = kinds[0] if len(kinds) == 1 else None
+    return flags.help_text(program, summary or first_line(source), [*experiment.common, *own], kind)

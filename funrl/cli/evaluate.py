@@ -1,0 +1,367 @@
+"""Evaluation of a model, a run or one of its checkpoints, and completion of many prompts, on any mesh.
+
+funrl evaluate MODEL --data=test.jsonl --reward=REWARD.py:score --samples=8 --temperature=0.7
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import html
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+from funrl.api.arguments import (
+    check_place,
+    checked_settings,
+    checked_value,
+    functions_of,
+    mesh_text,
+    with_keywords,
+)
+from funrl.api.keywords import EvaluateKeywords
+from funrl.api.python import RECORDS
+from funrl.api.summaries import evaluation_summary
+from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
+from funrl.data.prompts import Example
+from funrl.flags.foreign.renaming import NameContext
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import Mesh
+from funrl.processes.environment import read_environment
+from funrl.rewards.call import Reward
+from funrl.rewards.pool import Pool
+from funrl.track.records.run_directory import (
+    Lines,
+    RunDirectory,
+    RunDirectoryError,
+    open_lines,
+    read_lines,
+    valid,
+    write_text,
+)
+from funrl.track.records.run_lock import owned_run
+from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
+from funrl.trainer.inference import ALL, prepare_inference, run_inference
+from funrl.trainer.jobs.datasets import Given, Task
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
+from funrl.trainer.settings.checks import data_files
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
+from funrl.trainer.sources.evaluation import EvalRow
+
+OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # of a run: which prompts it holds out
+INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
+RESULT = "evaluation.json"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Evaluation:
+    """An evaluation that has ended.
+
+    Attributes:
+      metrics: such as "eval/accuracy", with the ends of its 95 % interval "eval/accuracy_ci_low" and "..._ci_high".
+      prompts, samples: how many prompts, and completions of each.
+      directory: where evaluation.json and eval_samples.jsonl are.
+    """
+
+    metrics: dict[str, float]
+    prompts: int
+    samples: int
+    directory: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Every completion with its reward; see `EvalRow`."""
+        return list(read_lines(RunDirectory(Path(self.directory)).eval_samples))
+
+    def __repr__(self) -> str:
+        return evaluation_summary(self.metrics, self.prompts, self.samples, self.directory)
+
+    def __str__(self) -> str:
+        return evaluation_text(self)
+
+    def _repr_html_(self) -> str:
+        """The table, as a notebook shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class InferenceTask(NamedTuple):
+    """Task of the ranks."""
+
+    job: Job
+    stored: StoredModel
+    seed: int
+
+
+@with_keywords(EvaluateKeywords, inference_flags("evaluate"))
+def evaluate(
+    model: str | Path,
+    *,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    step: int | None = None,
+    limit: int | None = None,
+    output: str | Path | None = None,
+    seed: int = 0,
+    **settings: Unpack[EvaluateKeywords],
+) -> Evaluation:
+    """Complete prompts with a model and reward the completions: what `funrl evaluate` does, from Python.
+
+    Args:
+      model: a Hugging Face directory, a name in the local cache, or the directory of a run. The flags of a run are the
+        defaults of `reward` and `settings`.
+      data: prompts, as --prompts of a run takes them, or dicts such as their records. None: those that the run holds
+        out.
+      reward: as `funrl.train` takes it.
+      step: of the run's checkpoint; None: the model at its end, else its newest checkpoint.
+      limit: prompts at most, which the seed chooses.
+      output: directory to write; None: runs/evaluate-TIME.
+      seed: of the samples.
+      settings: flags of `funrl evaluate --help` by their names, such as `mesh`, `samples` and `temperature`.
+
+    Raises:
+      SettingsError: a setting that does not exist or cannot work; before anything is started.
+      WorkerError: a rank failed.
+    """
+    check_place("model", model)
+    table = {flag.name: flag for flag in inference_flags("evaluate")}
+    numbers = {"step": step, "limit": limit, "seed": seed}
+    step, limit, seed = (checked_value(table[name], value) for name, value in numbers.items())
+    stored = find_stored_model(model, step)
+    given = Given(
+        rewards=None if reward is None or isinstance(reward, str) else functions_of(reward),
+        eval_records=None if data is None or isinstance(data, (str, Path)) else data,
+    )
+    named = {"data": str(data)} if isinstance(data, (str, Path)) else {}
+    named |= {"reward": reward} if isinstance(reward, str) else {}
+    if "mesh" in settings:
+        named["mesh"] = mesh_text(settings["mesh"])
+    chosen = settings_of_stored("evaluate", stored, {**settings, **named}, given, seed)
+    embedded = chosen.examples.eval_data is None and chosen.examples.prompts is None and given.eval_records is None
+    if not embedded and chosen.rewards.reward is None and given.rewards is None and not scorers_of(chosen):
+        raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
+    with _own_names("data"):
+        job = prepare_inference(chosen, stored, given, limit or ALL)
+    assert isinstance(job.task, Task)
+    said = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
+    with contextlib.ExitStack() as owned:
+        folder = None
+        if not read_environment():
+            flags = flag_values(chosen) | said
+            with _own_names("data"):
+                run = owned.enter_context(owned_run(output and str(output), "evaluate", flags))
+            folder = str(run.path)
+        begin, program = time.time(), functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
+        metrics = launched(program, job)
+        found = Evaluation(metrics, len(job.task.heldout), job.eval_sampling.samples, folder or "")
+        if folder is not None:
+            counts = {"prompts": found.prompts, "samples": found.samples, "seconds": round(time.time() - begin, 3)}
+            record = {**said, "data": job.task.name, **counts, "metrics": metrics, "flags": flag_values(chosen)}
+            write_text(Path(folder) / RESULT, json.dumps(valid(record), indent=2) + "\n")
+    return found
+
+
+def complete_prompts(
+    model: str | Path,
+    prompts: str | Path | Sequence[Mapping[str, Any]],
+    *,
+    step: int | None = None,
+    limit: int | None = None,
+    output: str | Path | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> None:
+    """Complete prompts and write a JSON line a completion: the prompt, its other columns, sample, completion, tokens.
+
+    Args:
+      prompts: as --prompts of a run takes them, or dicts such as their records.
+      output: the file; None: lines are printed, of a single completion its text alone.
+      The others: as in `evaluate`.
+
+    Raises: as `evaluate`.
+    """
+    stored = find_stored_model(model, step)
+    given = Given(rewards=(), eval_records=None if isinstance(prompts, (str, Path)) else prompts)
+    named = {"prompts": str(prompts)} if isinstance(prompts, (str, Path)) else {}
+    chosen = settings_of_stored("generate", stored, settings | named, given, seed)
+    if output is not None and any(_is_file(output, file.path) for file in data_files(chosen, "eval_data")):
+        raise SettingsError(f"--output={output}: is the file of the prompts, which would be lost; give another name")
+    with _own_names("prompts"):
+        job = prepare_inference(chosen, stored, given, limit or ALL)
+    if output is not None and not read_environment():
+        try:
+            Path(output).write_bytes(b"")  # an error before any work, where it cannot be written
+        except OSError as error:
+            raise SettingsError(f"--output={output}: cannot be written: {error.strerror}") from None
+    launched(functools.partial(_writing_completions, InferenceTask(job, stored, seed), output and str(output)), job)
+
+
+def _is_file(one: str | Path, other: str | Path) -> bool:
+    """True if two paths are of the same file, which is there."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], given: Given, seed: int) -> Settings:
+    """The settings of a job, by what is given and by the flags of the run that the model is from.
+
+    Args:
+      name: "evaluate" or "generate".
+      own: flags of that command, by their names there.
+      given: in Python instead of flags.
+
+    Raises:
+      SettingsError: a name is not a flag, or there are no prompts.
+    """
+    data = "data" if name == "evaluate" else "prompts"
+    known = {flag.name: flag for flag in inference_flags(name)}
+    table = {flag.name: flag.default for flag in settings_flags().values()}
+    own = checked_settings(own, known, NameContext({}, table, frozenset(), name))
+    for one, value in own.items():
+        if problem := known[one].problem(value):
+            raise SettingsError(f"--{one}={value}: {problem}")
+    has_data = own.get(data) is not None or given.eval_records is not None
+    if not has_data and not (name == "evaluate" and _holds_out(stored.flags)):
+        raise SettingsError(f"--{data}=FILE is needed: the prompts")
+    rewarded = given.rewards is not None or own.get("reward") is not None
+    names = [one for one in INHERITED if not (rewarded and one in REWARDS) and (name == "evaluate" or one in PROMPTS)]
+    taken = {one: stored.flags.get(one) for one in (*names, *(() if has_data else OF_SPLIT))}
+    taken |= {f"eval_{one}": stored.flags.get(f"eval_{one}") for one in SAMPLED if one not in own}
+    values = {one: value for one, value in taken.items() if value is not None and one in settings_flags()}
+    if stored.flags and "max_new_tokens" not in values:
+        run = {one: value for one, value in stored.flags.items() if one in settings_flags()}
+        values["max_new_tokens"] = resolved(settings_of(**run)).sampling.max_new_tokens
+    if values.get("chat_template") is not None:
+        values["chat_template"] = "own"  # it was saved with the model
+    renamed = {data: "eval_data", **{one: f"eval_{one}" for one in SAMPLED}}
+    values |= {renamed.get(one, one): value for one, value in own.items()}
+    return settings_of(**{"seed": seed, **values, "model": stored.directory})
+
+
+def _holds_out(flags: Mapping[str, Any]) -> bool:
+    """True if the flags of a run say which prompts it holds out: those of files, or of the embedded task."""
+    if flags.get("prompts") is not None or flags.get("eval_data") is not None:
+        return flags.get("prompts") != RECORDS or flags.get("eval_data") is not None
+    return bool(flags) and all(flags.get(one) is None for one in ("model", "data", "reward"))
+
+
+@contextlib.contextmanager
+def _own_names(data: str) -> Any:
+    """Call flags in messages as these commands do.
+
+    Args:
+      data: the flag of the prompts.
+    """
+    try:
+        yield
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("--eval_data", f"--{data}").replace("--eval_", "--")) from error
+    except RunDirectoryError as error:
+        raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
+
+
+def launched(program: Callable[..., Any], job: Job) -> Any:
+    """Run a program on all ranks of a job and return what rank 0 returned."""
+    timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
+    return launch(program, job.sizes, job.device, timeout=timeout, before=functools.partial(open_rewards, job))
+
+
+class TableObserver:
+    """Observer of completions; on ranks other than the first its calls do nothing.
+
+    Args:
+      write: a row, and the other columns of its prompt -> nothing.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
+        assert isinstance(job.task, Task)
+        self.readable = job.task.readable
+        self.heldout, self.per_prompt = job.task.heldout, job.eval_sampling.samples
+        self.write, self.first, self.count = write, mesh.rank == 0, 0
+        for remark in (*job.task.remarks, *remarks_on_sampling(job, "")):
+            self.note(remark)
+
+    def note(self, text: str) -> None:
+        if self.first:
+            print(text, file=sys.stderr, flush=True)
+
+    def samples(
+        self,
+        step: int,
+        examples: Sequence[Example],
+        texts: Sequence[str],
+        scores: Sequence[float | None],
+        parts: Sequence[Mapping[str, float]],
+    ) -> None: ...
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        for row in rows if self.first else ():
+            if self.readable is not None:
+                row = row._replace(completion=self.readable(row.completion), answer=self.readable(row.answer))
+            self.write(row, self.heldout[self.count // self.per_prompt].fields)
+            self.count += 1
+
+
+def _evaluating(task: InferenceTask, folder: str | None, mesh: Mesh, pool: Pool | None) -> dict[str, float]:
+    with contextlib.ExitStack() as stack:
+        lines = _opened(RunDirectory(Path(folder)).eval_samples if folder and mesh.rank == 0 else None, stack)
+        show = TableObserver(task.job, mesh, lambda row, _: lines and lines.write(row._asdict()))
+        return run_inference(task.job, task.stored, task.seed, mesh, pool, show)
+
+
+def _writing_completions(task: InferenceTask, output: str | None, mesh: Mesh, pool: Pool | None) -> None:
+    assert isinstance(task.job.task, Task)
+    with contextlib.ExitStack() as stack:
+        lines = _opened(Path(output) if output and mesh.rank == 0 else None, stack)
+        alone = len(task.job.task.heldout) * task.job.eval_sampling.samples == 1
+
+        def write(row: EvalRow, fields: Mapping[str, Any]) -> None:
+            record = {"prompt": row.prompt, **fields, "sample": row.sample, "completion": row.completion}
+            record |= {"tokens": row.tokens, "finished": row.finished}
+            if lines is not None:
+                lines.write(record)
+            else:
+                text = row.completion if alone else json.dumps(valid(record), ensure_ascii=False)
+                print(text, flush=True)
+
+        run_inference(task.job, task.stored, task.seed, mesh, pool, TableObserver(task.job, mesh, write))
+
+
+def _opened(path: Path | None, stack: contextlib.ExitStack) -> Lines | None:
+    if path is None:
+        return None
+    lines = open_lines(path)
+    stack.callback(lines.close)
+    return lines
+
+
+NOT_IN_TABLE = ("examples", "response_length", "clip_ratio")  # lines of their own have these
+
+
+def evaluation_text(found: Evaluation) -> str:
+    """The numbers of an evaluation as a table."""
+    told = {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
+    mean = f" (mean@{found.samples})" if found.samples > 1 else ""
+    prompts = f"{found.prompts} prompt{'s' * (found.prompts != 1)}"
+    lines = [f"{prompts}, {found.samples} completion{'s' * (found.samples != 1)} of each", ""]
+    lines.append(f"{'':<24}{'value':>9}   95% interval")
+    for name, value in told.items():
+        if "/" in name or name.endswith(("_ci_low", "_ci_high")) or name in NOT_IN_TABLE:
+            continue
+        shown = f"{name}{mean if name in ('reward', 'accuracy') else ''}"
+        ends = [told.get(f"{name}_ci_{end}") for end in ("low", "high")]
+        spread = "" if None in ends else f"   {ends[0]:.4g} to {ends[1]:.4g}"
+        lines.append(f"{shown:<24}{value:>9.4g}{spread}")
+    sets = [name for name in told if "/" in name]
+    lines += ["", *(f"{name:<24}{told[name]:>9.4g}" for name in sets)] if sets else []
+    cut = 100 * told["clip_ratio"]
+    return "\n".join([*lines, "", f"{told['response_length']:.4g} tokens a completion; {cut:.3g}% were cut off"])

@@ -1,0 +1,171 @@
+"""The command `funrl replay`: a step of an earlier run made again, and compared with what the run saved.
+
+    funrl replay RUN_DIR --step=7
+
+The run must have kept the rows of that step, and of those since its newest checkpoint before (`--save_rollouts`). It
+ends with 0 where all bits agree, with 1 where some do not.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from funrl.cli.command import Command
+from funrl.cli.run import PLAIN
+from funrl.cli.usages import COMMANDS, read_places
+from funrl.flags.arguments import arguments_of, find_recipe, full_source
+from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.mesh import Mesh
+from funrl.track.records.run_directory import RunDirectory
+from funrl.track.records.segments import segment_of_step
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.differences import by_phase
+from funrl.trainer.jobs.job import Job, prepare
+from funrl.trainer.replay import Replayed, replay
+from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
+from funrl.trainer.settings.settings import settings_flags, settings_of
+from funrl.trainer.sources.observing import Observer
+
+SHARDING = {"fsdp": False, "fsdp_axes": None, "fsdp_models": None, "generate_mesh": None}  # on another mesh
+HERE = {
+    "run_dir": None,
+    "resume": False,
+    "overwrite": False,
+    "save_rollouts": 0,
+    "keep_rollouts": None,
+    "save_every": "0",
+}
+
+
+def replay_command(argv: Sequence[str]) -> int:
+    """Run `funrl replay ...`; return the exit status.
+
+    Args:
+      argv: "replay" and its arguments.
+    """
+    own = (
+        Flag("step", None, int, True, "to repeat", bounds=(at_least(1),)),
+        Flag("mesh", None, str, True, "another mesh than the run's"),
+        Flag("tolerance", None, float, True, "largest difference that is no difference", bounds=(above(0),)),
+    )
+    try:
+        usage = COMMANDS["replay"].usage
+        (run,), values = read_places(own, argv, usage)
+        if values["step"] is None:
+            raise SettingsError(f"usage: {usage}")
+        step = values["step"]
+        command = recorded_command(run, values["mesh"], step)
+        _check_one_start(command, run, step, values["mesh"])
+        return _replay(command, run, step, values["tolerance"] or 0.0)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _check_one_start(command: Command, run: str, step: int, mesh: str | None) -> None:
+    """Refuse a step for which steps have to be repeated that another start made with other flags.
+
+    Raises:
+      SettingsError: the checkpoint after which these flags began is gone.
+    """
+    steps = [number for number in complete_checkpoints(Path(run) / "checkpoints") if number < step]
+    for number in range(max(steps, default=0) + 1, step):
+        if recorded_command(run, mesh, number) != command:
+            raise SettingsError(
+                f"--step={step}: the newest checkpoint before it is of step {max(steps, default=0)}, and step {number} "
+                "was made with other flags; only steps after the checkpoint at which the flags changed can be repeated"
+            )
+
+
+def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = None) -> Command:
+    """The command of an earlier run, from its config.json.
+
+    Args:
+      mesh: another one; the run's models are then not fully sharded.
+      step: with the flags of the start that made it; None: of the newest start.
+
+    Raises:
+      SettingsError: there is no such run, or it cannot be made again from flags.
+    """
+    file = RunDirectory(Path(run_dir)).config
+    try:
+        record = json.loads(file.read_text())
+        record = record if step is None else segment_of_step(record, step)
+        recorded = dict(record["flags"])
+        name, source = str(record["experiment"]), full_source(str(recorded.pop("algorithm")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{file}: it is not the record of a run: {reason}") from None
+    arguments = arguments_of(find_recipe(source), source).flags
+    known = {**settings_flags(), **arguments}
+    for flag, value in recorded.items():
+        problem = known[flag].problem(value) if flag in known else "there is no such flag"
+        if problem:
+            raise SettingsError(f"{file}: --{flag}={value}: {problem}")
+    missing = sorted(set(arguments) - set(settings_flags()) - set(recorded))
+    if missing:
+        raise SettingsError(f"{file}: --{missing[0]} is not there; another version of {source} made this run")
+    changed = HERE | ({} if mesh is None else SHARDING | {"mesh": mesh})
+    fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
+    values = recorded | fields
+    return Command(name, settings_of(**fields), source, tuple((flag, values[flag]) for flag in arguments), "")
+
+
+def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
+    job = prepare(command.settings, command.compose)
+    timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
+    program = functools.partial(_rank, job, run_dir, step)
+    try:
+        done = launch(program, job.sizes, job.device, PLAIN, timeout)
+    except (WorkerError, *PLAIN) as error:
+        print(f"error: {str(error).rstrip()}", file=sys.stderr)
+        return 2
+    agrees = True
+    for one in done:
+        lines, same = verdict_lines(one, tolerance)
+        print("\n".join(lines))
+        agrees = agrees and same
+    return 0 if agrees else 1
+
+
+def _rank(job: Job, run_dir: str, step: int, mesh: Mesh) -> list[Replayed]:
+    return replay(job, run_dir, step, mesh, cast(Observer, Notes(mesh.rank == 0)))
+
+
+class Notes:
+    """An observer that prints remarks, and nothing else."""
+
+    def __init__(self, prints: bool) -> None:
+        self.prints = prints
+
+    def note(self, text: str) -> None:
+        if self.prints:
+            print(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def verdict_lines(one: Replayed, tolerance: float) -> tuple[list[str], bool]:
+    """Lines on a step that was repeated, by phase, and whether all of it agrees.
+
+    Args:
+      tolerance: above 0 digests of weights, which tell no size, are not looked at.
+    """
+    compared = [part for part in one.found if not (tolerance and part.kind == "digests")]
+    agrees = all(part.agrees(tolerance) for part in compared)
+    lines = [f"step {one.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
+    for phase, parts in by_phase(compared):
+        equal = [part for part in parts if not part.count]
+        names = [part.name for part in equal if part.kind != "metric"]
+        names += [f"{len(equal) - len(names)} metrics"] * (len(equal) > len(names))
+        if names:
+            lines.append(f"  {phase:<22}equal: {', '.join(names)}")
+        lines += [f"  {phase:<22}{part}" for part in parts if part.count]
+    return lines, agrees

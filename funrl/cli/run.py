@@ -1,0 +1,282 @@
+"""The part that all experiments share: flags in, ranks started, the result printed.
+
+An experiment is a recipe (a function that returns an `Algorithm`) and defaults that suit its task. The arguments of the
+recipe, with their defaults and the lines of its docstring, are flags beside those of `Settings`. An argument that has
+the name of one of these is given that flag's value; one that no flag can say, such as a function, keeps its default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from funrl.cli.command import Command, Experiment, help_of, read_command, with_mesh, with_models
+from funrl.flags import parser as flags
+from funrl.flags.arguments import recipe_name, recipe_names
+from funrl.models.errors import ModelError
+from funrl.processes.environment import LauncherError, read_environment
+from funrl.processes.output import lasting_output
+from funrl.track.records.run_directory import RunDirectory, RunDirectoryError, check_can_go_on, expanded
+from funrl.track.records.run_lock import leave_nothing, owned_run
+from funrl.track.records.services import TrackerError
+from funrl.track.report.page import write_report
+from funrl.track.report.run_files import ReportError
+from funrl.trainer.storage.shard_server import CheckpointError
+
+if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
+    from funrl.mesh.mesh import Mesh
+    from funrl.rewards.pool import Pool
+    from funrl.trainer.loop import Outcome
+
+# Metrics of an evaluation that the last line leaves out.
+ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio", "examples")
+SMALL_EVALUATION = 100  # held-out examples, below which the last line says how many
+# Their messages say all that a user needs.
+PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
+
+
+def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
+    """Run an experiment from the command line; return the exit status. What it prints does not end it.
+
+    Args:
+      name: of the experiment, such as "ppo".
+      argv: the program's name and its arguments; the default is the process's.
+      algorithm: its recipe, as --algorithm takes it; None: the recipe of that name, or if there is none, the one that
+        the command line must name.
+      defaults: values of flags, of `Settings` or of this recipe, that suit the experiment better than theirs.
+    """
+    with lasting_output():
+        return _main(name, argv, algorithm, defaults)
+
+
+def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults: dict[str, Any]) -> int:
+    algorithm = algorithm or (name if name in recipe_names() else None)
+    experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
+    run_dir = None
+    try:
+        first = not read_environment()  # under torchrun and srun every rank comes through here
+    except LauncherError as error:
+        return _ended(2, f"error: {error}", True)
+    with contextlib.ExitStack() as owned:
+        try:
+            if any(text in flags.HELP for text in argv[1:]):
+                print(help_of(experiment, argv))
+                return 0
+            command = read_command(experiment, argv, writes=first)
+            _say(command.notes, first)
+            command = with_models(command)
+            if command.settings.estimate.dry_run:
+                from funrl.cost.reports.dry_report import dry_run
+
+                text = dry_run(command.settings, command.compose, argv)
+                if first:
+                    print(text)
+                return 0
+            said, command = len(command.notes), with_mesh(command)
+            _say(command.notes[said:], first)
+            _job(command)
+            inputs = _inputs(command) if first else {}
+            if command.settings.run.resume:
+                _say(_check_resume(command, inputs), first)
+            if first:
+                run_dir = str(owned.enter_context(_owned(command, name)).path)
+        except (ValueError, OSError, ImportError) as error:
+            return _ended(2, f"error: {error}", first)
+        except KeyboardInterrupt:
+            return _ended(130, "interrupted; nothing was started" if first else "", first)
+        return _run(command, run_dir, first, inputs)
+
+
+def _say(notes: Sequence[str], first: bool) -> None:
+    if first and notes:
+        print("\n".join(notes), file=sys.stderr)
+
+
+def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[RunDirectory]:
+    """The directory of a run, whose owner this process is."""
+    settings = command.settings
+    return owned_run(
+        settings.run.run_dir, name, command.flags, resume=settings.run.resume, overwrite=settings.run.overwrite
+    )
+
+
+def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str, str]) -> int:
+    """Train on every rank and print the result; return the exit status.
+
+    Args:
+      inputs: digests of the run's files, as the first rank knows them.
+    """
+    from funrl.mesh.launch import WorkerError, launch
+    from funrl.processes.workers import interrupt_asked, stop_asked
+
+    job, status, outcome, problem = _job(command), 0, None, ""
+    try:
+        with _signals():
+            program, rewards = functools.partial(_rank, command, run_dir, inputs), functools.partial(_rewards, command)
+            settings = command.settings
+            outcome = launch(
+                program,
+                job.sizes,
+                job.device,
+                PLAIN,
+                datetime.timedelta(minutes=settings.waiting.timeout),
+                before=rewards,
+                heartbeat_s=settings.waiting.heartbeat,
+                stalled_s=settings.waiting.stalled_after,
+            )
+        if outcome.error:  # which every rank knows
+            status, problem = 1, f"error: {outcome.error}" if first else ""
+        elif outcome.stopped is not None:
+            status, how = (130, "interrupted") if interrupt_asked() else (143, "terminated")
+            problem = _stopped(how, outcome.stopped, run_dir) if first else ""
+    except KeyboardInterrupt:
+        terminated = stop_asked() and not interrupt_asked()
+        status, problem = (143, "terminated") if terminated else (130, "interrupted")
+        problem = f"{problem}{_newest(run_dir)}" if first else ""
+    except BaseException as error:  # a rank's SystemExit is a failure too
+        text = _explained(error)
+        status, problem = 1, f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
+        if stop_asked() and not interrupt_asked() and isinstance(error, (WorkerError, *PLAIN)):
+            status, problem = 143, "terminated before the first step was done"
+    if run_dir is not None and not (status and leave_nothing(RunDirectory(Path(run_dir)))):
+        print(_conclusion(outcome, run_dir, _report(run_dir)))
+    return _ended(status, problem, first)
+
+
+@functools.lru_cache(maxsize=1)
+def _job(command: Command) -> Any:
+    """Checked once: forked ranks inherit the result, spawned ones make it again."""
+    from funrl.trainer.jobs.job import prepare
+    from funrl.trainer.jobs.provenance import Provenance
+
+    origin = Provenance(recipe_name(command.source), command.flags)
+    return prepare(command.settings, command.compose)._replace(provenance=origin)
+
+
+def _with_inputs(job: Any, inputs: Mapping[str, str]) -> Any:
+    """The job with digests of the files that it reads."""
+    return job._replace(provenance=job.provenance._replace(inputs=inputs))
+
+
+def _inputs(command: Command) -> Mapping[str, str]:
+    """Digests of the files that a run reads."""
+    from funrl.trainer.jobs.provenance import input_digests
+
+    return input_digests(_job(command).settings, command.source)
+
+
+def _check_resume(command: Command, inputs: Mapping[str, str]) -> Sequence[str]:
+    """Check the checkpoint that a run is to go on from, before any work; lines on what is not as it was."""
+    from funrl.trainer.checkpoints.resumable import check_resume
+
+    folder = expanded(str(command.settings.run.run_dir))
+    check_can_go_on(folder)
+    return check_resume(_with_inputs(_job(command), inputs), folder)
+
+
+def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
+    from funrl.trainer.jobs.row_source import open_rewards
+
+    return open_rewards(_job(command), rank)
+
+
+def _rank(command: Command, run_dir: str | None, inputs: Mapping[str, str], mesh: Mesh, pool: Pool | None) -> Outcome:
+    from funrl.track.observe import RunObserver
+    from funrl.trainer.loop import train_loop
+
+    job = _with_inputs(_job(command), inputs)
+    with RunObserver(job, run_dir, mesh.rank) as observer:
+        return train_loop(job, mesh, observer, pool=pool)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """End a run whose terminal is gone like one that the user interrupts. One that a job scheduler terminates stops
+    with its state saved; before its first step it is interrupted too. Under torchrun every rank sees to it itself."""
+    from funrl.processes.workers import ask_to_stop
+
+    def interrupt(sign: int, _: Any) -> None:
+        if sign != signal.SIGTERM or not ask_to_stop():
+            raise KeyboardInterrupt
+
+    if "WORLD_SIZE" in os.environ:
+        yield
+        return
+    heard = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) is not signal.SIG_IGN]  # nohup
+    before = {sign: signal.signal(sign, interrupt) for sign in heard}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def _stopped(how: str, step: int, run_dir: str | None) -> str:
+    """The way on for a run that was asked to stop."""
+    return f"{how} after step {step}, which is saved; --resume --run_dir={run_dir} continues"
+
+
+def _explained(error: BaseException) -> str:
+    """The message of an error that needs no more, else all that Python knows of it; with what was said besides."""
+    from funrl.mesh.launch import WorkerError
+
+    if isinstance(error, (WorkerError, *PLAIN)):
+        return "\n".join([str(error).rstrip(), *getattr(error, "__notes__", ())])
+    return f"rank {os.environ.get('RANK', 0)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+def _newest(run_dir: str | None) -> str:
+    """The way on for a run that has failed, where it has left a checkpoint."""
+    from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+
+    newest = max(complete_checkpoints(f"{run_dir}/checkpoints"), default=0) if run_dir is not None else 0
+    return f"\nthe state after step {newest} is saved; --resume --run_dir={run_dir} continues" if newest else ""
+
+
+def _ended(status: int, problem: str, first: bool) -> int:
+    """The exit status, after printing the problem; a rank of torchrun that is not the first adds which one it is."""
+    where = "" if first else f"rank {os.environ['RANK']} on {socket.gethostname()}: "
+    if problem:
+        print(where + problem.rstrip(), file=sys.stderr)
+    return status
+
+
+def _report(run_dir: str) -> str:
+    """Write the report of whatever was written; return what there is to open."""
+    try:
+        return f"open {write_report(run_dir, running=False)}"
+    except ReportError as error:  # it stopped before its first step, or the disk is full
+        return f"no report: {error}"
+    except KeyboardInterrupt:
+        return "no report"
+
+
+def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
+    return "\n".join([*_held_out(outcome), f"results in {run_dir}; {report}"])
+
+
+def _held_out(outcome: Outcome | None) -> list[str]:
+    """A line on the first and the last evaluation, or on the only one; none where nothing was evaluated."""
+    if outcome is None:
+        return []
+    once = not outcome.last  # the run was stopped before its second evaluation
+    first, last = outcome.first, outcome.last or outcome.first
+    changes = [
+        f"{name} {last[name]:.3f}" if once else f"{name} {first[name]:.3f} -> {last[name]:.3f}"
+        for name in first
+        if name in last and not name.endswith(ASIDE) and name.count("/") == 1
+    ]
+    examples = last.get("eval/examples", SMALL_EVALUATION)
+    notes = [f"n = {examples:.0f}"] if examples < SMALL_EVALUATION else []
+    notes += ["evaluated once"] if once else []
+    about = f" ({', '.join(notes)})" if notes else ""
+    return [f"held out{about}: {', '.join(changes)}"] if changes else []

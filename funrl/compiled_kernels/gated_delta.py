@@ -1,0 +1,235 @@
+"""Gated delta rule: linear attention whose state forgets by a gate and overwrites what a key already holds.
+
+Each value head has a state S [N, M], zero before the first token of a sequence. Token t does
+
+    S = exp(log_decay_t) S                     forget
+    S = S + beta_t k_t (v_t - S^T k_t)^T       replace what k_t reads by v_t, beta_t of the way
+    o_t = S^T q_t                              read
+
+`gated_delta_rule` computes chunks of `CHUNK_TOKENS` tokens with matrix products and goes from chunk to chunk in a loop,
+in time and memory linear in the tokens. All shapes are static: where sequences begin is data.
+
+References: Yang et al., 2024, https://arxiv.org/abs/2412.06464
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_TOKENS = 64
+
+
+def gated_delta_rule(
+    q_BTKN: Tensor,
+    k_BTKN: Tensor,
+    v_BTHM: Tensor,
+    log_decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    segments_BT: Tensor | None = None,
+) -> Tensor:
+    """The gated delta rule over rows of sequences.
+
+    The products of a chunk's updates are condensed by one triangular system (the UT transform). States and products
+    are in float32 or wider.
+
+    Args:
+      q_BTKN, k_BTKN: queries and keys, scaled as they are to be used; K divides H, and key head h // (H / K) serves
+        value head h.
+      v_BTHM: values.
+      log_decay_BTH: logarithm of the factor by which the state is multiplied, at most 0.
+      beta_BTH: fraction of the way to the new value, 0 to 1.
+      segments_BT: a token whose number differs from that of the token before begins a sequence; None: each row is one.
+
+    Returns: [B, T, H, M] in the dtype of v; differentiable once.
+    """
+    group = v_BTHM.shape[2] // k_BTKN.shape[2]
+    wide = torch.promote_types(v_BTHM.dtype, torch.float32)
+    inputs = (q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH)
+    q, k, v, log_decay, beta = (_heads_of_chunks(x.to(wide)) for x in inputs)
+    within, since, whole = _decays(log_decay, _runs(v_BTHM, segments_BT))
+    until = within[..., -1, :]
+    overlap = (k @ k.mT).repeat_interleave(group, 2) * within * beta.unsqueeze(-1)
+    attended = (q @ k.mT).repeat_interleave(group, 2) * within
+    q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+    right_sides = torch.cat((v, k * since.unsqueeze(-1)), -1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(overlap.tril(-1), right_sides, upper=False, unitriangular=True)
+    updates, readers = solved.split((v.shape[-1], k.shape[-1]), -1)
+    values, states = _ChunkStates.apply(updates, readers, k * until.unsqueeze(-1), whole)
+    out = (q * since.unsqueeze(-1)) @ states + attended @ values
+    return out.transpose(2, 3).flatten(1, 2)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
+
+
+def gated_delta_rule_reference(
+    q_BTKN: Tensor,
+    k_BTKN: Tensor,
+    v_BTHM: Tensor,
+    log_decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    segments_BT: Tensor | None = None,
+) -> Tensor:
+    """`gated_delta_rule` token by token, as the formula is written."""
+    group = v_BTHM.shape[2] // k_BTKN.shape[2]
+    q_BTHN, k_BTHN = (x.repeat_interleave(group, 2) for x in (q_BTKN, k_BTKN))
+    runs_BT = _runs(v_BTHM, segments_BT)
+    state_BHNM = torch.zeros_like(k_BTHN[:, 0, :, :, None] * v_BTHM[:, 0, :, None, :])
+    outs = []
+    for t in range(v_BTHM.shape[1]):
+        kept_B = runs_BT[:, t] == runs_BT[:, max(t - 1, 0)]
+        decay_BH = log_decay_BTH[:, t].exp() * kept_B.unsqueeze(-1)
+        state_BHNM = state_BHNM * decay_BH[..., None, None]
+        read_BHM = torch.einsum("bhnm,bhn->bhm", state_BHNM, k_BTHN[:, t])
+        change_BHM = (v_BTHM[:, t] - read_BHM) * beta_BTH[:, t].unsqueeze(-1)
+        state_BHNM = state_BHNM + torch.einsum("bhn,bhm->bhnm", k_BTHN[:, t], change_BHM)
+        outs.append(torch.einsum("bhnm,bhn->bhm", state_BHNM, q_BTHN[:, t]))
+    return torch.stack(outs, 1)
+
+
+def causal_convolution(x_BTD: Tensor, weight_DW: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    """Convolution of each channel over the last W tokens of its sequence: sum_i weight[:, W - 1 - i] x[t - i].
+
+    Args:
+      x_BTD: any float dtype; summed in float32 or wider.
+      weight_DW: the last column is that of the token itself.
+      segments_BT: as in `gated_delta_rule`.
+
+    Returns: [B, T, D] in the dtype of x.
+    """
+    T = x_BTD.shape[1]
+    width = weight_DW.shape[1]
+    wide = torch.promote_types(x_BTD.dtype, torch.float32)
+    wide_BTD = x_BTD.to(wide)
+    weight_DW = weight_DW.to(wide)
+    runs_BT = _runs(x_BTD, segments_BT)
+    out_BTD = wide_BTD * weight_DW[:, -1]
+    for back in range(1, width):
+        same_BT = F.pad(runs_BT, (back, 0), value=-1)[:, :T] == runs_BT
+        earlier_BTD = F.pad(wide_BTD, (0, 0, back, 0))[:, :T]
+        earlier_BTD = earlier_BTD.masked_fill(~same_BT.unsqueeze(-1), 0)
+        out_BTD = torch.addcmul(out_BTD, earlier_BTD, weight_DW[:, width - 1 - back])
+    return out_BTD.to(x_BTD.dtype)
+
+
+def causal_convolution_reference(x_BTD: Tensor, weight_DW: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+    """`causal_convolution` token by token."""
+    width = weight_DW.shape[1]
+    runs_BT = _runs(x_BTD, segments_BT)
+    outs = []
+    for t in range(x_BTD.shape[1]):
+        total_BD = torch.zeros_like(x_BTD[:, t])
+        for back in range(min(width, t + 1)):
+            same_B1 = (runs_BT[:, t] == runs_BT[:, t - back]).unsqueeze(-1)
+            total_BD = total_BD + torch.where(same_B1, x_BTD[:, t - back] * weight_DW[:, width - 1 - back], 0)
+        outs.append(total_BD)
+    return torch.stack(outs, 1)
+
+
+def _runs(x_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+    """Number of each token's sequence in its row, [B, T]: 0, 1, ... in order."""
+    if segments_BT is None:
+        return torch.zeros(x_BT.shape[:2], dtype=torch.int64, device=x_BT.device)
+    begins_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+    return F.pad(begins_BT.cumsum(1), (1, 0))
+
+
+def _chunks(tokens: int) -> int:
+    """Number of chunks."""
+    # A compiled graph expects other strides than it finds where a dim that varies is 1.
+    least = 2 if torch.compiler.is_compiling() else 1
+    return max(least, -(-tokens // CHUNK_TOKENS))
+
+
+def _heads_of_chunks(x: Tensor) -> Tensor:
+    """[B, T, H, ...] as [B, chunks, H, CHUNK_TOKENS, ...]; the last chunk is filled with 0s, which change no state."""
+    count = _chunks(x.shape[1])
+    padded = F.pad(x, (*(0, 0) * (x.dim() - 2), 0, count * CHUNK_TOKENS - x.shape[1]))
+    return padded.reshape(x.shape[0], count, CHUNK_TOKENS, *x.shape[2:]).transpose(2, 3)
+
+
+def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors of the state over parts of a chunk; 0 where a sequence begins in between.
+
+    Returns:
+      [B, chunks, H, C, C]: from behind the second token to the first one, itself included; 0 where it comes later.
+      [B, chunks, H, C]: from the chunk's beginning to each token.
+      [B, chunks, H]: over the whole chunk.
+    """
+    B, T = runs_BT.shape
+    count = _chunks(T)
+    runs_BcC = F.pad(runs_BT, (0, count * CHUNK_TOKENS - T), value=-1).reshape(B, count, CHUNK_TOKENS)
+    seen_BcCC = (runs_BcC.unsqueeze(-1) == runs_BcC.unsqueeze(-2)).tril()
+    # Sums of the factors between two tokens, not differences of sums: a strong decay before both leaves no rounding.
+    sums = log_decay_BcHC.unsqueeze(-1).expand(*log_decay_BcHC.shape, CHUNK_TOKENS).tril(-1).cumsum(-2)
+    within = sums.masked_fill(~seen_BcCC.unsqueeze(2), -torch.inf).exp()
+    last_Bc1 = F.pad(runs_BcC[:, :-1, -1], (1, 0)).unsqueeze(-1)
+    carried_Bc1C = (runs_BcC == last_Bc1).unsqueeze(2)
+    since = log_decay_BcHC.cumsum(-1).masked_fill(~carried_Bc1C, -torch.inf).exp()
+    return within, since, since[..., -1]
+
+
+@torch.library.custom_op("funrl::chunk_states", mutates_args=())
+def _chunk_states(updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    values = updates.new_empty(updates.shape)
+    states = updates.new_zeros(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
+    for chunk in range(updates.shape[1]):
+        state = states[:, chunk]
+        values[:, chunk] = updates[:, chunk] - readers[:, chunk] @ state
+        if chunk + 1 < updates.shape[1]:
+            kept = whole[:, chunk, :, None, None] * state
+            states[:, chunk + 1] = kept + keys[:, chunk].mT @ values[:, chunk]
+    return values, states
+
+
+@_chunk_states.register_fake
+def _(updates, readers, keys, whole):
+    return updates.new_empty(updates.shape), updates.new_empty(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
+
+
+@torch.library.custom_op("funrl::chunk_states_backward", mutates_args=())
+def _chunk_states_backward(
+    d_values: Tensor, d_states: Tensor, readers: Tensor, keys: Tensor, whole: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients by the updates, and by the state behind each chunk."""
+    d_updates = torch.empty_like(d_values)
+    d_after = torch.zeros_like(d_states)
+    for chunk in reversed(range(d_values.shape[1])):
+        after = d_after[:, chunk]
+        d_updates[:, chunk] = d_values[:, chunk] + keys[:, chunk] @ after
+        if chunk:
+            kept = whole[:, chunk, :, None, None] * after + d_states[:, chunk]
+            d_after[:, chunk - 1] = kept - readers[:, chunk].mT @ d_updates[:, chunk]
+    return d_updates, d_after
+
+
+@_chunk_states_backward.register_fake
+def _(d_values, d_states, readers, keys, whole):
+    return torch.empty_like(d_values), torch.empty_like(d_states)
+
+
+class _ChunkStates(torch.autograd.Function):
+    """The loop over chunks c: values_c = updates_c - readers_c S_c, S_(c + 1) = whole_c S_c + keys_c^T values_c.
+
+    S_0 is 0. One operator, so that no graph holds a node for each chunk; not `register_autograd`, which `torch.func`
+    refuses.
+    """
+
+    @staticmethod
+    def forward(updates, readers, keys, whole):
+        return _chunk_states(updates, readers, keys, whole)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:], *output)
+
+    @staticmethod
+    def backward(ctx, d_values, d_states):
+        readers, keys, whole, values, states = ctx.saved_tensors
+        with torch.no_grad():
+            d_updates, d_after = _chunk_states_backward(
+                d_values.contiguous(), d_states.contiguous(), readers, keys, whole
+            )
+            d_readers = -(d_updates @ states.mT)
+            d_keys = values @ d_after.mT
+            d_whole = (d_after * states).sum((-2, -1))
+        return d_updates, d_readers, d_keys, d_whole

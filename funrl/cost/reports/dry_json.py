@@ -1,0 +1,77 @@
+"""A dry run as one JSON object, whose fields docs/dry_run.md lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funrl.cost.rates import communication, hidden, rates_of
+from funrl.cost.remedies import Peak, Verdict
+from funrl.cost.row_plan import rows_of_step
+from funrl.cost.tracing.costs import Costs
+from funrl.cost.tracing.estimate import Estimate
+from funrl.cost.tracing.hardware import Hardware
+from funrl.mesh import mesh as meshes
+
+
+def as_object(found: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str, Any]:
+    """The numbers of a dry run; bytes, FLOPs and seconds are of one rank."""
+    job, settings, rates = found.job, found.job.settings, rates_of(found, hardware)
+    return {
+        "model": {
+            "family": job.model.config.family,
+            "parameters": found.parameters,
+            "trained_parameters": found.trained,
+            "dtype": settings.models.dtype,
+        },
+        "hardware": {"name": settings.estimate.hardware, "memory_bytes": hardware.memory, "usable_bytes": verdict.room},
+        "devices": rates.devices,
+        "mesh": meshes.text(job.sizes),
+        "generate_mesh": meshes.text(job.generate_sizes) if "generate" in found.phases else None,
+        "fsdp": settings.devices.fsdp,
+        "step": {
+            "rows": rows_of_step(job),
+            "tokens_per_row": found.tokens,
+            "tokens": rates.tokens,
+            "seconds": rates.seconds,
+        },
+        "run": {
+            "steps": rates.steps,
+            "hours": rates.hours,
+            "tokens_per_second": rates.tokens_per_second,
+            "tokens_per_second_per_device": rates.tokens_per_second_per_device,
+        },
+        "phases": {name: _phase(found, name, costs, hardware) for name, costs in found.phases.items()},
+        "fits": verdict.fits,
+        "peak": peak_object(verdict.peak),
+        "suggestions": [
+            {"flags": flags, "peak": peak_object(peak), "seconds": seconds, "fits": fits}
+            for flags, peak, seconds, fits in verdict.suggestions
+        ],
+        "not_counted": list(found.left_out),
+    }
+
+
+def peak_object(peak: Peak) -> dict[str, Any]:
+    """The most that a rank holds."""
+    return {"phase": peak.phase, "bytes": peak.nbytes}
+
+
+def _phase(found: Estimate, name: str, costs: Costs, hardware: Hardware) -> dict[str, Any]:
+    traffic = [
+        {
+            "axes": found.axes[group][0] if group in found.axes else group,
+            "collective": op,
+            "count": count,
+            "bytes": nbytes,
+        }
+        for (op, group), (count, nbytes) in costs.traffic.items()
+    ]
+    return {
+        "peak_bytes": {"total": costs.total} | {kind: nbytes for kind, nbytes in costs.peak.items() if nbytes >= 1},
+        "flops": costs.flops,
+        "kernel_seconds": costs.seconds,
+        "collective_seconds": communication(found, costs, hardware),
+        "hidden_seconds": hidden(found, costs, hardware),
+        "useful": found.useful.get(name),
+        "traffic": traffic,
+    }

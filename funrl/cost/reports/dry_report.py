@@ -1,0 +1,182 @@
+"""Report of a dry run: tables of memory, work and traffic, and a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from funrl.algos.core import Algorithm
+from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.rates import communication, duration_text, hidden, rates_of
+from funrl.cost.remedies import Verdict, verdict_of, written_flags
+from funrl.cost.reports.dry_json import as_object
+from funrl.cost.reports.search_needs import needs_of
+from funrl.cost.reports.search_report import search_json, search_text
+from funrl.cost.search.mesh_search import Traced, search
+from funrl.cost.search.node_groups import with_groups
+from funrl.cost.tracing.costs import MEMORY_KINDS
+from funrl.cost.tracing.estimate import Estimate, stage_of
+from funrl.cost.tracing.hardware import HARDWARE, Hardware
+from funrl.mesh import mesh as meshes
+from funrl.mesh.explain import size, table
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.mesh.text import wanted_devices
+from funrl.processes.environment import ranks_of_node
+from funrl.trainer.settings.settings import Settings, with_flags
+
+DEFAULT = "h100"
+
+
+def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence[str] = ()) -> str:
+    """Everything that --dry_run prints.
+
+    Args:
+      line: the command line, the program's name first, which a search repeats with the flags that it found.
+
+    Raises:
+      ValueError: a flag that cannot work, as a run would say it.
+    """
+    settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
+    algorithm = compose()
+    tokens = tokens_of(settings, algorithm)
+
+    def costs(settings: Settings, hardware: Hardware) -> Estimate:
+        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
+
+    if wanted_devices(settings.devices.mesh) is not None:
+        return searched(settings, algorithm, costs, line)
+    node = ranks_of_node() or RANKS_PER_NODE  # of a run that is asked about from elsewhere
+    settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)
+    text = report(settings, costs)
+    return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
+
+
+def searched(
+    settings: Settings, algorithm: Algorithm, costs: Callable[[Settings, Hardware], Estimate], line: Sequence[str]
+) -> str:
+    """The answer and tables of the meshes of --mesh=auto:N, or with --json one object.
+
+    Args:
+      line: as in `dry_run`.
+    """
+    hardware = HARDWARE[str(settings.estimate.hardware)]
+    found = search(settings, algorithm, hardware)
+    best = found.best[0]
+    fits = verdict_of(best.found, best.settings, hardware, lambda settings: costs(settings, hardware))
+    needed = needs_of(settings, algorithm, found, fits)
+    if settings.estimate.json:
+        return search_json(found, needed, fits)
+
+    def describe(one: Traced) -> str:
+        parts = [title(one.found, one.settings), rate(one.found, hardware), verdict(fits, hardware)]
+        return "\n".join([*parts, f"not counted: {', '.join(one.found.left_out)}"])
+
+    return search_text(found, line, needed, describe)
+
+
+def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
+    """Tables and verdict, or with --json the same as one object.
+
+    Args:
+      settings: the flags.
+      costs: estimates such flags.
+    """
+    hardware = HARDWARE[str(settings.estimate.hardware or DEFAULT)]
+    found = costs(settings, hardware)
+    fits = verdict_of(found, settings, hardware, lambda settings: costs(settings, hardware))
+    if settings.estimate.json:
+        return json.dumps(as_object(found, fits, hardware), indent=1)
+    parts = [title(found, settings), memory(found), work(found, hardware), rate(found, hardware), traffic(found)]
+    return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(found.left_out)}"])
+
+
+def title(found: Estimate, settings: Settings) -> str:
+    job = found.job
+    train = meshes.text(job.sizes) + (" fully sharded" if settings.devices.fsdp else "")
+    if settings.devices.fsdp_models is not None:
+        train += f" ({settings.devices.fsdp_models})"
+    generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
+    world = meshes.Mesh(job.sizes).world
+    trained = "" if job.lora is None else f", of which {found.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
+    return (
+        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, {settings.models.dtype}, "
+        f"{world} device{'s' * (world > 1)} ({settings.estimate.hardware}): train {train}{generate}\n"
+        f"a step: {found.step}"
+    )
+
+
+def memory(found: Estimate) -> str:
+    """The worst moment of each phase by kind, on the rank that holds most."""
+    kinds = [k for k in MEMORY_KINDS if any(c.peak.get(k, 0) >= 1 for c in found.phases.values())]
+    rows = [
+        (name, size(c.total), *(size(c.peak.get(k, 0)) if c.peak.get(k, 0) >= 1 else "-" for k in kinds))
+        for name, c in found.phases.items()
+    ]
+    return "\n".join(table(("peak memory of a rank", "total", *kinds), rows))
+
+
+def work(found: Estimate, hardware: Hardware) -> str:
+    """FLOPs and seconds of each phase."""
+    rows, whole = [], [0.0, 0.0, 0.0, 0.0]
+    for name, costs in found.phases.items():
+        sent = communication(found, costs, hardware)
+        spent = (costs.flops, costs.seconds, sent, hidden(found, costs, hardware))
+        whole = [a + b for a, b in zip(whole, spent, strict=True)]
+        useful = f"{100 * found.useful[name]:.1f}%" if name in found.useful else "-"
+        rows.append((name, *_spent(*spent), useful))
+    of_peak, of_bandwidth = hardware.efficiency
+    notes = [f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth"]
+    if found.useful:
+        notes.append("useful: of the FLOPs of all ranks, where each waits for the slowest at every micro-batch")
+    head = ("a step of a rank", "FLOPs", "kernels", "collectives", "hidden", "seconds", "useful")
+    return "\n".join([*table(head, [*rows, ("all", *_spent(*whole), "")]), *notes])
+
+
+def _spent(flops: float, kernels: float, collectives: float, behind: float) -> tuple[str, ...]:
+    times = (kernels, collectives, behind, kernels + collectives - behind)
+    return (f"{flops:.3g}", *(duration_text(one, 3) if one else "-" for one in times))
+
+
+def traffic(found: Estimate) -> str:
+    """Bytes by mesh axes and collective, of one step and one rank."""
+    stages: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for name, costs in found.phases.items():
+        for (op, group), (count, nbytes) in costs.traffic.items():
+            axes = found.axes[group][0] if group in found.axes else group
+            total = stages.setdefault((axes, op), {}).setdefault(stage_of(name), [0.0, 0.0])
+            total[0] += count
+            total[1] += nbytes
+    columns = list(dict.fromkeys(map(stage_of, found.phases)))
+    rows = []
+    for (axes, op), of in sorted(stages.items()):
+        cells = [f"{of[c][0]:,.0f} x {size(of[c][1] / of[c][0])}" if c in of else "-" for c in columns]
+        rows.append((axes, op, *cells, size(sum(nbytes for _, nbytes in of.values()))))
+    if not rows:
+        return "nothing is sent"
+    return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
+
+
+def rate(found: Estimate, hardware: Hardware) -> str:
+    """Hours of the run and tokens a second."""
+    rates = rates_of(found, hardware)
+    devices = f", {rates.tokens_per_second_per_device:,.0f} of each device" if rates.devices > 1 else ""
+    return (
+        f"a step takes {duration_text(rates.seconds)}, --steps={rates.steps} take {duration_text(3600 * rates.hours)}: "
+        f"{rates.tokens_per_second:,.0f} tokens a second{devices}"
+    )
+
+
+def verdict(found: Verdict, hardware: Hardware) -> str:
+    """The verdict in words: the job fits, or what flags bring it to, and cost."""
+    ratio = f"{size(found.peak.nbytes)} of the {size(found.room)} that can be used of {size(hardware.memory)}"
+    if found.fits:
+        return f"fits: the most that a rank holds, in {found.peak.phase}, is {ratio}"
+    lines = [f"does not fit: a rank needs {ratio}, in {found.peak.phase}; too large: {', '.join(found.too_large)}"]
+    for flags, peak, seconds, fits in found.suggestions:
+        more = seconds / found.seconds - 1 if found.seconds else 0.0
+        compared = f", {abs(more):.0%} {'longer' if more > 0 else 'shorter'}" if abs(more) >= 0.005 else ""
+        fitting = " (fits)" if fits else ""
+        reached = f"{size(peak.nbytes)}, in {peak.phase}{fitting}; a step takes {duration_text(seconds)}{compared}"
+        lines.append(f"  with {written_flags(flags)}: {reached}")
+    return "\n".join(lines)

@@ -1,0 +1,133 @@
+"""Report of the needs of a run that fits no sensible mesh of a search: devices, dtype, offloading, another trainer."""
+
+from __future__ import annotations
+
+from funrl.algos.core import Algorithm
+from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.remedies import Verdict, peak_of, written_flags
+from funrl.cost.search.mesh_search import Ranked, Search, ranked_splits, split_flags
+from funrl.cost.search.split_variants import Candidate, engine_bytes_of_node, engine_fits_node
+from funrl.cost.tracing.hardware import HARDWARE, USABLE
+from funrl.mesh.explain import size
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.trainer.jobs.offload import PARTS
+from funrl.trainer.settings.settings import Settings, with_flags
+
+MORE = (2, 4, 8)  # times the devices that are tried
+
+
+def needs_of(settings: Settings, algorithm: Algorithm, found: Search, verdict: Verdict) -> tuple[str, ...]:
+    """Lines on what would make a sensible mesh fit; none if one does.
+
+    Args:
+      settings: the flags of the search.
+      verdict: on the best mesh.
+    """
+    if found.best[0].sensible:
+        return ()
+    ranked = found.ranked
+    lines = [_engine(ranked), _devices(settings, algorithm, found, ranked)]
+    lines += [_dtype(settings, algorithm, found), _hardware(settings, algorithm, found)]
+    lines += [*_other_flags(verdict), _pipeline(ranked)]
+    if found.best[0].fits:  # else the verdict has tried it
+        lines.insert(-1, _offload(settings, algorithm, found))
+    return tuple(line for line in lines if line)
+
+
+def sensible_fit(ranked: Ranked, room: float) -> Candidate | None:
+    """The fastest candidate by formula that fits, and whose tensor parallel groups stay inside a node."""
+    fitting = [one for candidates in ranked.splits for one in candidates if one.nodes == 1 and one.rough.nbytes <= room]
+    return min(fitting, key=lambda one: one.rough.seconds, default=None)
+
+
+def leanest(ranked: Ranked) -> Candidate | None:
+    """The candidate of least memory by formula whose tensor parallel groups stay inside a node."""
+    inside = [one for candidates in ranked.splits for one in candidates if one.nodes == 1]
+    return min(inside, key=lambda one: one.rough.nbytes, default=None)
+
+
+def _engine(ranked: Ranked) -> str:
+    space = ranked.space
+    if not space.base.generates or engine_fits_node(space):
+        return ""
+    split = "experts too are split over tp alone there; " if space.base.models["policy"].abilities.routers else ""
+    return (
+        f"the engine's weights take {size(engine_bytes_of_node(space))} a device with tp{RANKS_PER_NODE}, more than "
+        f"its {size(space.room)}: {split}more devices do not help"
+    )
+
+
+def _devices(settings: Settings, algorithm: Algorithm, found: Search, ranked: Ranked) -> str:
+    if ranked.space.base.generates and not engine_fits_node(ranked.space):
+        return ""
+    room = ranked.space.room
+    for world in (found.world * times for times in MORE):
+        wider = ranked_splits(settings, algorithm, world, found.hardware)
+        fit = sensible_fit(wider, room)
+        if fit is not None:
+            return f"more devices: {world:,} with {_candidate(fit, settings)}"
+    least = leanest(wider)
+    held = "" if least is None else f"; the least of their meshes needs {size(least.rough.nbytes)}"
+    return f"more devices alone do not help: {found.world * MORE[-1]:,} are not enough{held}"
+
+
+def _dtype(settings: Settings, algorithm: Algorithm, found: Search) -> str:
+    if settings.models.dtype == "bfloat16":
+        return ""
+    changed = with_flags(settings, dtype="bfloat16")
+    fit = sensible_fit(ranked_splits(changed, algorithm, found.world, found.hardware), found.hardware.memory * USABLE)
+    return "" if fit is None else f"another dtype: --dtype=bfloat16 with {_candidate(fit, settings)}"
+
+
+def _hardware(settings: Settings, algorithm: Algorithm, found: Search) -> str:
+    larger = [(one.memory, name) for name, one in HARDWARE.items() if one.memory > found.hardware.memory]
+    for memory, name in sorted(larger):
+        fit = sensible_fit(ranked_splits(settings, algorithm, found.world, HARDWARE[name]), memory * USABLE)
+        if fit is not None:
+            return f"larger devices: --hardware={name} ({size(memory)}) with {_candidate(fit, settings)}"
+    return ""
+
+
+def _other_flags(verdict: Verdict) -> list[str]:
+    """Flags that the verdict has tried, each with those before it."""
+    lines = []
+    for flags, peak, _, fits in verdict.suggestions:
+        kind = "offloading" if "offload" in flags else "other flags"
+        enough = "fits" if fits else "is not enough"
+        lines.append(f"{kind}: {written_flags(flags)} with the mesh above needs {size(peak.nbytes)}, which {enough}")
+    return [line for one, line in zip(verdict.suggestions, lines, strict=True) if "mesh" not in one.flags]
+
+
+def _offload(settings: Settings, algorithm: Algorithm, found: Search) -> str:
+    """Memory of the leanest mesh with --offload, traced."""
+    ranked, hardware = found.ranked, found.hardware
+    least = leanest(ranked)
+    if (
+        least is None
+        or not ranked.space.base.generates
+        or not hardware.accelerator
+        or settings.devices.offload is not None
+    ):
+        return ""
+    if not engine_fits_node(ranked.space):
+        return ""
+    changed = with_flags(least.settings, offload=",".join(PARTS))
+    try:
+        job = plain_job(changed, algorithm, hardware.memory)
+        peak = peak_of(estimate(job, tokens_of(changed, algorithm), hardware))
+    except ValueError:
+        return ""
+    enough = "fits" if peak.nbytes <= ranked.space.room else "is not enough"
+    flags = written_flags(split_flags(changed, settings) | {"offload": changed.devices.offload})
+    return f"offloading: {flags} needs {size(peak.nbytes)}, in {peak.phase}, which {enough}"
+
+
+def _pipeline(ranked: Ranked) -> str:
+    model = ranked.space.base.model
+    inside = f"tp inside a node and its {model.config.layers} layers over nodes"
+    return f"pipeline parallelism ({inside}), which funrl does not have"
+
+
+def _candidate(candidate: Candidate, given: Settings) -> str:
+    flags = written_flags(split_flags(candidate.settings, given))
+    return f"{flags} needs about {size(candidate.rough.nbytes)}, by formula"

@@ -1,0 +1,107 @@
+"""Memory and time of a step by formula, to rank many meshes before a few of them are traced.
+
+Here is the memory: states, the engine's copy of the weights, layers that are gathered, activations of a micro-batch.
+The time is in `closed_seconds`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from funrl.cost.search.closed_seconds import generation_seconds, sync_seconds, training_seconds
+from funrl.cost.search.closed_split import (
+    MeshSplit,
+    computed,
+    copies_weights,
+    generated,
+    pieces_of,
+    shards_of,
+    split_of,
+    stored,
+)
+from funrl.cost.tracing.hardware import Hardware
+from funrl.models import Model
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.settings import scoring_budget
+
+# Numbers of a token that a layer's backward pass needs, in sizes of the residual stream, of the mlp and of the heads;
+# by the dry runs of a Llama 8B and a 70B on tp8. Where tensor ranks share the stream, what enters the halves is whole.
+SAVED_SIZES = (8, 4, 4)
+ENTERING = 2
+DISPATCHED = 3  # of a token for each of its experts, in sizes of the residual stream
+MOMENTS, GRADIENT = 8, 4  # bytes of a weight that learns: its moments and its gradient in float32
+
+
+class Rough(NamedTuple):
+    """Cost of a step by formula.
+
+    Attributes:
+      nbytes: the most that a rank holds.
+      seconds: of a step.
+    """
+
+    nbytes: float
+    seconds: float
+
+
+def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
+    """Rough cost of a step of a job on its mesh.
+
+    Args:
+      width: tokens of a row.
+    """
+    split = split_of(job, width, hardware)
+    resting, seconds = _resting(job, split), training_seconds(job, split, hardware)
+    if job.generates:
+        seconds += sync_seconds(job, split, hardware) + generation_seconds(job, split, hardware, resting)
+    return Rough(resting + _learning(job, split) + _activations(job, split), seconds)
+
+
+def _resting(job: Job, split: MeshSplit) -> float:
+    """Bytes of weights and optimizer states, and of the engine's copy."""
+    nbytes = 0.0
+    for name in job.models:
+        count = stored(job, split, name)
+        if job.lora is not None and (name in job.algorithm.losses or name not in job.directories):
+            nbytes += count * split.item * (name == job.lead)  # one base for all
+        else:
+            nbytes += count * (job.master.itemsize + MOMENTS if name in job.algorithm.losses else split.item)
+    return nbytes + split.item * generated(job, split) * (job.generates and copies_weights(job, split))
+
+
+def _learning(job: Job, split: MeshSplit) -> float:
+    """Bytes of gradients, of the unembedding's in float32 while it is summed, and of layers that are gathered."""
+    nbytes = 0.0
+    for name, model in job.models.items():
+        if name in job.algorithm.losses and job.lora is None:
+            nbytes += GRADIENT * stored(job, split, name)
+            if name == job.lead and model.generates:
+                nbytes += 4 * model.config.vocab * model.config.embed / split.tensor
+        if shards_of(job, split, name) > 1:
+            nbytes += 2 * split.item * computed(model, split.experts) / (split.tensor * max(model.config.layers, 1))
+    return nbytes
+
+
+def _activations(job: Job, split: MeshSplit) -> float:
+    """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
+    config, settings = job.model.config, job.settings
+    layer = split.item * _saved(job.model, split)
+    learned = pieces_of(split, settings.updates.minibatches, settings.updates.token_budget).tokens
+    scored = pieces_of(split, 1, scoring_budget(settings)).tokens
+    kept = split.item * config.embed / split.stream + layer / config.layers
+    of_token = config.layers * (layer if settings.devices.remat == "none" else kept) + layer
+    return max(learned * of_token, scored * layer)
+
+
+def _saved(model: Model, split: MeshSplit) -> float:
+    """Numbers of a token that the backward pass of the widest kind of layer needs."""
+    stream, mlp, heads = SAVED_SIZES
+    stream = ENTERING + (stream - ENTERING) / split.stream
+    embed = model.config.embed
+    routed = any(layer.experts for layer in model.abilities.cost.layers)
+    sizes = []
+    for layer in model.abilities.cost.layers:
+        if bool(layer.experts) == routed:
+            rows = DISPATCHED * layer.chosen * embed  # of a token on its way, whole on every tensor rank
+            sizes.append(stream * embed + rows + (mlp * layer.inner + heads * layer.queries) / split.tensor)
+    return max(sizes)

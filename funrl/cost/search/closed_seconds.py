@@ -1,0 +1,254 @@
+"""Time of a step by formula: what the dry run's trace counts, summed up by layers instead of kernel by kernel.
+
+A kernel takes the longest of its arithmetic, its reads and writes, and its launch. Matrix products of a pass take the
+longest of their sums of these; all other kernels read and write, and are so many that in a step of decoding their
+launches take longer than anything else. One comes after the other, and collectives that nothing hides behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from funrl.cost.search.closed_split import (
+    MeshSplit,
+    computed,
+    copies_weights,
+    generated,
+    parameters,
+    pieces_of,
+    shards_of,
+    stored,
+    tables,
+)
+from funrl.cost.tracing.hardware import USABLE, Hardware, collective_seconds, message_seconds
+from funrl.mesh.message_sizes import message_bytes
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.models import Model
+from funrl.rollout.certificate import DIGEST_PASSES
+from funrl.rollout.native.engine import FREE_SHARE, page_tokens, pass_tokens
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.settings import scoring_budget
+
+# By the dry runs of Qwen2.5 0.5B and 7B, Llama 70B, Qwen3 30B and Mixtral 8x7B, kernel by kernel.
+PRODUCTS, KERNELS = 7, 34  # of a layer's forward pass: matrix products, and all others
+NORM_KERNELS = 14  # more in a layer that norms queries and keys
+EXPERT_KERNELS, CHOICE_KERNELS = 37, 3  # more in a layer with experts, and for each that a token goes to
+TOKEN_KERNELS = 84  # of a step of decoding beside its layers: embedding, norm, logits, drawing
+# Numbers that kernels other than products read and write of a token in a layer's forward pass, in sizes of the residual
+# stream, of the mlp and of the heads of queries and keys, once more where these are normed; and with experts in sizes
+# of the stream for each expert of a token: there, and back from each rank whose experts see all tokens.
+MOVED = (46, 9, 9)
+DISPATCHED, COMBINED = 8, 7
+LEARNED = 2.7  # of them, and of the kernels, in forward and backward pass together
+# Bytes of a weight in sizes of a number that is computed in: for each gather, each scattered sum, each micro-batch that
+# gives it a gradient, and more where it is of the tables, whose gradient is in float32.
+GATHERED, SCATTERED, GRADIENT, TABLE_GRADIENT = 5.5, 2.5, 6.5, 12.0
+UPDATED = 31  # bytes of a weight in an optimizer's step
+SCORED_LOGIT, LEARNED_LOGIT, DRAWN_LOGIT = 28, 90, 28  # bytes of a logit
+
+
+class _Pass(NamedTuple):
+    """Forward passes over some tokens of a rank.
+
+    Attributes:
+      model: that is computed.
+      tensor, stream: ranks that split a layer, and the tokens of the residual stream.
+      experts: ranks that have other experts.
+      item: bytes of a number.
+      tokens: of all passes together.
+      pieces: passes that they are computed in.
+      width: tokens that a token sees, twice their mean.
+    """
+
+    model: Model
+    tensor: int
+    stream: int
+    experts: int
+    item: int
+    tokens: float
+    pieces: float
+    width: float
+
+
+def training_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
+    """Seconds of scoring and learning, of kernels and of collectives."""
+    return sum(_role_seconds(job, split, hardware, name) for name in job.models)
+
+
+def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> float:
+    settings, model, learns = job.settings, job.models[name], name in job.algorithm.losses
+    scored = (
+        int(not learns or settings.updates.epochs * settings.updates.minibatches > 1)
+        if job.generates
+        else int(not learns)
+    )
+    updates, again = settings.updates.epochs * learns, settings.devices.remat != "none"
+    scoring = scored * pieces_of(split, 1, scoring_budget(settings)).count
+    steps = updates * settings.updates.minibatches
+    learning = steps * pieces_of(split, settings.updates.minibatches, settings.updates.token_budget).count
+    one = _Pass(model, split.tensor, split.stream, split.experts, split.item, 0, 0, split.width)
+    score = one._replace(tokens=scored * split.tokens, pieces=scoring)
+    update = one._replace(tokens=updates * split.tokens, pieces=learning)
+    kernels, sent = sum(_kernels(score, hardware)), _summed(score, split.sequence, hardware)
+    products, others = _kernels(update, hardware)
+    kernels += (3 + again) * products + (LEARNED + again) * others
+    sent += (2 + again) * _summed(update, split.sequence, hardware)
+    kernels += _logits(job, split, hardware, model, scored, updates)
+    kernels += _weights(job, split, hardware, name, (scoring, learning, steps))
+    sharding, summing = _sharding(job, split, hardware, name, (scoring, learning, steps))
+    return kernels + sent + summing + (max(0.0, sharding - kernels) if hardware.accelerator else sharding)
+
+
+def _kernels(one: _Pass, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of matrix products and attention, and of all other kernels, less what the tables do."""
+    cost = one.model.abilities.cost
+    embed = one.model.config.embed
+    pairs = 2 * cost.queries * one.width
+    flops = one.tokens * (2 * (cost.used_parameters(parameters(one.model)) - tables(one.model)) + pairs) / one.tensor
+    weights = (computed(one.model, one.experts) - tables(one.model)) / one.tensor
+    launches = one.pieces * len(cost.layers) * PRODUCTS * hardware.launch
+    read = one.pieces * one.item * weights / _speed(hardware)
+    products = max(flops / _rate(hardware, one.item), read, launches)
+    stream, mlp, heads = MOVED
+    moved = count = 0.0
+    for layer in cost.layers:
+        moved += stream * embed / one.stream + heads * (1 + layer.normed) * layer.projected / one.tensor
+        moved += mlp * layer.inner / one.tensor
+        count += KERNELS + NORM_KERNELS * layer.normed
+        if layer.experts:
+            seen = one.experts if one.experts <= layer.chosen else 1
+            moved += layer.chosen * (DISPATCHED + COMBINED * seen) * embed
+            count += EXPERT_KERNELS + CHOICE_KERNELS * layer.chosen
+    return products, one.item * one.tokens * moved / _speed(hardware) + one.pieces * count * hardware.launch
+
+
+def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored: int, updates: int) -> float:
+    """Seconds of logits, in float32, of the tokens that are scored and learned from."""
+    if not model.generates:
+        return 0.0
+    share = job.sampling.max_new_tokens / split.width if job.generates else 1.0
+    logits = share * split.tokens * model.config.vocab / split.tensor
+    product = 2 * model.config.embed / _rate(hardware, max(split.item, 4))
+    back = 4 * model.config.embed / _rate(hardware, split.item)
+    moved = scored * SCORED_LOGIT + updates * LEARNED_LOGIT
+    return logits * ((scored + 2 * updates) * product + updates * back + moved / _speed(hardware))
+
+
+def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: tuple[float, float, int]) -> float:
+    """Seconds of reading and writing weights and gradients beside products.
+
+    Args:
+      often: passes that score, and that learn; optimizer steps.
+    """
+    (scoring, learning, steps), model = often, job.models[name]
+    each = computed(model, split.experts) / split.tensor
+    numbers = (scoring + 2 * learning) * GATHERED * each if shards_of(job, split, name) > 1 else 0.0
+    if job.lora is not None:
+        return split.item * numbers / _speed(hardware)
+    numbers += learning * (GRADIENT * each + TABLE_GRADIENT * tables(model) / split.tensor)
+    numbers += learning * SCATTERED * each * (shards_of(job, split, name) > 1)
+    return (split.item * numbers + steps * UPDATED * stored(job, split, name)) / _speed(hardware)
+
+
+def _sharding(
+    job: Job, split: MeshSplit, hardware: Hardware, name: str, often: tuple[float, float, int]
+) -> tuple[float, float]:
+    """Seconds of the collectives of sharded weights, and of the sums of gradients once a step.
+
+    Args:
+      often: as in `_weights`.
+    """
+    (scoring, learning, steps), model, shards = often, job.models[name], shards_of(job, split, name)
+    weights, layers, gathering = computed(model, split.experts) / split.tensor, model.config.layers, 0.0
+    if shards > 1:
+        near = split.reach <= RANKS_PER_NODE
+        gathers = scoring + learning * 2
+        nbytes = gathers * weights * split.item + learning * weights * 4
+        filled = max(1.0, message_bytes(shards, 0) * layers / (weights * split.item))
+        count = gathers * math.ceil(layers / filled)
+        gathering = collective_seconds(hardware, "gather", count, nbytes, shards, near)
+    ranks = split.rows * split.sequence // shards
+    if not steps or ranks == 1:
+        return gathering, 0.0
+    near = split.tensor * split.rows * split.sequence <= RANKS_PER_NODE
+    nbytes = steps * 4 * weights / shards * (job.lora is None)
+    return gathering, collective_seconds(hardware, "all_reduce", steps * layers, nbytes, ranks, near)
+
+
+def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
+    """Seconds of what layers send in passes: two sums over tensor ranks, keys and values to sequence ranks, tokens to
+    their experts."""
+    config = one.model.config
+    cost = one.model.abilities.cost
+    seconds = 0.0
+    if sequence > 1:
+        near, count = one.tensor * sequence <= RANKS_PER_NODE, one.pieces * config.layers
+        nbytes = 2.0 * sum(layer.keys for layer in cost.layers) * one.tokens * sequence * one.item
+        seconds = collective_seconds(hardware, "gather", count, nbytes / one.tensor, sequence, near)
+    routers = one.model.abilities.routers
+    if routers is not None and one.experts > 1:  # there and back
+        near, ways = one.tensor * sequence * one.experts <= RANKS_PER_NODE, 2 * len(routers.layers)
+        nbytes = ways * one.tokens * min(routers.per_token, one.experts) * config.embed * one.item
+        seconds += collective_seconds(hardware, "gather", 2 * ways * one.pieces, float(nbytes), one.experts, near)
+    if one.tensor == 1:
+        return seconds
+    near, count = one.tensor <= RANKS_PER_NODE, one.pieces * 2 * config.layers
+    nbytes = 2.0 * config.layers * one.tokens * config.embed * one.item
+    return seconds + collective_seconds(hardware, "all_reduce", count, nbytes, one.tensor, near)
+
+
+def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
+    """Seconds until the engine has the weights: what a rank receives, and the proof that it has them."""
+    have, wanted = stored(job, split, "policy"), generated(job, split)
+    seconds = message_seconds(hardware, 0, split.item * max(0.0, wanted - have), near=False)
+    if job.settings.engines.verify_sync:
+        numbers = wanted + have * copies_weights(job, split)
+        seconds += DIGEST_PASSES * 8 * numbers / _speed(hardware)
+    return seconds
+
+
+def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: float) -> float:
+    """Seconds of reading prompts and decoding completions, for as many rows together as there is room for.
+
+    Args:
+      resting: bytes that a rank holds meanwhile, beside the cache.
+    """
+    model, (tensor, ranks), settings = job.models["policy"], split.generating, job.settings
+    config, device, new = model.config, "cuda" if hardware.accelerator else "cpu", job.sampling.max_new_tokens
+    prompts, prompt, page = math.ceil(settings.run.batch_prompts / ranks), split.width - new, page_tokens(device)
+    rows = prompts * job.sampling.samples
+    keys = model.abilities.cost.cached(tensor) * split.item
+    room = (settings.engines.kv_cache_gb or 0) * 1e9 or FREE_SHARE * max(hardware.memory * USABLE - resting, 0.0)
+    most = max(1, min(rows, settings.engines.decode_rows, int(room / (keys * page * math.ceil(split.width / page)))))
+    waves = math.ceil(rows / most)
+    one = _Pass(model, tensor, 1, 1, split.item, prompts * prompt, 0, prompt)
+    at_once = min(max(1, pass_tokens(device) // prompt), math.ceil(most / job.sampling.samples))
+    passes = math.ceil(prompts / at_once) * math.ceil(prompt / pass_tokens(device))
+    reading, step = one._replace(pieces=passes), one._replace(tokens=rows / waves, pieces=1, width=0)
+    seen = page * math.ceil((prompt + new / 2) / page)
+    decoding = sum(_kernels(step, hardware)) + _summed(step, 1, hardware) + _drawing(step, hardware)
+    decoding += max(config.layers * hardware.launch, step.tokens * keys * seen / _speed(hardware))
+    return sum(_kernels(reading, hardware)) + _summed(reading, 1, hardware) + waves * new * decoding
+
+
+def _drawing(step: _Pass, hardware: Hardware) -> float:
+    """Seconds of the two tables, of logits in float32, and of drawing a token of each row."""
+    config, speed = step.model.config, _speed(hardware)
+    table = config.vocab * config.embed / step.tensor
+    product = max(2 * step.tokens * table / _rate(hardware, max(step.item, 4)), max(step.item, 4) * table / speed)
+    logits = step.tokens * config.vocab
+    seconds = product + (step.item * table + DRAWN_LOGIT * logits) / speed + TOKEN_KERNELS * hardware.launch
+    if step.tensor == 1:
+        return seconds
+    return seconds + collective_seconds(hardware, "gather", 2, 4.0 * logits, step.tensor, step.tensor <= RANKS_PER_NODE)
+
+
+def _rate(hardware: Hardware, item: int) -> float:
+    """FLOPs a second of matrix products of numbers of so many bytes."""
+    return {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency[0]
+
+
+def _speed(hardware: Hardware) -> float:
+    """Bytes a second of memory."""
+    return hardware.bandwidth * hardware.efficiency[1]

@@ -1,0 +1,80 @@
+"""Groups that --fsdp shards inside of on several nodes: those of one node each, where a device has room for a shard.
+
+Inside of a node gathers are an order of magnitude faster than between nodes, and what goes between nodes is then one
+sum of gradients a step. Shards are larger: a node holds all weights. No new axis is needed for it: `ep` of a model
+without experts splits rows as `dp` does, inside of it. What is found depends on flags, the model's config.json
+and the table of hardware alone, so that all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from funrl.algos.core import Algorithm
+from funrl.cost.dry_run import check_width, plain_job, tokens_of
+from funrl.cost.search.closed_form import closed_form
+from funrl.cost.search.mesh_search import has_experts
+from funrl.cost.tracing.hardware import USABLE, Hardware
+from funrl.mesh import mesh as meshes
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices, wanted_devices
+from funrl.trainer.settings.settings import Settings, with_flags
+
+
+def with_groups(
+    settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware, node: int | None
+) -> tuple[Settings, str | None]:
+    """Settings that shard inside of each node, if a shard of that size fits; and a line that tells what was chosen.
+
+    --fsdp_axes, where it is given, is left as it is, and so is what --mesh=auto:N has found.
+
+    Args:
+      node: ranks of each node; None: they are all in one.
+    """
+    if (
+        not settings.devices.fsdp
+        or settings.devices.fsdp_axes is not None
+        or node is None
+        or wanted_devices(settings.devices.mesh) is not None
+    ):
+        return settings, None
+    sizes = meshes.parse(settings.devices.mesh)
+    world, over = devices(sizes), devices(sizes, TOKEN_AXES)
+    if world <= node or world % node:
+        return settings, None
+    everywhere = f"--fsdp: weights are sharded over all {over} ranks that have other tokens"
+    try:
+        algorithm = compose()
+        job = plain_job(settings, algorithm, hardware.memory)
+        inside = node_mesh(sizes, node, has_experts(job.models))
+        if inside is None:
+            return settings, f"{everywhere}: on {settings.devices.mesh} no axis ends with a node of {node}"
+        short = {axis: name for name, axis in SHORT.items()}
+        axes = ",".join(short[axis] for axis in TOKEN_AXES[1:] if inside[axis] > 1)
+        changed = with_flags(settings, mesh=meshes.text(inside), fsdp_axes=axes)
+        job = plain_job(changed, algorithm, hardware.memory)
+        held = closed_form(job, check_width(job, tokens_of(changed, algorithm)), hardware).nbytes
+    except ValueError:
+        return settings, None  # a flag that cannot work, which the run says
+    needs = f"about {held / 1e9:.3g} GB of a device's {hardware.memory * USABLE / 1e9:.3g} GB"
+    if held > hardware.memory * USABLE:
+        return settings, f"{everywhere}: inside of nodes of {node} they would need {needs}"
+    return changed, (
+        f"--fsdp: weights are sharded inside of each node of {node} and copied to {world // node} nodes, which needs "
+        f"{needs}: --mesh={changed.devices.mesh} --fsdp_axes={axes}; --fsdp_axes=dp,ep,sp shards over all"
+    )
+
+
+def node_mesh(sizes: dict[str, int], node: int, experts: bool) -> dict[str, int] | None:
+    """The mesh whose token axes but `data` are inside of a node, and `data` is across nodes; None: there is none.
+
+    Args:
+      node: ranks of a node, which divide those of the mesh.
+      experts: whether the expert axis splits experts, so that it has to stay as it is.
+    """
+    near = sizes["tensor"] * sizes["sequence"]
+    group, rest = divmod(node, near)
+    if experts or sizes["expert"] > 1:
+        return sizes if group == sizes["expert"] > 1 and not rest else None
+    if rest or sizes["data"] % group or group * sizes["sequence"] == 1:
+        return None
+    return sizes | {"data": sizes["data"] // group, "expert": group}

@@ -1,0 +1,264 @@
+"""Counts of bytes, FLOPs and messages of a program while it runs on tensors without memory.
+
+`Tracer` stands between the program and its kernels. Weights are fake tensors: they have a shape and no numbers, and so
+has whatever is computed of them. Token ids, masks and row numbers are real, because the program looks at them. The
+tracer counts live bytes (every storage from its first tensor to its last), FLOPs, and what collectives send.
+
+With `real=True` nothing is faked: the same count of a run that really computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
+from funrl.cost.tracing.hardware import Hardware, op_seconds
+from funrl.cost.tracing.operators import Operator, nbytes_of, operator_facts, work_of
+from funrl.cost.tracing.shape_memo import ShapeMemo, scan
+from funrl.cost.tracing.unknown_numbers import assumed, makes_floats, of_peers, without_masks
+from funrl.optim.base import Transformation
+
+_aten = torch.ops.aten
+_ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # to pack and unpack what is sent
+
+
+@functools.cache
+def _results() -> dict:
+    """Results of operators that all traces of this process remember: meshes and depths repeat most of them."""
+    return {}
+
+
+@functools.cache
+def _works() -> dict:
+    """Work of operators by what they are given, likewise."""
+    return {}
+
+
+class _Message(NamedTuple):
+    """A collective that is under way; `begun`: after so many seconds of kernels of the phase."""
+
+    key: tuple[str, str]
+    nbytes: float
+    begun: float
+
+
+class Tracer(TorchDispatchMode):
+    """Counts what runs inside it. `phase` has the shape of `Clock.phase`: the trainer's own functions mark the phases.
+
+    Args:
+      hardware: whose seconds are counted.
+      weights: shapes of parameters: by them gradients, and weights in another dtype, are known.
+      logits: sizes of the vocabulary, of a rank and of all; [tokens, vocabulary] are logits.
+      cache: the shape of a layer's keys.
+      real: compute instead of faking.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        weights: Iterable[tuple[int, ...]] = (),
+        logits: Sequence[int] = (),
+        cache: tuple[int, ...] | None = None,
+        real: bool = False,
+    ):
+        super().__init__()
+        self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        if self.fake is not None:
+            self.fake.cache_enabled = False  # what repeats is remembered by shapes
+        self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
+        self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
+        self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
+        self.live: dict[int, tuple[int, str, Any]] = {}
+        self.held: dict[str, float] = dict.fromkeys(MEMORY_KINDS, 0.0)
+        self.sum = 0.0
+        self.phases: dict[str, Costs] = {}
+        self.now, self.highest, self.part = Costs(), {}, "other"
+        self.under_way: dict[int, _Message] = {}  # by the storage of what will arrive
+        self.learns, self.optimizes = False, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled under it, and the guard costs more than what it guards
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, operator = kwargs or {}, operator_facts(func)
+        if operator.namespace == "prim":
+            fake = operator.name == "device" and isinstance(args[0], FakeTensor)
+            return args[0].device if fake else func(*args, **kwargs)
+        if func is _aten.detach.default and isinstance(args[0], FakeTensor):
+            return func(*args, **kwargs) if self.memo is None else self._run(func, operator, args, kwargs)[0]
+        self.part = "optimizer" if self.optimizes or operator.name.startswith("_foreach_") else "other"
+        out, key = self._run(func, operator, args, kwargs)
+        outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
+        if operator.namespace == "_c10d_functional":
+            self._count_message(func, operator, args, outs)
+        else:
+            self._count(func, operator, key, args, kwargs, out, outs)
+        if self._is_free(func, args, outs):
+            return out
+        for x in outs:
+            storage = x.untyped_storage()
+            if storage._cdata not in self.live:
+                self._hold(storage, self._kind(func, x))
+        return out
+
+    def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
+        """True for a copy that an accelerator does not make: a CPU multiplies 16-bit weights through one in float32."""
+        if func is not _aten._to_copy.default or self.fake is None or not self.hardware.accelerator:
+            return False
+        source = self.live.get(args[0].untyped_storage()._cdata)
+        widens = args[0].element_size() == 2 and outs[0].dtype == torch.float32
+        return widens and source is not None and source[1] == "weights" and args[0].dim() == 2
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self.now, self.highest, self.learns = self.now, Costs(), {}, name.startswith(UPDATES)
+        self.under_way = {}
+        self._look()
+        try:
+            yield
+        finally:
+            self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
+            self.now, self.highest, self.learns = before, {}, False
+
+    def marked(self, optimizer: Transformation) -> Transformation:
+        """The same optimizer; what its update makes is of the kind "optimizer"."""
+
+        def update(grads: trees.Tree, *args: Any, **kwargs: Any) -> Any:
+            self.hold_tree(grads, "gradients")
+            self.optimizes = True
+            try:
+                return optimizer.update(grads, *args, **kwargs)
+            finally:
+                self.optimizes = False
+
+        return optimizer._replace(update=update)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor; a real one of zeros where the tracer is real, and of whole numbers."""
+        if self.fake is None or not dtype.is_floating_point:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        with self.fake:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def hold_tree(self, tree: trees.Tree, kind: str) -> None:
+        """Note the kind of a tree's tensors."""
+        for x in trees.leaves(tree):
+            if isinstance(x, Tensor):
+                self.hold(x, kind, overwrite=True)
+
+    def hold(self, x: Tensor, kind: str, overwrite: bool = False) -> None:
+        """Count the storage of a tensor from now until it is gone."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.live:
+            self._hold(storage, kind)
+        elif overwrite:
+            nbytes, old, ref = self.live[key]
+            self.live[key] = nbytes, kind, ref
+            self.held[old] -= nbytes
+            self.held[kind] += nbytes
+
+    def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        self.live[key] = nbytes, kind, weakref.ref(storage, lambda _: self._drop(key))
+        self.held[kind] += nbytes
+        self.sum += nbytes
+        self._look()
+
+    def _drop(self, key: int) -> None:
+        nbytes, kind, _ = self.live.pop(key)
+        self.held[kind] -= nbytes
+        self.sum -= nbytes
+
+    def _look(self) -> None:
+        backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        part = "backward" if backward else "forward" if torch.is_grad_enabled() else self.part
+        if self.sum > self.highest.get(part, -1.0):
+            self.highest[part] = self.sum
+            self.now.peaks[part] = dict(self.held)
+
+    def _kind(self, func: Any, x: Tensor) -> str:
+        if not x.is_floating_point():
+            return "batch"
+        if func.namespace == "_c10d_functional":
+            if x.dim() > 2:  # hidden states of a row, that tensor ranks gather or sum
+                return "activations"
+            summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
+            return "gradients" if summed else "staging"
+        if func is _aten.cat.default and x.dim() == 1:
+            return "staging"
+        if self.optimizes:
+            return "optimizer"
+        shape = tuple(x.shape)
+        if shape in self.shapes:
+            backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+            summed = self.learns and not torch.is_grad_enabled()
+            return "gradients" if backward or summed else "weights"
+        if shape == self.cache:
+            return "cache"
+        if func in _ROOM:
+            return "staging"
+        return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"
+
+    def _run(self, func: Any, operator: Operator, args: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """The result, and what calls of as much work have alike; None: it is not known."""
+        if self.memo is None:
+            return func(*args, **kwargs), None
+        key, faked, real = scan(func, args, kwargs, operator.by_shapes)
+        if not faked and (real or not makes_floats(func, args, kwargs)):
+            found = of_peers(func, args)
+            return (func(*args, **kwargs) if found is None else found), None
+        answer = assumed(func, args, kwargs)
+        if answer is not None:
+            return answer, None
+        positions = without_masks(func, args)
+        if positions is not None:
+            args, key = positions, scan(func, positions, kwargs, operator.by_shapes).key
+        out = self.memo.run(func, args, kwargs, key)
+        # A real tensor that was written to stays the tensor that the program goes on with.
+        if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):
+            return args[0], None
+        return out, None if real and operator.flops is not None else key  # whose numbers may decide how much there is
+
+    def _count_message(self, func: Any, operator: Operator, args: tuple, outs: Sequence[Tensor]) -> None:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            message = self.under_way.pop(args[0].untyped_storage()._cdata, None)
+            if message is not None and self.now.seconds > message.begun:
+                add_traffic(self.now.early, message.key, 1, message.nbytes)
+            return
+        key = operator.name, next(a for a in reversed(args) if isinstance(a, str))
+        nbytes = max(nbytes_of(args[:1]), nbytes_of(outs))
+        add_traffic(self.now.traffic, key, 1, nbytes)
+        for x in outs:
+            self.under_way[x.untyped_storage()._cdata] = _Message(key, nbytes, self.now.seconds)
+
+    def _count(
+        self, func: Any, operator: Operator, key: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
+    ) -> None:
+        """
+        Args:
+          key: what calls of as much work have alike; None: this one is counted by itself.
+        """
+        works = _works()
+        if key is None:
+            work = work_of(func, operator, args, kwargs, out, outs)
+        elif key in works:
+            work = works[key]
+        else:
+            work = works[key] = work_of(func, operator, args, kwargs, out, outs)
+        if work is not None:
+            seconds = op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
+            self.now.flops += work.flops
+            self.now.seconds += seconds
+            self.now.cover += seconds * bool(self.under_way)

@@ -1,0 +1,86 @@
+"""Digests of files and of Python objects, bounded in what they read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from funrl.data.cached_datasets import cached_files, cached_name
+
+WHOLE_BYTES = 64 << 20  # files up to this size are read whole
+BLOCKS = 256  # of larger ones, evenly spaced, the first and the last among them
+BLOCK_BYTES = 256 << 10
+RECORDS_READ = 1024  # of a list, likewise
+PARTIAL = "sampled-"  # begins the digest of what was not read whole
+
+
+def short_digest(data: bytes) -> str:
+    """The first 16 hexadecimal digits of the SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def files_digest(files: Mapping[str, Path]) -> str:
+    """The digest of some files: of names, sizes and all bytes, or where there are many, of blocks.
+
+    Up to `WHOLE_BYTES` everything is read. Of more, `BLOCKS` blocks are, so that 64 MiB are read of 30 GB: a change
+    that keeps every size and meets no block is not seen.
+
+    Args:
+      files: by names that are part of the digest; "" for a single file, whose name is not.
+
+    Raises:
+      OSError: one cannot be read.
+    """
+    sizes = {name: files[name].stat().st_size for name in sorted(files)}
+    total = sum(sizes.values())
+    digest = hashlib.sha256(json.dumps(sizes).encode())
+    if total <= WHOLE_BYTES:
+        for name in sizes:
+            digest.update(files[name].read_bytes())
+        return digest.hexdigest()[:16]
+    starts = iter([(total - BLOCK_BYTES) * number // (BLOCKS - 1) for number in range(BLOCKS)])
+    start = next(starts)
+    before = 0
+    for name, size in sizes.items():
+        with open(files[name], "rb") as file:
+            while start is not None and start < before + size:
+                file.seek(start - before)
+                digest.update(file.read(BLOCK_BYTES))
+                start = next(starts, None)
+        before += size
+    return f"{PARTIAL}{digest.hexdigest()[:16]}"
+
+
+def data_digest(path: str) -> str:
+    """The digest of a data file, of a directory, or of a dataset in the local Hugging Face cache; "" of anything else.
+
+    Raises:
+      OSError: as `files_digest`.
+    """
+    place = Path(path)
+    if place.is_file():
+        return files_digest({"": place})
+    if place.is_dir():
+        return files_digest({str(file.relative_to(place)): file for file in place.rglob("*") if file.is_file()})
+    wanted = cached_name(path)
+    return "" if wanted is None else files_digest(cached_files(wanted))
+
+
+def records_digest(records: Sequence[Any]) -> str:
+    """The digest of a list of records: of all, or of more than `RECORDS_READ` of some that are evenly spaced.
+
+    Objects that JSON cannot hold count by their type alone.
+    """
+    count = len(records)
+    places: Sequence[int] = range(count)
+    if count > RECORDS_READ:
+        places = [(count - 1) * number // (RECORDS_READ - 1) for number in range(RECORDS_READ)]
+    texts = [json.dumps(records[place], sort_keys=True, default=_type_name) for place in places]
+    return f"{PARTIAL if count > RECORDS_READ else ''}{short_digest(json.dumps([count, *texts]).encode())}"
+
+
+def _type_name(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__

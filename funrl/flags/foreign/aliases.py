@@ -1,0 +1,192 @@
+"""Names of TRL and verl where a flag of this library is expected: an error that gives ours, with the value that it has.
+
+All names of a command line, or of a call of `funrl.train`, are answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from funrl.flags.arguments import recipes_with
+from funrl.flags.foreign.names_scripts import SCRIPTS
+from funrl.flags.foreign.names_trl import TRL
+from funrl.flags.foreign.names_verl import VERL, recipe_of
+from funrl.flags.foreign.renaming import Convert, DifferentError, NameContext
+from funrl.trainer.settings.declaration import Flag, SettingsError
+
+DOTTED = re.compile(r"-{0,2}[+~]*((?:\w+\.)+\w+)=(.*)", re.DOTALL)
+OF_TRL = {**TRL, **SCRIPTS}
+TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that say too little alone
+MOST_RECIPES = 4  # that a message names
+
+
+class NameAnswer(NamedTuple):
+    """Answer to a name of another library.
+
+    Attributes:
+      given: the name, on a command line with its value.
+      library: whose name it is.
+      flags: what to write instead, texts by name; none where nothing is to be written.
+      text: what differs, or why nothing here has its meaning.
+      recipe: that the value names; "" if it names none.
+      works: whether something here has its meaning.
+    """
+
+    given: str
+    library: str
+    flags: Mapping[str, str]
+    text: str
+    recipe: str = ""
+    works: bool = True
+
+
+def flag_in(text: str) -> str:
+    """The name in --name=value, "" in a value."""
+    return text[2:].split("=", 1)[0] if text.startswith("--") else ""
+
+
+def names_given(words: Sequence[str]) -> dict[str, str]:
+    """Names with their values in words of a command line; names with dots need no dashes.
+
+    >>> names_given(["--beta=0.1", "--bf16", "--epsilon", "0.2", "data.seed=3"])
+    {'beta': '0.1', 'bf16': 'true', 'epsilon': '0.2', 'data.seed': '3'}
+    """
+    given: dict[str, str] = {}
+    before = ""
+    for word in words:
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if dotted := DOTTED.fullmatch(word):
+            given[dotted[1]] = dotted[2]
+            before = ""
+        elif word.startswith("--"):
+            given[name] = value if has_value else "true"
+            before = "" if has_value else name
+        elif before:
+            given[before] = word
+            before = ""
+    return given
+
+
+def check_names(
+    given: Mapping[str, str], known: Mapping[str, Flag | None], context: NameContext, python: bool = False
+) -> None:
+    """Refuse names of other libraries with ours instead, and names that are nearly one.
+
+    Args:
+      given: names and the texts of their values; flags may be among them.
+      known: all flags.
+      context: what a meaning may depend on; `theirs` plays no part.
+      python: the names are keywords of a function, which refuses every other name too.
+
+    Raises:
+      SettingsError: there is such a name.
+    """
+    negated = () if python else tuple(f"no{name}" for name in known)
+    unknown = {name: text for name, text in given.items() if name not in known and name not in negated}
+    answers = [one for one in answers_to(unknown, context) if _is_of_use(one, known)]
+    if answers:
+        lines = [_line(one, known, python) for one in answers]
+        if len(answers) > 1 and all(one.works for one in answers):
+            together = {name: text for one in answers for name, text in one.flags.items()}
+            lines += [f"together: {_written(together, known, python)}"] if together else []
+        raise SettingsError("\n".join(lines))
+    for name, text in unknown.items():
+        hint = _hint(name, text, known, context, python)
+        if python:
+            program = context.recipe if context.recipe.isidentifier() else "rl"
+            rest = hint or f"; `funrl {program} --help` lists all"
+            raise SettingsError(f"{name}={text}: there is no such setting{rest}")
+        if hint:
+            raise SettingsError(f"--{name} is not a flag{hint}")
+
+
+def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[NameAnswer]:
+    """Answers to the names that are another library's."""
+    of_verl = {"data.train_batch_size": str(context.ours["batch_prompts"])}
+    of_verl |= {full: text for name, text in unknown.items() if (full := _name_of_verl(name))}
+    for name, text in unknown.items():
+        given = f"{name}={text}"
+        if name in OF_TRL:
+            yield _answer(NameAnswer(given, "TRL", {}, ""), OF_TRL[name], text, context._replace(theirs=unknown))
+        elif full := _name_of_verl(name):
+            yield _answer(NameAnswer(given, "verl", {}, ""), VERL[full], text, context._replace(theirs=of_verl))
+        elif "." in name:
+            text = "flags have no dots; `funrl import FILE` reads a configuration of verl"
+            yield NameAnswer(given, "", {}, text, works=False)
+
+
+def _name_of_verl(name: str) -> str:
+    """The whole name of verl's of which this is all or the last part; "" where there is none, or a recipe has it."""
+    if name in VERL or "." in name:
+        return name if name in VERL else ""
+    found = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
+    return "" if found and recipes_with(name) else found
+
+
+def _answer(empty: NameAnswer, convert: Convert, text: str, context: NameContext) -> NameAnswer:
+    try:
+        flags, difference = convert(text, context)
+        recipe = recipe_of(dict(context.theirs)) if "experiment" in flags else ""
+    except DifferentError as error:
+        return empty._replace(text=str(error), works=False)
+    flags = {name: value for name, value in flags.items() if name != "experiment"}
+    return empty._replace(flags=flags, text=difference, recipe=recipe)
+
+
+def _is_of_use(answer: NameAnswer, known: Mapping[str, Any]) -> bool:
+    """True if an answer names known flags. Commands that make no run answer only with flags of their own."""
+    return set(answer.flags) <= set(known) and ("steps" in known or bool(answer.flags) or not answer.library)
+
+
+def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) -> str:
+    """An answer as a line."""
+    name = answer.given.partition("=")[0]
+    shown = name if python else answer.given if "." in name else f"--{answer.given}"
+    whose = f" is {answer.library}'s name" if answer.library else ""
+    recipe = f"the recipe {answer.recipe!r}" if python else f"`funrl {answer.recipe}`"
+    instead = [recipe] * bool(answer.recipe) + [_written(answer.flags, known, python)] * bool(answer.flags)
+    if instead:
+        text = f"write {' with '.join(instead)}" + f" ({answer.text})" * bool(answer.text)
+    elif not answer.works or "leave it out" in answer.text:
+        text = answer.text
+    else:
+        text = "leave it out" + f" ({answer.text})" * bool(answer.text)
+    return f"{shown}{whose}: {re.sub(r'--(?=[a-z])', '', text) if python else text}"
+
+
+def _written(flags: Mapping[str, str], known: Mapping[str, Flag | None], python: bool) -> str:
+    """Flags as a command line or a call in Python has them."""
+    if not python:
+        return " ".join(f"--{name}={shlex.quote(text)}" for name, text in flags.items())
+    return ", ".join(f"{name}={_literal(known[name], text)}" for name, text in flags.items())
+
+
+def _literal(flag: Flag | None, text: str) -> str:
+    """The value of a flag as Python writes it; one that the flag refuses stays as it is."""
+    try:
+        return repr(flag.parse(text)) if flag is not None else text
+    except ValueError:
+        return repr(text)
+
+
+def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameContext, python: bool) -> str:
+    """The flag that is meant by a name that nobody has, after "; "; "" where none is near."""
+    dashes = "" if python else "--"
+    if name.lower() in known:
+        return f"; did you mean {dashes}{name.lower()}?"
+    if "steps" in known and (recipes := recipes_with(name)):
+        more = ", ..." * (len(recipes) > MOST_RECIPES)
+        return f"; it is an argument of {', '.join(recipes[:MOST_RECIPES])}{more}, and {context.recipe} has none"
+    names = [*known, *OF_TRL] if "steps" in known else list(known)
+    near = next(iter(difflib.get_close_matches(name.lower(), names, 1)), "")
+    if near in known:
+        return f"; did you mean {near}?" * python  # a command line has this hint from `flags.refuse_unknown`
+    if not near:
+        return ""
+    (answer,) = answers_to({near: text}, context)
+    ours = f" Here it is {_written(answer.flags, known, python)}" if answer.flags else ""
+    return f"; did you mean TRL's {near}?{ours}"

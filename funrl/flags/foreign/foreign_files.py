@@ -1,0 +1,187 @@
+"""Files of other libraries read as names and texts: YAML with Hydra's references, JSON, and shell scripts.
+
+What a script assigns is filled in as a shell would: `$NAME`, `${NAME}`, `${NAME:-default}` and `$((1024 * 2))`. A
+value that depends on anything else, such as an argument, a command or an assignment inside an `if`, stays as it is
+written, and `is_unresolved` tells it from others.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import operator
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from funrl.flags.config_file import load_yaml
+from funrl.flags.foreign.aliases import DOTTED, flag_in
+from funrl.trainer.settings.declaration import SettingsError
+
+IGNORED = ("defaults", "hydra", "ray_kwargs", "global_profiler", "_target_")  # parts of a Hydra file without a meaning
+OPENING, CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def flattened(path: str) -> dict[str, str]:
+    """The values of a configuration by name, with dots where it is nested. Raises: SettingsError."""
+    file = Path(path)
+    if not file.is_file():
+        raise SettingsError(f"{path}: no such file")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        if file.suffix not in (".yaml", ".yml", ".json"):
+            found: dict[str, str | None] = dict(read_script(text))
+        else:
+            nested = json.loads(text) if file.suffix == ".json" else load_yaml(text, yaml.BaseLoader)
+            if not isinstance(nested, dict):
+                raise SettingsError(f"{path}: names with values are needed")
+            found = {name: _resolved(x, nested, name.split(".")[:-1]) for name, x in _leaves(nested)}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
+    content = {name: x for name, x in found.items() if x is not None}
+    if not content:
+        raise SettingsError(f"{path}: there is no argument of TRL or verl in it")
+    return content
+
+
+def is_unresolved(text: str) -> bool:
+    """True for a value that depends on what the file does not say."""
+    return "$" in text or "`" in text
+
+
+def _leaves(nested: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in nested.items():
+        if key in IGNORED:
+            continue
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(_text(item) for item in value)
+    if isinstance(value, dict):
+        return "null" if not value else str(value)
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _resolved(text: str, nested: Mapping[str, Any], place: Sequence[str], depth: int = 0) -> str | None:
+    """A value with Hydra's references looked up; None where it is not given, or names what no part of the file has."""
+    found = re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}", text)
+    if depth > 8:
+        return text
+    if found is None:
+        inner = re.sub(r"\$\{[\w.:]+\}", lambda one: _resolved(one[0], nested, place, depth + 1) or one[0], text)
+        return None if text in ("???", "") else inner
+    select, dots, name, default = found.groups()
+    names = [*place[: len(place) + 1 - len(dots)], *name.split(".")] if dots else name.split(".")
+    value = functools.reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, names, nested)  # type: ignore
+    if value is None or isinstance(value, dict):
+        return default if select else text
+    return _resolved(_text(value), nested, names[:-1], depth + 1)
+
+
+def read_script(text: str) -> dict[str, str]:
+    """The arguments of a shell script: verl's name=value, TRL's --name value, with the script's variables."""
+    words = _words(text)
+    variables: dict[str, str] = {"HOME": os.path.expanduser("~")}
+    dotted: dict[str, str] = {}
+    flags: dict[str, str] = {}
+    depth = 0
+    for number, word in enumerate(words):
+        depth += (word in OPENING) - (word in CLOSING)
+        assigned = re.fullmatch(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
+        if match := DOTTED.fullmatch(word):
+            dotted[match[1]] = _unclear(shell_expanded(match[2], variables), depth)
+        elif assigned:
+            variables[assigned[1]] = _unclear(shell_expanded(assigned[2], variables), depth)
+        elif word.endswith(".py") or (number and words[number - 1] == "trl"):
+            flags = _trainer_of(word)  # what came before is for the launcher
+        elif name := flag_in(word):
+            after = words[number + 1] if number + 1 < len(words) else "--"
+            value = word.split("=", 1)[1] if "=" in word else "true" if after.startswith("--") else after
+            flags[name] = _unclear(shell_expanded(value, variables), depth)
+    if not dotted:
+        return flags
+    if not is_plain_config(flags.get("config-name", "")):
+        dotted["config-name"] = flags["config-name"]
+    return {name: value.strip("[]") for name, value in dotted.items()}
+
+
+def is_plain_config(name: str) -> bool:
+    """True if verl's defaults are those of its ppo_trainer.yaml."""
+    return name.removesuffix(".yaml") in ("", "ppo_trainer")
+
+
+def _trainer_of(word: str) -> dict[str, str]:
+    """The trainer that TRL's command or script of this name runs."""
+    found = re.search(r"(?:^|/)(grpo|rloo|dpo|kto|cpo|orpo|gkd|sft|reward)(?:\.py)?$", word)
+    return {"recipe": "reward_model" if found[1] == "reward" else found[1]} if found else {}
+
+
+def _words(text: str) -> list[str]:
+    """The words of a script; arithmetic and commands that it substitutes are one word each."""
+    text = re.sub(r"\$\(\((.*?)\)\)", lambda match: "$((" + re.sub(r"\s", "", match[1]) + "))", text)
+    text = re.sub(r"\$\((?!\()([^()]*)\)", lambda match: "$(" + re.sub(r"\s", "_", match[1]) + ")", text)
+    try:
+        lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";")
+        lexer.whitespace_split = True
+        return [word for word in lexer if word.strip(";")]
+    except ValueError as error:
+        raise SettingsError(f"not a shell script: {error}") from error
+
+
+def _unclear(value: str, depth: int) -> str:
+    """The value, marked where only some runs of the script have it."""
+    return f"$(if ...: {value})" if depth > 0 else value
+
+
+def shell_expanded(text: str, variables: Mapping[str, str]) -> str:
+    """A shell's text with what is known filled in.
+
+    >>> shell_expanded("${SIZE:-8}/$((2 * N))", {"N": "3"})
+    '8/6'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[4], match[3]
+        known = variables.get(name)
+        if match[2] and match[2].endswith("-") and (known is None or (match[2] == ":-" and not known)):
+            return shell_expanded(default, variables)
+        return match[0] if known is None else known
+
+    for _ in range(4):
+        text = re.sub(r"\$\{(\w+)(?:(:?-)((?:[^{}]|\{[^{}]*\})*))?\}|\$([A-Za-z_]\w*)", value, text)
+    return re.sub(r"\$\(\((.*?)\)\)", lambda match: _computed(match, variables), text)
+
+
+def _computed(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    """The number of an arithmetic expansion, or its text where it is of something else than known whole numbers."""
+
+    def number(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(variables[node.id])
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -number(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](number(node.left), number(node.right))
+        raise ValueError(ast.dump(node))
+
+    try:
+        return str(number(ast.parse(match[1].strip(), mode="eval").body))
+    except (ValueError, KeyError, SyntaxError, ZeroDivisionError, RecursionError):
+        return match[0]

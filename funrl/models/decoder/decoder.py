@@ -1,0 +1,216 @@
+"""A decoder-only transformer as pure functions of a tree of weights.
+
+`decoder_model` puts them into a `Model`. A layer is a record of a mixer and an mlp, which `layers.py` describes; this
+file has what is around them: embeddings, norms, the residual stream and the loop. Weights are [out, in] with heads as a
+dim of their own; see `weights.py`. The same `apply` trains (whole or packed rows, no cache) and decodes (a cache). It
+sees local shards: under tensor parallelism a rank holds its heads, its part of the mlp and its rows of the vocabulary,
+and each half of a layer begins and ends with the collectives of `split_residual`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.norm import rms_norm
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.models.decoder.compiled_step import step_sizes
+from funrl.models.decoder.config import Config, cost_of, layers_of
+from funrl.models.decoder.layers import Context, DecoderLayer
+from funrl.models.decoder.sequence_parallel import AXIS
+from funrl.models.decoder.weights import axes, init, shapes, unembed
+from funrl.models.errors import ModelError
+from funrl.models.fsdp import regathering
+from funrl.models.model import Abilities, Inputs, Layer, Model, Output, RouterLoad, Routers
+from funrl.models.split_residual import leave, own_tokens
+
+Cache = tuple[tuple[Tensor, ...], ...]  # per layer the tensors of its mixer, [pages, ...], of the tokens so far
+
+
+def decoder_model(config: Config) -> Model:
+    """The decoder of these sizes and switches."""
+    layers = layers_of(config)
+    pages = all(layer.mixer.cache_shapes(1, 1) is not None for layer in layers)
+    return Model(
+        config=config,
+        shapes=shapes(config),
+        axes=axes(config),
+        init=functools.partial(init, config),
+        apply=functools.partial(apply, config),
+        unembed=unembed,
+        value=None,
+        layer=decoder_layer,
+        init_cache=functools.partial(init_cache, config) if pages else None,
+        rebuild=decoder_model,
+        abilities=_abilities(config, layers),
+    )
+
+
+def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
+    routed = tuple(i for i, layer in enumerate(layers) if layer.mlp.routed)
+    experts = config.experts
+    heads = {layer.mixer.paged for layer in layers}
+    return Abilities(
+        cost=cost_of(config),
+        compiled_step=step_sizes(config),
+        routers=None if experts is None else Routers(experts.count, experts.per_token, routed, experts.biased),
+        splits_rows=all(layer.mixer.splits_rows for layer in layers),
+        heads=config.heads,
+        logit_cap=config.logit_cap,
+        paged_kernel=heads.pop() if len(heads) == 1 else None,
+    )
+
+
+def init_cache(
+    config: Config, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
+) -> Cache:
+    """An empty cache of pages, of this rank's heads.
+
+    Raises:
+      ModelError: a layer's mixer has no pages.
+    """
+
+    def empty(layer: DecoderLayer) -> tuple[Tensor, ...]:
+        page_shapes = layer.mixer.cache_shapes(page_tokens, mesh.size("tensor"))
+        if page_shapes is None:
+            raise ModelError(f"{type(layer.mixer).__name__} has no cache of pages: the model cannot decode with one")
+        return tuple(torch.zeros((pages, *shape), dtype=dtype, device=device or mesh.device) for shape in page_shapes)
+
+    return tuple(map(empty, layers_of(config)))
+
+
+def apply(
+    config: Config,
+    params: trees.Tree,
+    inputs: Inputs,
+    mesh: Mesh = SINGLE,
+    cache: Cache | None = None,
+    layer: Layer | None = None,
+) -> Output:
+    """A forward pass, as `Model.apply` says.
+
+    Raises:
+      ModelError: of a cache and `Inputs.paging` there is only one; or tokens are split that are not packed.
+    """
+    if (cache is None) != (inputs.paging is None):
+        raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
+    if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
+        raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
+    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh, inputs.split)
+    kinds = layers_of(config)
+    contexts = _contexts(kinds, inputs, x_BTD.dtype)
+    run = layer or decoder_layer
+    layers = params["layers"]
+    loads: list[RouterLoad] = []
+    with regathering(layers):
+        weights = iter(layers)
+        for i, kind in enumerate(kinds):
+            context = contexts[id(kind)]
+            if inputs.routes is not None and kind.mlp.routed:
+                context = context._replace(routes_BTK=inputs.routes[:, :, len(loads)])
+            if cache is not None:
+                context = context._replace(kv_cache=cache[i])
+            # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
+            out = run(config, mesh, next(weights), x_BTD, context)
+            x_BTD, load = out if isinstance(out, tuple) else (out, None)
+            if load is not None:
+                loads.append(load)
+    x_BTD = _norm(config, x_BTD, params["norm"])
+    aux = {} if not loads else RouterLoad(*map(torch.stack, zip(*loads, strict=True)))._asdict()
+    return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, aux)
+
+
+def decoder_layer(
+    config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context
+) -> Tensor | tuple[Tensor, RouterLoad]:
+    """One layer: x + mixer(norm(x)), then the same with the mlp; the norms are where `Config.norms` says.
+
+    Args:
+      config, mesh: as in `apply`.
+      params: the weights of this layer.
+      x_BTD: output of the layer before; where `context.split`, this tensor rank's tokens of it.
+      context: the mixer, the mlp, positions, mask and cache.
+
+    Returns: its output; where it has experts, their load too.
+    """
+    mixer, mlp = context.layer
+    h_BTD = _norm(config, x_BTD, params.get("attn_norm"))
+    # No name holds what the mixer adds while the mlp computes: it is as large as the hidden states.
+    x_BTD = _add(config, x_BTD, mixer.apply(params["attn"], h_BTD, mesh, context), params.get("attn_out_norm"))
+    h_BTD = _norm(config, x_BTD, params.get("mlp_norm"))
+    out_BTD, load = mlp.apply(params["mlp"], h_BTD, mesh, context)
+    x_BTD = _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"))
+    return x_BTD if load is None else (x_BTD, load)
+
+
+def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
+    """A norm over the last dim; None: there is none here."""
+    return x if weight is None else rms_norm(x, weight, config.norm_eps, config.norm_offset)
+
+
+def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None) -> Tensor:
+    """The residual stream with what a branch adds to it."""
+    branch_BTD = _norm(config, branch_BTD, out_norm)
+    return x_BTD + (branch_BTD if config.residual_scale == 1 else branch_BTD * config.residual_scale)
+
+
+def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype) -> dict[int, Context]:
+    """The context of each distinct layer, by its id, less its cache."""
+    T = inputs.tokens.shape[1]
+    device = inputs.tokens.device
+    segments = inputs.segments
+    packed = inputs.offsets is not None or inputs.paging is not None
+    positions = inputs.positions if inputs.paging is None else inputs.paging.positions_N
+    if positions is None:
+        positions = torch.arange(T, device=device)
+    distinct = {id(layer): layer for layer in layers}
+    # Layers share rotations and masks: each is made once.
+    ropes = {rope: rope and rope.rotations(positions, dtype) for rope in {x.mixer.rope for x in distinct.values()}}
+    contexts = {}
+    masks: dict[int | None, Tensor] = {}
+    for number, layer in distinct.items():
+        window = layer.mixer.window
+        context = Context(layer, ropes[layer.mixer.rope], segments_BT=segments, split=inputs.split)
+        if packed:
+            contexts[number] = context._replace(offsets=inputs.offsets, paging=inputs.paging)
+        elif segments is None and (window is None or window >= T):
+            contexts[number] = context._replace(causal=T > 1)
+        else:
+            if window not in masks:
+                masks[window] = _attention_mask(T, segments, window, device)
+            contexts[number] = context._replace(attention_mask_BTS=masks[window], causal=False)
+    return contexts
+
+
+def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
+    x_BTD = _embedding(config, w_VD, tokens_BT, mesh, split)
+    # Rounded to the dtype before, as in transformers.
+    return x_BTD if config.embed_scale == 1 else x_BTD * x_BTD.new_full((), config.embed_scale)
+
+
+def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
+    """The rows of the tokens; each rank has some of the table. Where `split`, of this tensor rank's tokens."""
+    if w_VD.shape[0] == config.vocab:
+        return own_tokens(F.embedding(tokens_BT, w_VD), mesh, split)
+    row_BT = tokens_BT - mesh.index("tensor") * w_VD.shape[0]
+    mine_BT = (row_BT >= 0) & (row_BT < w_VD.shape[0])
+    rows_BTD = F.embedding(torch.where(mine_BT, row_BT, 0), w_VD)
+    return leave(torch.where(mine_BT.unsqueeze(-1), rows_BTD, 0), mesh, split)
+
+
+def _attention_mask(T: int, segments_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Bool [B, T, T], the batch dim 1 where rows are alike: the tokens that each token sees."""
+    position_T = torch.arange(T, device=device)
+    distance_TS = position_T[:, None] - position_T
+    mask = distance_TS >= 0
+    if window is not None:
+        mask = mask & (distance_TS < window)
+    if segments_BT is not None:
+        # Padding sees padding: its output is never used, and a token that sees nothing has no softmax.
+        mask = mask & (segments_BT.unsqueeze(-1) == segments_BT.unsqueeze(-2))
+    return mask if mask.dim() == 3 else mask.unsqueeze(0)

@@ -1,0 +1,213 @@
+"""A feed-forward layer that is a mixture of experts, on one rank or over the mesh axis `expert`. No token is dropped.
+
+Every token goes to its k experts, which may be on other ranks of `expert`. There are two ways there and back:
+
+| way | sends to the experts | brings home | taken where |
+|---|---|---|---|
+| gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
+| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same backwards | there are more |
+
+Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. A shared expert is
+such a layer, to which every token of a rank goes at home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.grouped_linear import grouped_linear
+from funrl.compiled_kernels.linear import linear
+from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum_scatter, ragged_all_to_all
+from funrl.mesh.mesh import Axes, Mesh
+from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
+from funrl.models.decoder.routing import (
+    Experts,
+    Routes,
+    combine,
+    expert_counts,
+    load_of,
+    permute,
+    route,
+    slots_of,
+    take_rows,
+)
+from funrl.models.low_rank import multiply
+from funrl.models.model import LayerCost, RouterLoad
+from funrl.models.split_residual import all_tokens, enter, leave
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Mlp: a mixture of experts; see `Mlp`.
+
+    Attributes:
+      experts: sizes, and how experts are chosen.
+    """
+
+    experts: Experts
+
+    @property
+    def routed(self) -> bool:
+        """Tokens go to some of its experts."""
+        return True
+
+    def shapes(self, embed: int) -> WeightShapes:
+        """Shapes of the whole weights."""
+        D, E, F_ = embed, self.experts.count, self.experts.mlp
+        shapes: dict[str, tuple[int, ...]] = {
+            "router": (E, D),
+            "expert_gate": (E, F_, D),
+            "expert_up": (E, F_, D),
+            "expert_down": (E, D, F_),
+        }
+        if self.experts.biased:
+            shapes["router_bias"] = (E,)
+        if shared := self.experts.shared:
+            shapes |= {"shared_gate": (shared, D), "shared_up": (shared, D), "shared_down": (D, shared)}
+        if self.experts.shared_weighted:
+            shapes["shared_router"] = (1, D)
+        return shapes
+
+    def axes(self) -> WeightAxes:
+        """Logical axes of the weights."""
+        return {
+            "router": ("router", "embed"),
+            "router_bias": ("router",),
+            "shared_gate": ("mlp", "embed"),
+            "shared_up": ("mlp", "embed"),
+            "shared_down": ("embed", "mlp"),
+            "shared_router": ("head", "embed"),
+            "expert_gate": ("experts", "mlp", "expert_embed"),
+            "expert_up": ("experts", "mlp", "expert_embed"),
+            "expert_down": ("experts", "expert_embed", "mlp"),
+        }
+
+    def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """First values of a weight: as most begin."""
+        return None
+
+    def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, RouterLoad]:
+        """Send tokens to their experts, as `Mlp.apply`."""
+        real_BT = None if context.segments_BT is None else context.segments_BT != 0
+        return mixture(self.experts, mesh, params, h_BTD, real_BT, context.routes_BTK, context.split)
+
+    def cost(self, cost: LayerCost) -> LayerCost:
+        """Fill in the experts, and the inner sizes that a token meets."""
+        experts = self.experts
+        return cost._replace(
+            inner=experts.per_token * experts.mlp + experts.shared,
+            experts=experts.count,
+            chosen=experts.per_token,
+            expert_mlp=experts.mlp,
+        )
+
+
+def mixture(
+    experts: Experts,
+    mesh: Mesh,
+    params: trees.Tree,
+    h_BTD: Tensor,
+    real_BT: Tensor | None = None,
+    ids_BTK: Tensor | None = None,
+    split: bool = False,
+) -> tuple[Tensor, RouterLoad]:
+    """Sum of each token's experts, [B, T, D], the same on every tensor rank; and their load.
+
+    Args:
+      params: "router" [E, D], "expert_gate" and "expert_up" [E, F, D], "expert_down" [E, D, F]; where there are such,
+        "router_bias" [E], the shared expert's "shared_gate", "shared_up" and "shared_down", and "shared_router" [1, D].
+        This rank's parts.
+      h_BTD: this rank's tokens, the same on every tensor rank; where `split`, its part of them, as is what is returned.
+      real_BT: false at padding, which goes to no expert; None: there is none.
+      ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
+    """
+    logits_BTE = all_tokens(_logits(experts, params["router"], h_BTD), mesh, split)
+    real_T = None if real_BT is None else real_BT.flatten()
+    ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
+    routes = _routes(experts, params, logits_BTE.flatten(0, 1), h_BTD.dtype, real_T, ids_TK)
+    over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
+    # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
+    h_BTD, weights_TK = enter(h_BTD, mesh, split), pbroadcast(routes.weights_TK, mesh, "tensor")
+    way = dispatch_gathered if mesh.size(over) <= experts.per_token else dispatch_ragged
+    h_TD = h_BTD.flatten(0, 1)
+    out_TD = way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK)
+    if experts.shared:
+        inner_TF = F.silu(multiply(h_TD, params["shared_gate"])) * multiply(h_TD, params["shared_up"])
+        shared_TD = multiply(inner_TF, params["shared_down"])
+        if experts.shared_weighted:
+            router_1D = pbroadcast(params["shared_router"], mesh, "tensor")
+            shared_TD = shared_TD * linear(h_TD, router_1D).sigmoid()
+        out_TD = out_TD + shared_TD
+    return leave(out_TD.view(h_BTD.shape), mesh, split), load_of(routes, real_T)
+
+
+def dispatch_gathered(
+    experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> Tensor:
+    """Sum of the experts of this rank over tokens of all ranks of `over`, brought home. One rank: no detour."""
+    h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
+    own = params["expert_gate"].shape[0]
+    # One rank has all slots but those of padding: to ask how many these are, the host would wait.
+    static = torch.compiler.is_compiling() or not over
+    slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static)
+    y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
+    return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
+
+
+def dispatch_ragged(
+    experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
+) -> Tensor:
+    """The same with only those rows on their way that have an expert there."""
+    ranks, own = mesh.size(over), params["expert_gate"].shape[0]
+    slots = slots_of(ids_TK, 0, experts.count)
+    sent_E = expert_counts(ids_TK, experts.count)
+    came_RE = all_to_all(sent_E, mesh, over, 0, 0).view(ranks, own)  # from each rank, for each expert here
+    send, receive = sent_E.view(ranks, own).sum(1).tolist(), came_RE.sum(1).tolist()
+    x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh, over)
+    expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
+    order_M = expert_M.argsort(stable=True)  # they came by rank
+    y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int())
+    y_MD = permute(y_MD, order_M.argsort())
+    return combine(ragged_all_to_all(y_MD, receive, send, mesh, over), weights_TK, slots)
+
+
+def _logits(experts: Experts, router_ED: Tensor, h_BTD: Tensor) -> Tensor:
+    """[B, T, E] of a router."""
+    if experts.wide:
+        wide = torch.promote_types(h_BTD.dtype, torch.float32)
+        return linear(h_BTD.to(wide), router_ED.to(wide))
+    return linear(h_BTD, router_ED)
+
+
+def _routes(
+    experts: Experts,
+    params: trees.Tree,
+    logits_TE: Tensor,
+    dtype: torch.dtype,
+    real_T: Tensor | None,
+    ids_TK: Tensor | None,
+) -> Routes:
+    bias_E = params["router_bias"] if experts.biased else None
+    if ids_TK is not None:
+        own_TK = route(experts, logits_TE.detach(), dtype, bias_E).ids_TK
+        ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
+    routes = route(experts, logits_TE, dtype, bias_E, ids_TK)
+    if real_T is None:
+        return routes
+    return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))
+
+
+def _feed_forward(params: trees.Tree, x_MD: Tensor, ends_E: Tensor) -> Tensor:
+    """The experts on rows that are sorted by them."""
+    gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
+    return grouped_linear(F.silu(gate_MF) * up_MF, params["expert_down"], ends_E)
+
+
+def _expert_axes(experts: Experts, mesh: Mesh, held: int) -> tuple[str, ...]:
+    """The axes whose ranks have other experts, by how many this rank holds while the layer computes."""
+    return () if held == experts.count else ("expert",)

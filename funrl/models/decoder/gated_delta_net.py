@@ -1,0 +1,189 @@
+"""Gated delta net: a mixer whose heads keep a state of a fixed size instead of the keys and values of all tokens.
+
+    q_t, k_t, v_t = silu(convolution of the last W tokens' projections), q and k normalized
+    log_decay_t = -exp(a_log) softplus(a_t + dt_bias), beta_t = sigmoid(b_t)
+    o_t = gated_delta_rule(q, k, v, log_decay, beta)_t
+    out_t = O (norm(o_t) silu(z_t))
+
+Each key head serves a group of value heads. Under tensor parallelism a rank has some of the key heads with their value
+heads, and the channels of the convolution that are theirs.
+
+References: Yang et al., 2024, https://arxiv.org/abs/2412.06464
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.gated_delta import causal_convolution, gated_delta_rule
+from funrl.compiled_kernels.norm import rms_norm
+from funrl.mesh.collectives import pbroadcast
+from funrl.mesh.mesh import Mesh
+from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
+from funrl.models.decoder.sequence_parallel import AXIS as SEQUENCE
+from funrl.models.errors import ModelError
+from funrl.models.low_rank import multiply
+from funrl.models.model import LayerCost
+from funrl.models.split_residual import enter, leave
+
+UNIT_EPS = 1e-6  # added to the squared length of queries and keys
+SMALLEST_A = 0.01  # of the first exp(a_log), uniform up to
+LARGEST_A = 16.0
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Sizes of a gated delta net.
+
+    Attributes:
+      key_heads, value_heads: numbers of heads K and H; K divides H.
+      key, value: sizes of a head's queries and keys N, and of its values M.
+      width: number of tokens W that the convolution spans.
+      norm_eps: of the norm of a head's output.
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    width: int = 4
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ModelError(f"value_heads is {self.value_heads}, it must be a multiple of key_heads, {self.key_heads}")
+
+    @property
+    def rope(self) -> None:
+        """Positions are in the state's decay."""
+        return None
+
+    @property
+    def window(self) -> None:
+        """The state is of all tokens before."""
+        return None
+
+    @property
+    def splits_rows(self) -> bool:
+        """A rank's tokens would need the state of all before."""
+        return False
+
+    @property
+    def paged(self) -> None:
+        """A state has no pages."""
+        return None
+
+    @property
+    def _group(self) -> int:
+        """Number of value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    def shapes(self, embed: int) -> WeightShapes:
+        """Shapes of the whole weights: "qkvz" has for each key head the rows of its q, k, values and output gates."""
+        K, H, N, M = self.key_heads, self.value_heads, self.key, self.value
+        return {
+            "qkvz": (K, 2 * N + 2 * self._group * M, embed),
+            "ba": (K, 2 * self._group, embed),
+            "conv_q": (K, N, 1, self.width),
+            "conv_k": (K, N, 1, self.width),
+            "conv_v": (H, M, 1, self.width),
+            "a_log": (H,),
+            "dt_bias": (H,),
+            "z_norm": (M,),
+            "out": (embed, H, M),
+        }
+
+    def axes(self) -> WeightAxes:
+        """Logical axes: every tensor rank has some of the heads, of both kinds the same part."""
+        return {
+            "qkvz": ("heads", "head", "embed"),
+            "ba": ("heads", "head", "embed"),
+            "conv_q": ("heads", "head", "head", "head"),
+            "conv_k": ("heads", "head", "head", "head"),
+            "conv_v": ("heads", "head", "head", "head"),
+            "a_log": ("heads",),
+            "dt_bias": ("heads",),
+            "z_norm": ("head",),
+            "out": ("embed", "heads", "head"),
+        }
+
+    def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """First values as in transformers: decays of 1 to 16 a token where a is 0, norms that change nothing."""
+        if name in ("dt_bias", "z_norm"):
+            return torch.ones(shape, device=generator.device)
+        if name == "a_log":
+            uniform = torch.rand(shape, generator=generator, device=generator.device)
+            return (SMALLEST_A + (LARGEST_A - SMALLEST_A) * uniform).log()
+        return None
+
+    def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
+        """As `Mixer.apply`.
+
+        Raises:
+          ModelError: the tokens of a row are split over ranks, or there is a cache.
+        """
+        if mesh.size(SEQUENCE) > 1:
+            raise ModelError(f"the mesh {mesh} splits the tokens of a row, whose state a gated delta net carries along")
+        h_BTD = enter(h_BTD, mesh, context.split)
+        segments_BT = _segments(h_BTD, context)
+        q_BTKN, k_BTKN, v_BTHM, z_BTHM = self._projected(params, h_BTD, segments_BT)
+        log_decay_BTH, beta_BTH = self._gates(params, h_BTD)
+        out_BTHM = gated_delta_rule(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
+        weight_M = pbroadcast(params["z_norm"], mesh, "tensor")
+        out_BTHM = rms_norm(out_BTHM, weight_M, self.norm_eps) * F.silu(_wide(z_BTHM))
+        out_BTD = multiply(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"])
+        return leave(out_BTD, mesh, context.split)
+
+    def _projected(
+        self, params: trees.Tree, h_BTD: Tensor, segments_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys [B, T, K, N], of unit length; values and output gates [B, T, H, M]: of this rank's heads."""
+        values = self._group * self.value
+        qkvz_BTKR = multiply(h_BTD, params["qkvz"]).unflatten(-1, params["qkvz"].shape[:2])
+        q, k, v, z = qkvz_BTKR.split((self.key, self.key, values, values), -1)
+        channels_BTD = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+        filters_DW = torch.cat([params[name].flatten(0, 2) for name in ("conv_q", "conv_k", "conv_v")])
+        mixed_BTD = F.silu(causal_convolution(channels_BTD, filters_DW, segments_BT))
+        sizes = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
+        q, k, v = mixed_BTD.split(sizes, -1)
+        q_BTKN = _unit(q.unflatten(-1, (-1, self.key))) * self.key**-0.5
+        k_BTKN = _unit(k.unflatten(-1, (-1, self.key)))
+        return q_BTKN, k_BTKN, v.unflatten(-1, (-1, self.value)), z.unflatten(-1, (-1, self.value)).flatten(2, 3)
+
+    def _gates(self, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithm of the decay, and beta, [B, T, H] of this rank's heads."""
+        ba_BTKR = multiply(h_BTD, params["ba"]).unflatten(-1, params["ba"].shape[:2])
+        b_BTH, a_BTH = (x.flatten(2) for x in ba_BTKR.split(self._group, -1))
+        log_decay_BTH = -_wide(params["a_log"]).exp() * F.softplus(_wide(a_BTH) + _wide(params["dt_bias"]))
+        return log_decay_BTH, b_BTH.sigmoid()
+
+    def cache_shapes(self, page_tokens: int, tensor: int) -> None:
+        """None: a state has no pages."""
+        return None
+
+    def cost(self, cost: LayerCost) -> LayerCost:
+        """A gated delta net computes no pairs of tokens."""
+        return cost
+
+
+def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
+    """Number of each token's sequence; None: each row is one."""
+    if context.offsets is None:
+        return context.segments_BT
+    places = torch.arange(h_BTD.shape[1], device=h_BTD.device, dtype=context.offsets.dtype)
+    return torch.searchsorted(context.offsets, places, right=True).unsqueeze(0)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x of length one over the last dim, in float32 or wider."""
+    x = _wide(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

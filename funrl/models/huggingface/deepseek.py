@@ -1,0 +1,120 @@
+"""The config.json of DeepSeek-V2 and DeepSeek-V3: latent attention, and shared experts beside those of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.routing import Experts
+from funrl.models.errors import ModelError
+
+_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+V2_DEFAULTS = _SIZES | {
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 1407,
+    "n_routed_experts": 64, "n_shared_experts": 2, "n_group": None, "topk_group": None, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False, "first_k_dense_replace": 0, "topk_method": "greedy",
+}  # fmt: skip
+V3_DEFAULTS = _SIZES | {
+    "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3, "rope_interleave": True,
+}  # fmt: skip
+_SUPPORTED = {
+    "sliding_window": (None,), "layer_types": (None,), "attention_bias": (False, None), "moe_layer_freq": (1, None),
+}  # fmt: skip
+V2_SUPPORTED = _SUPPORTED | {
+    "scoring_func": ("softmax", None), "topk_method": ("greedy", "group_limited_greedy"),
+    "norm_topk_prob": (False, None),  # which transformers does not apply
+}  # fmt: skip
+V3_SUPPORTED = _SUPPORTED | {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
+WEIGHT_NAMES = {
+    "q_a": "self_attn.q_a_proj.weight",
+    "q_a_norm": "self_attn.q_a_layernorm.weight",
+    "q_b": "self_attn.q_b_proj.weight",
+    "kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    "kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    "kv_b": "self_attn.kv_b_proj.weight",
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "shared_gate": "mlp.shared_experts.gate_proj.weight",
+    "shared_up": "mlp.shared_experts.up_proj.weight",
+    "shared_down": "mlp.shared_experts.down_proj.weight",
+}
+
+
+def read_deepseek_v2(got: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Config` of a config.json with all its defaults.
+
+    Raises:
+      ModelError: keys and values have other heads than queries, or it does not say how many experts a token takes.
+    """
+    grouped = got["topk_method"] == "group_limited_greedy"
+    groups, chosen = (got["n_group"] or 1, got["topk_group"] or 1) if grouped else (1, 1)
+    return _latent(got) | {
+        "experts": _experts(got, groups=groups, chosen_groups=chosen, best_of_group=1, normalized=False)
+    }
+
+
+def read_deepseek_v3(got: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of DeepSeek-V3."""
+    groups, chosen = got["n_group"] or 1, got["topk_group"] or 1
+    how: dict[str, Any] = {"groups": groups, "chosen_groups": chosen, "scoring": "sigmoid", "biased": True}
+    return _latent(got) | {"experts": _experts(got, normalized=bool(got["norm_topk_prob"]), **how)}
+
+
+def _latent(got: Mapping[str, Any]) -> dict[str, Any]:
+    heads, kv_heads = got["num_attention_heads"], got.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise ModelError(f"num_key_value_heads is {kv_heads}, latent attention has one for each of the {heads} heads")
+    latent = Latent(
+        kv_rank=got["kv_lora_rank"], q_rank=got["q_lora_rank"], nope=got["qk_nope_head_dim"],
+        rope=got["qk_rope_head_dim"], value=got["v_head_dim"], interleaved=bool(got.get("rope_interleave", True)),
+    )  # fmt: skip
+    return {"head": latent.nope + latent.rope, "latent": latent}
+
+
+def _experts(got: Mapping[str, Any], **how: Any) -> Experts:
+    if got.get("num_experts_per_tok") is None:
+        raise ModelError("num_experts_per_tok is None, it must be a whole number of at least 1")
+    return Experts(
+        count=got["n_routed_experts"], per_token=got["num_experts_per_tok"], mlp=got["moe_intermediate_size"],
+        dense=tuple(range(min(got["first_k_dense_replace"], got["num_hidden_layers"]))),
+        scale=float(got["routed_scaling_factor"]), shared=got["n_shared_experts"] * got["moe_intermediate_size"],
+        wide=True, **how,
+    )  # fmt: skip
+
+
+def write_deepseek(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only these families have, and those that they read otherwise.
+
+    Raises:
+      ModelError: it has no name for a part of the model.
+    """
+    latent, experts = config.latent, config.experts
+    if latent is None or experts is None:
+        missing = "latent" if latent is None else "experts"
+        raise ModelError(f"a {config.family} config.json needs {missing}, which is None")
+    softmax = experts.scoring == "softmax"
+    return {
+        "head_dim": latent.rope,
+        "attention_bias": False,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank,
+        "qk_nope_head_dim": latent.nope,
+        "qk_rope_head_dim": latent.rope,
+        "v_head_dim": latent.value,
+        "rope_interleave": latent.interleaved,
+        "n_routed_experts": experts.count,
+        "n_shared_experts": experts.shared // experts.mlp,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.mlp,
+        "norm_topk_prob": experts.normalized,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.groups,
+        "topk_group": experts.chosen_groups,
+        "first_k_dense_replace": len(experts.dense),
+        "scoring_func": experts.scoring,
+        "topk_method": "noaux_tc" if not softmax else "group_limited_greedy" if experts.groups > 1 else "greedy",
+        "num_nextn_predict_layers": 0,
+    }

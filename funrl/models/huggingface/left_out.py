@@ -1,0 +1,51 @@
+"""Tensors of a directory that its model does not need, and remarks on what is not taken as the files have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.families import FAMILIES, LAYERS
+from funrl.models.huggingface.fp8_files import FP8
+from funrl.models.huggingface.names import UNEMBED
+from funrl.models.huggingface.weight_files import weight_tables
+from funrl.models.model import Model, ModelConfig
+
+
+def is_redundant(name: str, config: ModelConfig) -> bool:
+    """True of tensors that some files have for nothing: rotary frequencies, masks, a second copy of tied embeddings,
+    layers behind the last."""
+    masks = (".attn.bias", ".attention.bias", ".masked_bias") if isinstance(config, ModuleConfig) else ()
+    if _further_layer(name, config) is not None:
+        return True
+    return name.endswith((".rotary_emb.inv_freq", *masks)) or (config.tied and name in (UNEMBED, "embed_out.weight"))
+
+
+def remarks_on_files(path: str | Path, model: Model) -> list[str]:
+    """A line for each thing of a directory that is not read, or that is read as something else.
+
+    Args:
+      path: a directory that `check_directory` has passed.
+      model: its model.
+    """
+    dtypes = {name: x["dtype"] for table in weight_tables(Path(path)).values() for name, x in table.items()}
+    further = {_further_layer(name, model.config) for name in dtypes} - {None}
+    remarks = []
+    if further:
+        layers, are = ("layer", "is") if len(further) == 1 else ("layers", "are")
+        remarks.append(f"{len(further)} multi-token-prediction {layers} of the files {are} not trained")
+    if FP8 in dtypes.values():
+        remarks.append("the files have weights in FP8; they are trained, and saved, as numbers of the run's dtype")
+    return remarks
+
+
+def _further_layer(name: str, config: ModelConfig) -> str | None:
+    """Beginning of a tensor's name where its layer predicts tokens behind the next one; None: it does not."""
+    family = FAMILIES.get(config.family)
+    prefix = "" if family is None else family.further_layers
+    if not prefix or not name.startswith(prefix):
+        return None
+    if prefix != LAYERS:
+        return prefix
+    number = name.removeprefix(prefix).split(".")[0]
+    return prefix + number if int(number) >= config.layers else None

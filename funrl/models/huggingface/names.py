@@ -1,0 +1,198 @@
+"""Names and shapes of weights in Hugging Face files."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.families import FAMILIES
+from funrl.models.lora import FIRST, SECOND, plain_name
+from funrl.models.model import Model
+from funrl.models.value_head import BIAS, HEAD
+
+Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
+_OF_HEADS = (
+    *("q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "q_b", "kv_b"),
+    *("qkvz", "ba", "conv_q", "conv_k", "conv_v"),
+)
+
+_LAYER = {
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "attn_out_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
+    "expert_gate": "mlp.experts.gate_proj.weight",
+    "expert_up": "mlp.experts.up_proj.weight",
+    "expert_down": "mlp.experts.down_proj.weight",
+}
+HEAD_NAMES = {HEAD: "score.weight", BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
+_EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
+EMBED, UNEMBED = "model.embed_tokens.weight", "lm_head.weight"
+_TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
+_MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
+
+
+def names_of(model: Model) -> Names:
+    """For each weight of a model its name and shape in transformers; some neighbouring dims may be merged there.
+
+    A tensor here may be the one there with the heads as a dim of their own. The experts of a layer are one tensor here;
+    a file has one each, by the names of `expert_names`. A file may hold several weights as one tensor: `stored_in`. The
+    factors of adapters have the names of PEFT's files, less what these begin with.
+
+    Example: {"layers/0/attn/q": ("model.layers.0.self_attn.q_proj.weight", (H * N, D)), ...}
+    """
+    shapes = {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
+    config = model.config
+    names: dict[str, tuple[str, tuple[int, ...]]] = {}
+    own = isinstance(config, ModuleConfig)
+    theirs = _module_names(config) if own else _decoder_names(shapes, config.family)
+    merged = (lambda _, shape: shape) if own else _hf_shape
+    for name, shape in shapes.items():
+        weight = name.removesuffix(FIRST).removesuffix(SECOND)
+        if name in HEAD_NAMES:
+            names[name] = HEAD_NAMES[name], shape
+        elif weight == name:
+            names[name] = theirs(plain_name(name)), merged(name, shape)
+        else:
+            rows, columns = _hf_shape(weight, shapes[weight])
+            file = theirs(plain_name(weight)).removesuffix(".weight")
+            if name.endswith(FIRST):
+                names[name] = f"{file}.lora_A.weight", (shape[0], columns)
+            else:
+                names[name] = f"{file}.lora_B.weight", (rows, shape[-1])
+    return names
+
+
+def _module_names(config: ModuleConfig) -> Callable[[str], str]:
+    """The name in transformers of each weight of a model that transformers' own code computes."""
+    from funrl.models.huggingface.skeletons import CPU, skeleton
+
+    module = skeleton(config, CPU, False)
+
+    def theirs(name: str) -> str:
+        part, *rest = name.split("/")
+        if part == "unembed":
+            return module.head
+        return module.prefix + (rest[0] if part == "base" else f"{module.layers_at}{rest[0]}.{rest[1]}")
+
+    return theirs
+
+
+def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
+    """The name in transformers of each weight of a decoder."""
+    layer = _LAYER | dict(FAMILIES[family].names if family in FAMILIES else {})
+    if any(name.endswith("mlp_out_norm") for name in shapes):  # else norms before and behind would have one name
+        layer["mlp_norm"] = _MLP_NORM_OF_FOUR
+
+    def theirs(name: str) -> str:
+        parts = name.split("/")
+        return _TOP[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{layer[parts[-1]]}"
+
+    return theirs
+
+
+class Stored(NamedTuple):
+    """Place of a weight in a file.
+
+    Attributes:
+      name, shape: of the file's tensor.
+      rows: of its first dim, those that are the weight: first and last but one.
+      experts: names of the file's tensors, each of the shape of one of the weight's first dim; (): it is `name`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    experts: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the file's tensors."""
+        return dict.fromkeys(self.experts, self.shape[1:]) if self.experts else {self.name: self.shape}
+
+
+def expert_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Names in a file of the parts of a tensor of all experts; () of any other tensor.
+
+    Example: ("layers.0.mlp.experts.up_proj.weight", (2, 8, 4)) -> ("layers.0.mlp.experts.0.up_proj.weight", ...)
+    """
+    return tuple(name.replace(_EXPERTS, f"{_EXPERTS}{i}.") for i in range(shape[0])) if _EXPERTS in name else ()
+
+
+def by_expert(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names of `names_of`, with one tensor for each expert."""
+    for name, x in named:
+        names = expert_names(name, tuple(x.shape))
+        yield from zip(names, x.unbind(), strict=True) if names else [(name, x)]
+
+
+def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
+    """For each weight of `names_of`, where a file has it: some families' files hold several as one tensor.
+
+    Example: {"layers/0/attn/k": Stored("model.layers.0.self_attn.qkv_proj.weight", (3 * H * N, D), (H * N, 2 * H * N))}
+    """
+    shapes, found = dict(names.values()), {}
+    for whole, parts in _fused_tensors(family, shapes).items():
+        rows = list(itertools.accumulate((shapes[part][0] for part in parts), initial=0))
+        shape = (rows[-1], *shapes[parts[0]][1:])
+        found |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
+    return {
+        ours: found.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])), expert_names(theirs, shape))
+        for ours, (theirs, shape) in names.items()
+    }
+
+
+def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names of `names_of` as the tensors of a file; parts wait for one another."""
+    tensors = _fused_tensors(family, dict(names.values()))
+    whole_of = {part: whole for whole, parts in tensors.items() for part in parts}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, x in named:
+        whole = whole_of.get(name)
+        if whole is None:
+            yield name, x
+            continue
+        there = waiting.setdefault(whole, {})
+        there[name] = x
+        if len(there) == len(tensors[whole]):
+            yield whole, torch.cat([there[part] for part in tensors[whole]])
+            del waiting[whole]
+
+
+def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """The tensors of a file that hold several weights, with these in order."""
+    found = {}
+    for whole, parts in (FAMILIES[family].fused if family in FAMILIES else {}).items():
+        for name in shapes:
+            if name.endswith(parts[0]):
+                layer = name.removesuffix(parts[0])
+                found[layer + whole] = [layer + part for part in parts]
+    return found
+
+
+def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    last = name.rsplit("/", 1)[-1]
+    if last in _OF_HEADS and len(shape) > 1:
+        return (math.prod(shape[:2]), *shape[2:])
+    return (*shape[:1], math.prod(shape[1:])) if last in ("o", "out") else shape

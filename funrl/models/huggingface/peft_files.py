@@ -1,0 +1,155 @@
+"""Adapters as PEFT has them: names of projections, and directories with adapter_config.json and their weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from funrl import trees
+from funrl.models.errors import ModelError
+from funrl.models.huggingface.families import FAMILIES
+from funrl.models.huggingface.names import HEAD_NAMES, names_of
+from funrl.models.lora import FIRST, OF_SOME, PROJECTIONS, SECOND, trained_part
+from funrl.models.model import Model
+from funrl.models.value_head import is_token_classifier
+
+ALL_LINEAR = "all-linear"  # every projection of the layers
+BEGIN = "base_model.model."  # of every name in the file
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def projections(model: Model) -> dict[str, tuple[str, ...]]:
+    """Names of the projections of a model as PEFT has them -> those of the weights here.
+
+    A tensor that some family's files hold several weights in has a name too, such as "qkv_proj".
+    """
+    names = {name: weight for name, (weight, _) in names_of(model).items() if "/" in name}
+    there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, weight in names.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for name in (*PROJECTIONS, *OF_SOME):
+        if name in there:
+            found[there[name]] = (*found.get(there[name], ()), name)
+    family = FAMILIES.get(model.config.family)
+    for whole, parts in (family.fused if family is not None else {}).items():
+        own = [part.split(".")[-2] for part in parts]
+        if set(own) <= found.keys():
+            found[whole.split(".")[-2]] = tuple(found[name][0] for name in own)
+    return found
+
+
+def targets_of(text: str, model: Model) -> tuple[str, ...]:
+    """The weights that a list such as "q_proj,v_proj" or "all-linear" names.
+
+    Routers and routed experts have no adapters; a shared expert has those of a dense mlp.
+
+    Raises:
+      ModelError: a name is not one of the model's projections, or is there twice.
+    """
+    there = projections(model)
+    wanted = [part.strip() for part in text.split(",")]
+    known = [weight for weights in there.values() for weight in weights]
+    if wanted == [ALL_LINEAR]:
+        return (*PROJECTIONS, *(name for name in OF_SOME if name in known))
+    for name in wanted:
+        if name not in there:
+            experts = "" if model.abilities.routers is None else "; its routers and routed experts take no adapters"
+            names = ", ".join(there)
+            raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {names}{experts}")
+    found = [weight for name in wanted for weight in there[name]]
+    if len(set(found)) < len(found):
+        raise ModelError("a projection is named twice")
+    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in found)
+
+
+def write_peft(
+    path: str | Path, model: Model, own: Mapping[str, Tensor], base: str | Path, tokenizer: Any = None
+) -> None:
+    """Write a directory that `peft.PeftModel.from_pretrained` loads beside its base.
+
+    Where files of a family hold several projections as one tensor, its adapters are one: their factors A one below the
+    other, and their factors B in blocks.
+
+    Args:
+      path: made where it is absent.
+      model: with adapters.
+      own: what learns, whole, by the names of `trained_part`.
+      base: directory or name of the model that they stand on.
+      tokenizer: anything with `save_pretrained`.
+    """
+    assert model.adapters is not None
+    folder, lora = Path(path), model.adapters.lora
+    folder.mkdir(parents=True, exist_ok=True)
+    factors, tensors = _factors(model, own), {}
+    for name, (a, b) in factors.items():
+        tensors |= {f"{BEGIN}{name}.lora_A.weight": a, f"{BEGIN}{name}.lora_B.weight": b}
+    tensors |= {BEGIN + there: own[name] for name, there in HEAD_NAMES.items() if name in own}
+    tensors = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
+    partial = folder / f".{WEIGHTS}.partial"
+    partial.write_bytes(b"")
+    mode = partial.stat().st_mode  # the umask's; safetensors makes files that only their owner reads
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(mode)
+    os.replace(partial, folder / WEIGHTS)
+    ranks = {name.rpartition(".")[2]: len(a) for name, (a, _) in factors.items()}
+    others = {name: rank for name, rank in sorted(ranks.items()) if rank != lora.rank}
+    raw = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.value is None else "TOKEN_CLS" if is_token_classifier(model) else "SEQ_CLS",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {name: rank * lora.alpha / lora.rank for name, rank in others.items()},
+        "modules_to_save": None if model.value is None else ["score"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _factors(model: Model, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The two factors of each adapted module of transformers, A [rank, in] and B [out, rank], by its name."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    names = names_of(model)
+    for name, _ in trees.named(trained_part(model, model.shapes)):
+        if name.endswith(FIRST):
+            first, second = (own[name.removesuffix(FIRST) + end] for end in (FIRST, SECOND))
+            there = names[name][0].removesuffix(".lora_A.weight")
+            found[there] = first.flatten(1), second.flatten(0, -2)
+    family = FAMILIES.get(model.config.family)
+    for whole, parts in (family.fused if family is not None else {}).items():
+        ends = [part.removesuffix(".weight") for part in parts]
+        whole = whole.removesuffix(".weight")
+        rows = {end: _rows(model, end) for end in ends}
+        for layer in {name.removesuffix(end) for name in found for end in ends if name.endswith(end)}:
+            pairs = [(found.pop(layer + end, None), rows[end]) for end in ends]
+            found[layer + whole] = _one(pairs)
+    return found
+
+
+def _rows(model: Model, end: str) -> int:
+    """Rows of the matrices of a projection, such as "self_attn.q_proj"."""
+    return next(shape[0] for there, shape in names_of(model).values() if there.endswith(f"{end}.weight"))
+
+
+def _one(pairs: list[tuple[tuple[Tensor, Tensor] | None, int]]) -> tuple[Tensor, Tensor]:
+    """The factors of one matrix made of several, one below the other, of which some have factors."""
+    there = [pair for pair, _ in pairs if pair is not None]
+    a = torch.cat([first for first, _ in there])
+    empty = there[0][1].new_zeros
+    return a, torch.block_diag(*(empty(rows, 0) if pair is None else pair[1] for pair, rows in pairs))

@@ -1,0 +1,112 @@
+"""The config.json of Qwen3-Next: gated delta nets between layers of gated attention, and a gated shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.errors import ModelError
+
+FULL, LINEAR = "full_attention", "linear_attention"
+NEXT_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+NEXT_WEIGHT_NAMES = {
+    "qkvz": "linear_attn.in_proj_qkvz.weight",
+    "ba": "linear_attn.in_proj_ba.weight",
+    "a_log": "linear_attn.A_log",
+    "dt_bias": "linear_attn.dt_bias",
+    "z_norm": "linear_attn.norm.weight",
+    "out": "linear_attn.out_proj.weight",
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
+} | {f"conv_{part}": f"linear_attn.conv1d.{part}" for part in "qkv"}
+NEXT_FUSED = {"linear_attn.conv1d.weight": [f"linear_attn.conv1d.{part}" for part in "qkv"]}
+
+
+def layer_kinds(fields: Mapping[str, Any], layers: int) -> list[str]:
+    """Kinds of layers where config.json has no layer_types."""
+    interval = fields["full_attention_interval"]
+    return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
+
+
+def read_qwen3_next(fields: Mapping[str, Any], qwen3_moe: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Config` of a config.json with all its defaults.
+
+    Args:
+      fields: of the config.json.
+      qwen3_moe: those of `Config` that Qwen3-MoE has of it.
+
+    Raises:
+      ModelError: a kind of layer is unknown.
+    """
+    layers = fields["num_hidden_layers"]
+    kinds = fields.get("layer_types") or layer_kinds(fields, layers)
+    mixer = GatedDeltaNet(
+        key_heads=fields["linear_num_key_heads"],
+        value_heads=fields["linear_num_value_heads"],
+        key=fields["linear_key_head_dim"],
+        value=fields["linear_value_head_dim"],
+        width=fields["linear_conv_kernel_dim"],
+        norm_eps=float(fields["rms_norm_eps"]),
+    )
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    part = rope.get("partial_rotary_factor") or fields["partial_rotary_factor"]
+    return dict(qwen3_moe) | {
+        "norm_offset": 1.0,
+        "output_gate": True,
+        "rotary_part": int(fields["head_dim"] * part),
+        "mixers": tuple(mixer if kind == LINEAR else None for kind in _period(kinds)),
+        "experts": replace(
+            qwen3_moe["experts"], shared=fields["shared_expert_intermediate_size"], shared_weighted=True
+        ),
+    }
+
+
+def write_qwen3_next(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only this family has.
+
+    Raises:
+      ModelError: there is no gated delta net, or there are no experts.
+    """
+    mixers = [config.mixer(i) for i in range(config.layers)]
+    mixer = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None)
+    if mixer is None or config.experts is None:
+        missing = "experts" if config.experts is None else "a gated delta net among mixers"
+        raise ModelError(f"a {config.family} config.json needs {missing}, and there is none")
+    return {
+        "layer_types": [LINEAR if isinstance(mixer, GatedDeltaNet) else FULL for mixer in mixers],
+        "linear_num_key_heads": mixer.key_heads,
+        "linear_num_value_heads": mixer.value_heads,
+        "linear_key_head_dim": mixer.key,
+        "linear_value_head_dim": mixer.value,
+        "linear_conv_kernel_dim": mixer.width,
+        "partial_rotary_factor": (config.rotary_part or config.head) / config.head,
+        "shared_expert_intermediate_size": config.experts.shared,
+    }
+
+
+def _period(kinds: Sequence[str]) -> Sequence[str]:
+    """The shortest beginning that, repeated, gives all kinds."""
+    layers = range(len(kinds))
+    length = next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i % n] for i in layers))
+    return kinds[:length]

@@ -1,0 +1,134 @@
+"""Tables of the safetensors files of a directory, checked before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
+
+from funrl.models.errors import ModelError
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+TABLE_LIMIT = 100_000_000  # bytes of a table, as in safetensors
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file of JSON holds. Raises: ModelError, naming the file."""
+    if not file.is_file():
+        raise ModelError(f"{file} is missing")
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}") from None
+    except RecursionError:
+        raise ModelError(f"{file} is nested too deeply for a file of a model") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+def weight_tables(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The files of weights with their tables: tensor -> "dtype", "shape" and "data_offsets".
+
+    Raises:
+      ModelError: a file that the index names is missing, is not in the directory or lacks a tensor; or a table is
+        broken.
+    """
+    if (folder / WHOLE).is_file():
+        return {folder / WHOLE: read_table(folder / WHOLE)}
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"{folder} has neither {WHOLE} nor {INDEX}; other formats of weights are not read")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder / INDEX} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or "\0" in file or len(file) > 255:
+            raise ModelError(f"{folder / INDEX}: the file of {name} is {_short(file)}, it must be the name of a file")
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise ModelError(
+                f"{folder / INDEX}: the file of {name} is {file!r}, which is not in the directory; put it there"
+            )
+    tables = {}
+    for name in sorted(set(weight_map.values())):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder / name} is missing; {INDEX} names it")
+        tables[folder / name] = read_table(folder / name)
+    for name, file in weight_map.items():
+        if name not in tables[folder / file]:
+            raise ModelError(f"{folder / file} lacks {name}, which {INDEX} says is in it")
+    return tables
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """The table of a safetensors file: the length of the table, the table in JSON, then the numbers.
+
+    Raises:
+      ModelError: the file is cut short, or an entry of its table is of the wrong type, does not fit its shape, or
+        overlaps another.
+    """
+    size = file.stat().st_size
+    if size == 0:
+        raise ModelError(f"{file} is empty; it should hold weights")
+    not_one = f"{file} is not a safetensors file: it does not begin with a table"
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or 8 + length > size:
+            raise ModelError(f"{file} is cut short: it has {size} bytes, its table alone should have {length}")
+        if length > TABLE_LIMIT:
+            raise ModelError(f"{file} has a table of {length} bytes, safetensors allows {TABLE_LIMIT}")
+        try:
+            table = json.loads(stream.read(length))
+        except (ValueError, RecursionError):
+            raise ModelError(not_one) from None
+    if not isinstance(table, dict):
+        raise ModelError(not_one)
+    table.pop("__metadata__", None)
+    for name, entry in table.items():
+        if problem := _problem(entry):
+            raise ModelError(f"{file}: {name} has {problem}; write the file again")
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in table.values()), default=0)
+    if size != expected:
+        raise ModelError(f"{file} has {size} bytes, its table says {expected}: it is cut short or damaged")
+    end, before = 0, "the table"
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, after = entry["data_offsets"]
+        if begin != end:
+            how = f"overlaps {before}" if begin < end else f"leaves a hole behind {before}"
+            raise ModelError(f"{file}: {name} has data_offsets {[begin, after]}, which {how}; write the file again")
+        end, before = after, name
+    return table
+
+
+def _problem(entry: Any) -> str:
+    """Reason to refuse an entry of a table; "" for a good one."""
+    if not isinstance(entry, dict):
+        return f"the entry {_short(entry)}, not an object"
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str):
+        return f"dtype {_short(dtype)}, it must be text"
+    if not _counts(shape):
+        return f"shape {_short(shape)}, it must be a list of whole numbers"
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"data_offsets {_short(offsets)}, it must be where its numbers begin and end"
+    nbytes = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+    if dtype in ITEM_BYTES and offsets[1] - offsets[0] != nbytes:
+        return f"data_offsets {offsets}, but {dtype} of shape {shape} takes {nbytes} bytes"
+    return ""
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,325 @@
+"""Signs of life of a rank: where it is, written at every phase and collective for whoever waits for it.
+
+A rank writes its step, its phase and its last collective in a record of fixed size, at a cost that does not depend on
+the number of ranks. A thread counts on beside it, so that a rank that has stopped is told from one that computes. The
+records are read by `lookout`; on one machine they are in memory that the ranks share with the process that has started
+them (`board`), otherwise they go through the store of the run's rendezvous (`store_signs`).
+
+When a rank has failed, others may still hold the state of the run: what `last_words` was given is called in this thread
+on the ranks that are chosen for it, while their programs wait in a collective for the one that has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+TICK_S = 0.25
+ORDER_S, SAVE_S = 4.0, 120.0  # how long a rank that has failed waits for a decision, and for what is then saved
+RUNNING, FAILED, SAVING, ENDED = range(4)  # states of a rank
+NOBODY = -1  # instead of the number of a replica
+
+_RECORD = struct.Struct("<QQdiIIiiBB2x32s48s64s")
+RECORD_BYTES = 192
+_BEATS, _TICKS, _SINCE, _STEP, _PHASES, _COLLECTIVES, _WHOLE, _REPLICA, STATUS, _WAITING, _PHASE, _COLLECTIVE = (
+    0, 8, 16, 24, 28, 32, 36, 40, 44, 45, 48, 80,
+)  # fmt: skip
+
+
+class Sign(NamedTuple):
+    """The record of a rank.
+
+    Attributes:
+      beats: things that it has begun or ended.
+      ticks: of the thread beside it.
+      since: when it entered the collective, by the monotonic clock of its machine; of a rank that has failed, seconds
+        that it had waited there.
+      step, phase: where it is; step 0 is before the first.
+      phases: phases that it has entered, the same on every rank that is as far.
+      collectives: over all ranks that it has begun, the same on every rank that is as far.
+      whole: the step after which it holds a whole state, its part of it at least; -1: none.
+      replica: the ranks of one number hold every part of the state together; NOBODY: no ranks do without the others.
+      status: RUNNING, FAILED, SAVING or ENDED.
+      waiting: whether it is in a collective.
+      collective: the last one, such as "all_reduce over data".
+    """
+
+    beats: int
+    ticks: int
+    since: float
+    step: int
+    phases: int
+    collectives: int
+    whole: int
+    replica: int
+    status: int
+    waiting: int
+    phase: str
+    collective: str
+    host: str
+
+
+NOT_BEGUN = Sign(0, 0, 0.0, 0, 0, 0, -1, NOBODY, RUNNING, 0, "not begun", "", "an unknown host")
+
+
+def decoded(record: Any) -> Sign:
+    """The sign that the bytes of a record are; `NOT_BEGUN` where nothing has been written."""
+    *numbers, phase, collective, host = _RECORD.unpack_from(record)
+    sign = Sign(*numbers, *(text.rstrip(b"\0").decode(errors="replace") for text in (phase, collective, host)))
+    return sign if sign.host else NOT_BEGUN
+
+
+class Order(NamedTuple):
+    """Decision of what is saved when a rank has failed.
+
+    Attributes:
+      replica: whose ranks save what they hold; NOBODY: nothing is saved.
+      elsewhere: whether the usual folder cannot be written.
+    """
+
+    replica: int
+    elsewhere: bool
+
+
+class Link(Protocol):
+    """The way from a rank to whoever reads its record."""
+
+    def tick(self, heart: Heart) -> Order | None:
+        """Called a few times a second; the decision, once there is one."""
+        ...
+
+    def failed(self, heart: Heart, error: BaseException, unwritable: bool) -> bool:
+        """Leave word of a failure; False where nobody decides about it."""
+        ...
+
+    def elsewhere(self) -> str | None:
+        """A folder that all ranks see and that can be written, for what the usual one does not take."""
+        ...
+
+    def tell(self, text: str) -> None:
+        """Tell the user, after the error."""
+        ...
+
+    def close(self) -> None:
+        """Ask nothing of other ranks from here on, which may end at any moment."""
+        ...
+
+
+Save = Callable[[bool, str | None], str]
+
+
+class Heart:
+    """The record of this rank, and the thread that keeps it ticking."""
+
+    def __init__(self, record: Any, link: Link) -> None:
+        """
+        Args:
+          record: `RECORD_BYTES` of writable memory.
+        """
+        self.record, self.link = record, link
+        self.beats = self.ticks = self.phases = self.collectives = 0
+        self.since = 0.0
+        self.save: Save | None = None
+        self.replica, self.settled, self.stop = NOBODY, threading.Event(), threading.Event()
+        now = time.monotonic()
+        _RECORD.pack_into(record, 0, 0, 0, now, 0, 0, 0, -1, NOBODY, RUNNING, 0, b"start", b"", _host())
+        self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
+
+    def _live(self) -> None:
+        while not self.stop.wait(TICK_S):
+            self.ticks += 1
+            struct.pack_into("<Q", self.record, _TICKS, self.ticks)
+            order = self.link.tick(self)
+            if order is not None and not self.settled.is_set():
+                self._obey(order)
+
+    def _obey(self, order: Order) -> None:
+        """Save this rank's part of the state if it is among those that shall."""
+        if order.replica != NOBODY and order.replica == self.replica and self.save is not None:
+            self.put("<B", STATUS, SAVING)
+            try:
+                said = self.save(order.elsewhere, self.link.elsewhere())
+            except Exception as error:  # whatever it is, the first failure is the one that counts
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                said = f"the state could not be saved: {first}"
+            if said:
+                self.link.tell(said)
+        self.put("<B", STATUS, ENDED)
+        self.settled.set()
+
+    def put(self, form: str, at: int, value: Any) -> None:
+        """Write one field of the record."""
+        struct.pack_into(form, self.record, at, value)
+
+    def beat(self) -> None:
+        self.beats += 1
+        struct.pack_into("<Q", self.record, _BEATS, self.beats)
+
+
+_own: Heart | None = None  # of this process
+_mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
+_groups: dict[str, tuple[bytes, bool]] = {}  # of process groups: over which axes, and whether of all ranks
+
+
+@contextlib.contextmanager
+def alive(heart: Heart) -> Iterator[Heart]:
+    """Have the marks of this process go to a record, for as long as the context lasts."""
+    global _own
+    before, _own = _own, heart
+    heart.thread.start()
+    try:
+        yield heart
+        heart.put("<B", STATUS, ENDED)
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # which ends a run at once
+            failed(error)
+        raise
+    finally:
+        _own = before
+        heart.stop.set()
+        heart.thread.join(timeout=2 * TICK_S)
+
+
+def name_group(group: str, axes: str, everyone: bool) -> None:
+    """Tell what a process group is, by its name."""
+    _groups[group] = (f" over {axes}".encode(), everyone)
+
+
+def beat() -> None:
+    """Something has been done: a token of each completion, a micro-batch."""
+    if _own is not None:
+        _own.beat()
+
+
+def at_step(number: int) -> None:
+    """The step that begins, from 1."""
+    if _own is not None:
+        _own.put("<i", _STEP, number)
+        _own.beat()
+
+
+def in_steps() -> bool:
+    """True once the first step of this rank's program has begun."""
+    return _own is not None and decoded(_own.record).step > 0
+
+
+def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None) -> None:
+    """Enter a context of this name around every phase from now on, such as a profiler's range; None: no more."""
+    global _mark
+    _mark = mark
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """A phase of the program, which every rank enters. Behind it the record says that it was the last one."""
+    heart = _own
+    if heart is not None:
+        heart.phases += 1
+        heart.put("<I", _PHASES, heart.phases)
+        heart.put("32s", _PHASE, name.encode()[:32])
+        heart.beat()
+    if _mark is None:
+        yield
+    else:
+        with _mark(name):
+            yield
+    if heart is not None:
+        heart.put("32s", _PHASE, f"after {name}".encode()[:32])
+        heart.beat()
+
+
+def entered(name: str, group: str = "") -> None:
+    """A collective begins; where it raises, `left` is not called, and the record keeps it.
+
+    Args:
+      group: name of its process group; "": it is not one of a group.
+    """
+    if torch.compiler.is_compiling() or _own is None:
+        return
+    heart, (axes, everyone) = _own, _groups.get(group, (b"", False))
+    if everyone:
+        heart.collectives += 1
+        heart.put("<I", _COLLECTIVES, heart.collectives)
+    heart.since = time.monotonic()
+    heart.put("<d", _SINCE, heart.since)
+    heart.put("48s", _COLLECTIVE, name.encode() + axes)
+    heart.put("<B", _WAITING, 1)
+    heart.beat()
+
+
+def left() -> None:
+    """A collective has ended, or has been handed to a device."""
+    if torch.compiler.is_compiling() or _own is None:
+        return
+    _own.put("<B", _WAITING, 0)
+    _own.beat()
+
+
+def last_words(save: Save | None, replica: int) -> None:
+    """Give what saves this rank's part of the state when another one has failed.
+
+    Args:
+      save: (whether the usual folder cannot be written, another one that all ranks see or None) -> what is to be told.
+      replica: see `Sign`.
+    """
+    if _own is not None:
+        _own.save, _own.replica = save, replica
+        _own.put("<i", _REPLICA, replica)
+
+
+def holds(step: int) -> None:
+    """The step after which this rank holds its part of a whole state from here on; -1: of none."""
+    if _own is not None:
+        _own.put("<i", _WHOLE, step)
+
+
+def failed(error: BaseException, unwritable: bool = False) -> bool:
+    """This rank fails. Wait until what can be saved has been: its own part too, in the thread beside.
+
+    Args:
+      unwritable: whether it is the usual folder that failed.
+
+    Returns: False where nobody else decides what is saved, as there is no other rank.
+    """
+    heart = _own
+    if heart is None:
+        return False
+    if heart.settled.is_set():
+        return True
+    if heart.record[STATUS] == RUNNING:
+        heart.put("<d", _SINCE, waited_s())
+        heart.put("<B", STATUS, FAILED)
+    if not heart.link.failed(heart, error, unwritable):
+        return False
+    if heart.save is None:
+        return True
+    begin = time.monotonic()
+    while not heart.settled.wait(0.05):
+        saving = heart.record[STATUS] == SAVING
+        if time.monotonic() - begin > (SAVE_S if saving else ORDER_S):
+            break
+    return True
+
+
+def closing() -> None:
+    """The program ends, and so do other ranks."""
+    if _own is not None:
+        _own.link.close()
+
+
+def waited_s() -> float:
+    """Seconds since this rank entered the collective that it has not left; 0 where there is none."""
+    if _own is None or not _own.record[_WAITING]:
+        return 0.0
+    return time.monotonic() - _own.since
+
+
+def _host() -> bytes:
+    return socket.gethostname().encode()[:64]

@@ -1,0 +1,167 @@
+"""Reading of the signs of life: which rank the others wait for, what is said of it, and who saves the state.
+
+Functions of records (`heartbeat.Sign`) by rank. Only one process reads all of them, a few times in each heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from funrl.processes.heartbeat import NOBODY, NOT_BEGUN, RUNNING, Order, Sign
+
+NAMED = 4  # ranks that a line names; the others it counts
+GAP_S = 10.0  # more between two looks is time in which the watcher itself was stopped
+TIMED_OUT = 0.9  # part of the timeout after which a collective that fails has waited in vain
+
+
+class Lookout:
+    """Watcher of some ranks: speaks when one of them has made no progress for a heartbeat, then ever less often."""
+
+    def __init__(self, heartbeat_s: float, ending: str = "", stalled_s: float | None = None) -> None:
+        """
+        Args:
+          heartbeat_s: seconds without progress.
+          ending: continues a line, such as "; --timeout=60 ends the run".
+          stalled_s: seconds without an answer after which a rank counts as stalled; None: it never does.
+        """
+        self.heartbeat_s, self.ending, self.stalled_s = heartbeat_s, ending, stalled_s
+        self.unanswered_s: dict[int, float] = {}  # of each rank, without the time in which this process was stopped
+        self.looked: float | None = None
+        self.silent_s = max(1.0, heartbeat_s / 2)
+        self.beats: dict[int, tuple[int, float]] = {}  # of each rank, and when they were seen first
+        self.ticks: dict[int, tuple[int, float]] = {}
+        self.pause_s, self.speaks_at = heartbeat_s, 0.0
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, self.heartbeat_s / 4)
+
+    def look(self, signs: Mapping[int, Sign], now: float) -> str | None:
+        """The line that is due, if there is one.
+
+        Args:
+          now: seconds, of a clock that never goes back.
+        """
+        passed_s = 0.0 if self.looked is None else min(now - self.looked, GAP_S)
+        self.looked = now
+        for rank, sign in signs.items():
+            answered = rank not in self.ticks or self.ticks[rank][0] != sign.ticks
+            self.unanswered_s[rank] = 0.0 if answered else self.unanswered_s[rank] + passed_s
+            for count, seen in ((sign.beats, self.beats), (sign.ticks, self.ticks)):
+                if rank not in seen or seen[rank][0] != count:
+                    seen[rank] = count, now
+        running = {rank: sign for rank, sign in signs.items() if sign.status == RUNNING}
+        still_s = max((now - self.beats[rank][1] for rank in running), default=0.0)
+        if still_s < self.heartbeat_s:
+            self.pause_s, self.speaks_at = self.heartbeat_s, 0.0
+            return None
+        if now < self.speaks_at:
+            return None
+        self.speaks_at = now + self.pause_s
+        self.pause_s *= 2
+        silent = self.silent(signs, now)
+        ranks = late(signs, silent)
+        why = ", which does not answer: it is stopped, swapped out or in a call that holds it" if silent else ""
+        if silent and self.stalled_s is not None:
+            why += f"; after {duration(self.stalled_s)} without an answer the run ends (--stalled_after)"
+        return f"no progress for {still_s:.0f} s: the run waits for {named_ranks(ranks, signs)}{why}{self.ending}"
+
+    def silent(self, signs: Mapping[int, Sign], now: float) -> set[int]:
+        """Ranks whose threads do not count on, as far as was seen."""
+        return {
+            rank for rank, sign in signs.items()
+            if sign.status == RUNNING and rank in self.ticks and now - self.ticks[rank][1] >= self.silent_s
+        }  # fmt: skip
+
+    def stalled(self, signs: Mapping[int, Sign]) -> list[int]:
+        """Ranks whose processes have not answered for `stalled_s`; not those that have not begun yet."""
+        return [
+            rank for rank, sign in signs.items()
+            if self.stalled_s is not None and sign.status == RUNNING and sign.phase != NOT_BEGUN.phase
+            and self.unanswered_s.get(rank, 0.0) >= self.stalled_s
+        ]  # fmt: skip
+
+    def stall(self, ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
+        """The explanation of an end by `--stalled_after`."""
+        return (
+            f"no answer for {duration(self.stalled_s or 0.0)} (--stalled_after) from {named_ranks(ranks, signs)}: the "
+            "process is stopped, swapped out or in a call that holds it"
+        )
+
+
+def late(signs: Mapping[int, Sign], silent: Collection[int] = ()) -> list[int]:
+    """The ranks that the others wait for: those that do not answer; else, of those that are not in a collective
+    themselves, the ones that are least far."""
+    if silent:
+        return sorted(silent)
+    running = {rank: sign for rank, sign in signs.items() if sign.status == RUNNING}
+    busy = {rank: sign for rank, sign in running.items() if not sign.waiting} or running
+    least = min(((sign.phases, sign.collectives) for sign in busy.values()), default=None)
+    return sorted(rank for rank, sign in busy.items() if (sign.phases, sign.collectives) == least)
+
+
+def named_ranks(ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
+    """Some ranks with their hosts and places; of many only the first."""
+    texts = [f"rank {rank} on {signs[rank].host} ({whereabouts(signs[rank])})" for rank in ranks[:NAMED]]
+    more = len(ranks) - len(texts)
+    return ", ".join(texts) + (f" and {more} more" if more > 0 else "")
+
+
+def whereabouts(sign: Sign) -> str:
+    """Step, phase and last collective."""
+    parts = [f"step {sign.step}" if sign.step else "before the first step", sign.phase]
+    if sign.collective:
+        parts.append(f"{'in' if sign.waiting else 'last'} {sign.collective}")
+    return ", ".join(parts)
+
+
+def timed_out(
+    signs: Mapping[int, Sign], failed: Collection[int], waited_s: Mapping[int, float], silent: Collection[int],
+    timeout_s: float,
+) -> str | None:  # fmt: skip
+    """The explanation of an end by `--timeout`; None where the run has ended for another reason.
+
+    Args:
+      failed: ranks that have failed, of which every one must have waited in vain.
+      waited_s: seconds since each of them entered its last collective.
+      silent: ranks that do not answer.
+    """
+    if not failed or not all(signs[rank].waiting and waited_s[rank] >= TIMED_OUT * timeout_s for rank in failed):
+        return None
+    first = min(failed)
+    rest = {rank: sign._replace(status=RUNNING) for rank, sign in signs.items() if rank not in failed}
+    ranks = late(rest, [rank for rank in silent if rank in rest])
+    if not ranks:
+        return None
+    return (
+        f"rank {first} on {signs[first].host} ({whereabouts(signs[first])}) has waited {duration(timeout_s)} for "
+        f"{named_ranks(ranks, signs)}, which did not arrive; --timeout says how many minutes a rank waits"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds or minutes in words."""
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:g} s"
+
+
+def rescuers(signs: Mapping[int, Sign], dead: Collection[int], elsewhere: bool) -> Order:
+    """The replica that saves the state: all of its ranks live and hold a whole state of one step; of several, the first
+    of those that are farthest."""
+    members: dict[int, list[int]] = {}
+    for rank, sign in signs.items():
+        members.setdefault(sign.replica, []).append(rank)
+    steps = {}
+    for replica, ranks in members.items():
+        whole = {signs[rank].whole for rank in ranks}
+        if replica != NOBODY and len(whole) == 1 and min(whole) >= 0 and not set(ranks) & set(dead):
+            steps[replica] = min(whole)
+    return Order(min(steps, key=lambda replica: (-steps[replica], replica), default=NOBODY), elsewhere)
+
+
+def say(text: str) -> None:
+    """Print a line on the standard error, if there is still somebody to read it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(text, file=sys.stderr, flush=True)

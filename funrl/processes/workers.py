@@ -1,0 +1,375 @@
+"""The processes of a run on this machine: started together, ended together, and the first failure explained.
+
+They are forked from this process where a forked child can compute, which takes a second for eight of them; otherwise
+they are fresh interpreters, to which cloudpickle takes the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+from funrl.processes import heartbeat, lookout
+from funrl.processes.board import Board, Supervision
+from funrl.processes.heartbeat import SAVE_S
+from funrl.processes.output import lasting_output
+from funrl.processes.parent import end_with_parent
+
+GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
+SETTLE_S = 0.3  # how long the failure of one is waited on by those that it causes
+REPORT_S = 4.0  # how long one that has failed may take to end, before it is ended without its report
+
+STOPPING = "interrupted: the run finishes this step, saves and ends; another Ctrl-C ends it at once"
+END_AT_ONCE = signal.SIGUSR1  # from the process that started the ranks; a terminal's SIGINT reaches them too
+
+_ranks: set[int] = set()  # ids of the running ranks that this process has started
+_asked: int | None = None  # the first signal by which this process was asked to stop
+_supervised = False  # whether this process is a rank that another process of this program has started
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; the message is its rank and its traceback."""
+
+
+class RankProgram(NamedTuple):
+    """The program of every process.
+
+    Attributes:
+      run: (rank, folder that all processes share) -> a result, of which that of rank 0 counts.
+      plain: exceptions whose message is all that a user needs; no traceback is shown of them.
+    """
+
+    run: Callable[[int, str], Any]
+    plain: tuple[type[Exception], ...]
+
+
+def run_processes(
+    task: RankProgram, count: int, fork: bool, heartbeat_s: float | None = None, timeout_s: float | None = None,
+    stalled_s: float | None = None,
+) -> Any:  # fmt: skip
+    """Run a task in `count` processes and end all of them when one fails or the user interrupts.
+
+    Args:
+      fork: whether the processes are forks of this one; see `can_fork`.
+      heartbeat_s, timeout_s, stalled_s: see `board.Supervision`.
+
+    Raises:
+      WorkerError: a process failed, or does not answer.
+      ValueError: cloudpickle cannot take the task to fresh interpreters.
+    """
+    with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
+        pids: dict[int, int] = {}
+        supervision = Supervision(Board(folder, count, create=True), heartbeat_s, timeout_s, stalled_s)
+        if not fork:
+            _leave(task, folder)
+        _flush()
+        try:
+            for rank in range(count):
+                pids[_fork(task, rank, folder) if fork else _start(rank, folder)] = rank
+            with _stop_signals(supervision.in_steps):
+                _ranks.update(pids)
+                failed = _wait(pids, supervision)
+            first_is_done = 0 not in pids.values() and 0 not in failed
+        except KeyboardInterrupt:
+            _end(pids, END_AT_ONCE)  # rank 0 gets the time to leave its files readable
+            raise
+        finally:
+            _ranks.clear()
+            _end(pids, signal.SIGKILL)  # one that waits for another in vain hears no other signal
+        result = os.path.join(folder, "result")
+        if first_is_done and not os.path.exists(result):
+            raise WorkerError("rank 0 ended before the program did, as os._exit does")
+        if failed or supervision.ordered:  # one may have left word that it fails, and not end
+            raise WorkerError((supervision.explained(failed) or _explain(folder, failed)) + supervision.said())
+        with open(result, "rb") as file:
+            return pickle.load(file)
+
+
+def ask_to_stop(sign: int = signal.SIGTERM) -> bool:
+    """Ask this process, and the ranks that it has started, to stop where their state is whole; True if it has some.
+
+    Args:
+      sign: the signal that this process has received.
+    """
+    global _asked
+    _asked = sign if _asked is None else _asked
+    ranks = tuple(_ranks)
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    return bool(ranks)
+
+
+def stop_asked() -> bool:
+    """True if this process was asked to stop."""
+    return _asked is not None
+
+
+def interrupt_asked() -> bool:
+    """True if it was an interrupt, as a terminal and a notebook send it, that first asked this process to stop."""
+    return _asked == signal.SIGINT
+
+
+@contextlib.contextmanager
+def stops_when_asked() -> Iterator[None]:
+    """Have signals ask to stop, for a program that polls `stop_asked` after each step and then ends by itself.
+
+    SIGTERM always asks. SIGINT asks once a step has begun; a second one, or one before the first step, raises
+    KeyboardInterrupt. Ranks that this program has started receive neither: the process that started them passes it on.
+    """
+    with _stop_signals(heartbeat.in_steps, always=True):
+        yield
+
+
+@contextlib.contextmanager
+def _stop_signals(in_steps: Callable[[], bool], always: bool = False) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM as `stops_when_asked` says, in the main thread.
+
+    Args:
+      in_steps: whether the program has begun a step, after which it stops when it is asked to.
+      always: handle SIGTERM even where it has a handler already.
+    """
+    global _asked
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    interrupts = itertools.count()
+
+    def interrupt(*_: Any) -> None:
+        if next(interrupts) or not in_steps():
+            raise KeyboardInterrupt
+        ask_to_stop(signal.SIGINT)
+        if os.environ.get("RANK", "0") == "0":
+            # In a thread: the signal may have come in the middle of a line that is being printed.
+            threading.Thread(target=lookout.say, args=(STOPPING,)).start()
+
+    def terminate(*_: Any) -> None:
+        ask_to_stop()
+
+    handlers: dict[int, Callable[..., None]] = {}
+    if always or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handlers[signal.SIGTERM] = terminate
+    if not _supervised and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
+        handlers[signal.SIGINT] = interrupt
+    _asked = None
+    before = {sign: signal.signal(sign, handler) for sign, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def can_fork() -> bool:
+    """True if a forked child of this process can compute. Ends this thread's idle OpenMP threads to make it so.
+
+    The threads of a pool do not survive a fork. A child whose OpenMP believes that it has some waits for them forever
+    at its first parallel operation; so the pool is ended here, and the next such operation makes another. The threads
+    of an accelerator, of the autograd engine and of torch's other pools cannot be ended: where there are any, the
+    answer is no. It is no too where there is a process group, such as vLLM makes: a child would have it, and could make
+    no other. Other libraries' threads are their own concern: numpy's, say, come back after a fork.
+    """
+    if sys.platform != "linux" or torch.cuda.is_initialized() or torch.distributed.is_initialized():
+        return False
+    with contextlib.suppress(OSError):  # a thread that has ended in between
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                if file.read().startswith("pt_"):  # what torch calls its own threads
+                    return False
+    with open("/proc/self/maps") as file:
+        loaded = {line.split()[-1] for line in file if "libgomp" in line}  # others' OpenMP knows of forks
+    hard = 2
+    try:
+        return all(ctypes.CDLL(path).omp_pause_resource_all(hard) == 0 for path in loaded)
+    except (AttributeError, OSError):  # older than OpenMP 5, or a file that has been replaced
+        return False
+
+
+def _fork(task: RankProgram, rank: int, folder: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _live(lambda: task, rank, folder, pickle.dump)
+    finally:  # a signal may come before there is anything to catch it: nothing of the parent's is left to this process
+        os._exit(1)
+
+
+def _leave(task: RankProgram, folder: str) -> None:
+    """Write the task where fresh interpreters find it."""
+    try:
+        content = cloudpickle.dumps(task)
+    except Exception as error:
+        raise ValueError(
+            f"the program cannot be sent to other processes: {error}. Make what it needs inside of it, from names and "
+            "numbers"
+        ) from error
+    with open(os.path.join(folder, "task"), "wb") as file:
+        file.write(content)
+
+
+def _start(rank: int, folder: str) -> int:
+    """Start a fresh interpreter, which finds modules where this one does."""
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    arguments = [sys.executable, "-P", "-m", "funrl.processes.workers", str(rank), folder]
+    return os.posix_spawn(sys.executable, arguments, os.environ | {"PYTHONPATH": paths})
+
+
+def main(rank: str, folder: str) -> None:
+    """The life of a fresh interpreter."""
+
+    def task() -> RankProgram:
+        with open(os.path.join(folder, "task"), "rb") as file:
+            return pickle.load(file)
+
+    _live(task, int(rank), folder, cloudpickle.dump)
+
+
+def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callable[[Any, Any], None]) -> None:
+    """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
+    global _supervised
+    end_with_parent()
+    _ranks.clear()
+    _supervised = True
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    signal.signal(signal.SIGINT, lambda *_: None)  # the process that started this rank decides what it means
+    signal.signal(END_AT_ONCE, _interrupted if rank == 0 else lambda *_: os._exit(130))
+    status, plain = 1, ()
+    try:
+        run, plain = task()
+        with lasting_output():
+            result = run(rank, folder)
+        if rank == 0:
+            with open(os.path.join(folder, "result"), "wb") as file:
+                dump(result, file)
+        status = 0
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException as error:  # asyncio's CancelledError and SystemExit are failures too
+        report_failure(folder, rank, error, plain)
+    finally:
+        with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
+            _flush()
+        os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
+
+
+def _wait(pids: dict[int, int], supervision: Supervision) -> dict[int, int]:
+    """Wait until all ranks end well, or one does not: then the wait statuses of those that failed, by rank.
+
+    A rank that loses its peer fails within moments of it, so the others are looked at once more before the verdict.
+    Then those that are left may save the state, if they hold it.
+    """
+    failed: dict[int, int] = {}
+    dead: set[int] = set()
+    verdict, deadline = float("inf"), float("inf")
+    while pids and time.monotonic() < deadline:
+        for pid in list(pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = pids.pop(pid)
+                dead.add(rank)
+                supervision.ended(rank)
+                if status:
+                    failed[rank] = status
+        now = time.monotonic()
+        if supervision.look() or failed:
+            verdict = min(verdict, now + SETTLE_S)
+        if now >= verdict and not supervision.ordered:
+            supervision.order(dead)
+            deadline = now + SAVE_S
+        if supervision.ordered and not supervision.saving(dead):
+            # One that has left word that it fails writes its report now.
+            deadline = min(deadline, now if failed or supervision.stalled else now + REPORT_S)
+        time.sleep(0.02)
+    return failed
+
+
+def _end(pids: dict[int, int], sign: signal.Signals) -> None:
+    """Ask the remaining ranks to end, and kill those that have not after a few seconds. One that the kernel does not
+    end, as it waits for a disk, is left behind."""
+    for signal_now in (sign, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_now)
+        deadline = time.monotonic() + GRACE_S
+        while pids and time.monotonic() < deadline:
+            for pid in list(pids):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    del pids[pid]
+            time.sleep(0.02)
+
+
+def _explain(folder: str, failed: Mapping[int, int]) -> str:
+    """The report of the rank that failed first: one that was killed, else the one with the oldest traceback.
+
+    A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback.
+    """
+    killed = {rank: os.WTERMSIG(status) for rank, status in failed.items() if os.WIFSIGNALED(status)}
+    for rank, number in killed.items():
+        if number != signal.SIGABRT:
+            name = signal.Signals(number).name
+            return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    for rank, status in failed.items():
+        code = os.waitstatus_to_exitcode(status)
+        if code - 128 in (signal.SIGTERM, signal.SIGINT):  # which have not come from here yet
+            return f"rank {rank} was ended by {signal.Signals(code - 128).name}"
+        if code > 0 and not os.path.exists(os.path.join(folder, f"error-{rank}")):
+            return f"rank {rank} ended with status {code} and left no traceback"
+    reports = []
+    for name in os.listdir(folder):
+        if name.startswith("error-"):
+            path = os.path.join(folder, name)
+            with open(path) as file:
+                reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
+    if reports:
+        return min(reports)[2]
+    return f"rank {next(iter(killed), 0)} aborted and left no traceback"
+
+
+def report_failure(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
+    """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
+    try:
+        trace = "".join(traceback.format_exception(error))
+        text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+    except Exception as other:  # the error's own text raises
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        text = f"rank {rank} failed:\n{trace}{type(error).__name__}, whose text raises {type(other).__name__}"
+    try:
+        with open(os.path.join(folder, f"error-{rank}"), "x") as file:
+            file.write(text)
+    except FileExistsError:
+        return
+    except OSError:  # the disk is full, which may be the very error
+        print(text, file=sys.stderr)
+
+
+def _flush() -> None:
+    """Write out what has been printed, where there is somewhere to print to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _interrupted(*_: Any) -> None:
+    """Let rank 0 close the files that it writes, undisturbed by further signals."""
+    signal.signal(END_AT_ONCE, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

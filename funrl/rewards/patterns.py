@@ -1,0 +1,54 @@
+"""Regular expressions that users give: they take no longer than a bound, whatever they are matched with.
+
+They are those of the library `regex`, which has the syntax of Python's `re` and can stop a search; `re` cannot, and an
+expression such as (a+)+$ makes it backtrack for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import regex
+
+SEARCH_TIMEOUT_S = 5.0  # of one search, in seconds of this process
+_SHOWN = 200  # characters of a pattern in a message
+
+
+class PatternError(ValueError):
+    """A pattern that is not a regular expression, or whose search took too long."""
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_pattern(pattern: str, flags: int = 0) -> Any:
+    """Compile a regular expression, once.
+
+    Args:
+      flags: as those of the module `re`.
+
+    Raises:
+      PatternError: it is not one.
+    """
+    if not isinstance(pattern, str):
+        raise PatternError(f"a regular expression is text, not {pattern!r}")
+    try:
+        return regex.compile(pattern, flags)
+    except regex.error as error:
+        raise PatternError(f"{pattern[:_SHOWN]!r} is not a regular expression: {error}") from None
+
+
+def found(compiled: Any, text: str) -> bool:
+    """True if a compiled pattern is found in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
+    return next(matches_in(compiled, text), None) is not None
+
+
+def matches_in(compiled: Any, text: str) -> Iterator[Any]:
+    """Matches of a compiled pattern in a text, in their order. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
+    try:
+        yield from compiled.finditer(text, timeout=SEARCH_TIMEOUT_S)
+    except TimeoutError:
+        raise PatternError(
+            f"the pattern {compiled.pattern[:_SHOWN]!r} was still searching a text of {len(text)} characters after "
+            f"{SEARCH_TIMEOUT_S:g} s: repetitions within repetitions, such as (a+)+, backtrack; write it without them"
+        ) from None

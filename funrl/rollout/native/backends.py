@@ -1,0 +1,285 @@
+"""The two ways in which a forward pass over the new tokens of many sequences is computed.
+
+`TorchBackend` runs the training model itself on any device and mesh; `PackedBackend` makes one call into compiled code
+on a CPU. The scheduler in `native` knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.kernel_library import KernelError, library
+from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
+from funrl.mesh.collectives import all_gather
+from funrl.mesh.mesh import Mesh
+from funrl.models.model import Inputs, Layer, Model
+from funrl.rollout.sampling import sample_tokens
+from funrl.rollout.sampling_parameters import Sampling
+
+ROUTE = torch.int16  # of the numbers of experts that are recorded
+LOGITS = 1 << 26  # numbers in the logits of one draw
+Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
+
+
+class PassWork(NamedTuple):
+    """New tokens of some sequences.
+
+    Attributes:
+      tokens_N: int64 ids on the device, those of each sequence together.
+      counts: new tokens of each sequence.
+      ends: tokens of each sequence, the new ones included.
+      table_SP: int32 pages of each sequence in order, on the CPU.
+      draws: numbers of the tokens behind which something is drawn.
+    """
+
+    tokens_N: Tensor
+    counts: Sequence[int] | np.ndarray
+    ends: Sequence[int] | np.ndarray
+    table_SP: Tensor
+    draws: Sequence[int] | np.ndarray
+
+
+class Backend(Protocol):
+    """A model with weights and a cache of pages.
+
+    Attributes:
+      page_tokens: tokens of a page.
+      page_bytes: of one page of all layers, on a rank.
+      vocab: tokens of the vocabulary.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    vocab: int
+
+    def load(self, params: trees.Tree) -> None:
+        """Take this rank's weights."""
+        ...
+
+    def drop(self) -> None:
+        """Let the weights go."""
+        ...
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that it really computes with, by name, in the model's own form."""
+        ...
+
+    def resize(self, pages: int) -> None:
+        """Have a cache of so many pages, with nothing in it; none for 0."""
+        ...
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values of pages."""
+        ...
+
+    def forward(self, work: PassWork) -> Tensor:
+        """Input of `draw` for each draw of the work, [M, ...]."""
+        ...
+
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
+        """One token per draw.
+
+        Args:
+          found_M: by `forward`.
+          source_R: the row of it of each draw.
+          noise_R: float64 in (0, 1); None: greedy.
+          how: temperature, truncation, penalty.
+          seen_RV: bool, tokens that the sequence has; None: there is no penalty.
+        """
+        ...
+
+
+class TorchBackend:
+    """The training model itself.
+
+    Attributes:
+      spare_pages: behind those of `resize`, which nobody uses.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        layer: Layer | None,
+        page_tokens: int,
+        record_routes: bool = False,
+    ):
+        self.page_tokens, self.vocab, self.model, self.mesh = page_tokens, model.config.vocab, model, mesh
+        assert model.init_cache is not None
+        self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+        self._choices = model.abilities.choices if record_routes else 0
+        self.page_bytes += page_tokens * self._choices * ROUTE.itemsize
+        self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # of the tokens of each page
+        self._dtype, self._layer, self._cache = dtype, layer, None
+        self._params: trees.Tree = None
+        self._unembed_VD: Tensor | None = None
+        self.spare_pages = 0
+
+    def load(self, params: trees.Tree) -> None:
+        assert self.model.unembed is not None
+        unembed_VD = self.model.unembed(params)
+        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
+            unembed_VD = unembed_VD.float()  # `project` would convert it at every step
+        self._params, self._unembed_VD = params, unembed_VD
+
+    def drop(self) -> None:
+        self._params = self._unembed_VD = None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from trees.named(self._params)
+
+    def resize(self, pages: int) -> None:
+        self._cache = None
+        pages += self.spare_pages if pages else 0
+        shape = pages, self.page_tokens, self._choices
+        self._routes = torch.full(shape, -1, dtype=ROUTE, device=self.mesh.device)
+        if pages:
+            assert self.model.init_cache is not None
+            self._cache = self.model.init_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
+
+    def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """Experts that the first tokens of a sequence went to, on the CPU: [tokens, choices], layer by layer.
+
+        They stand in its pages, as its keys and values do. -1: the token is in no page.
+        """
+        found = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
+        return torch.nn.functional.pad(found, (0, 0, 0, tokens - len(found)), value=-1)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for x in [*trees.leaves(self._cache), self._routes]:
+            x[list(targets)] = x[list(sources)]
+
+    def forward(self, work: PassWork) -> Tensor:
+        """Hidden states [M, D]."""
+        device = work.tokens_N.device
+        paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
+        return self.hidden(work.tokens_N, paging)[torch.tensor(work.draws, dtype=torch.int64, device=device)]
+
+    def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor:
+        """Hidden states [N, D] of new tokens, whose keys and values are written."""
+        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging)
+        hidden_1ND, self._cache, aux = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
+        if self._choices:  # ids [L, N, k]
+            self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
+        return hidden_1ND[0]
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R, V] of the whole vocabulary."""
+        assert self._unembed_VD is not None
+        logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
+        return all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
+
+    @property
+    def by_kernel(self) -> bool:
+        """True if attention stops at the end of each sequence by itself, however many pages it is given."""
+        heads = self.model.abilities.paged_kernel
+        device = self.mesh.device.type
+        return heads is not None and takes_kernel(device, self._dtype, heads.head, self.page_tokens, heads.cap)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose logits are made together at most."""
+        return max(1, LOGITS // self.model.config.vocab)
+
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
+        parts = []
+        for low in range(0, len(source_R), self.rows_at_once):
+            some = slice(low, low + self.rows_at_once)
+            logits_RV = self.logits(found_M[source_R[some]])
+            noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
+            parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))
+        token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
+        return token_R, sampling_logp_R, raw_logp_R
+
+
+class PackedBackend:
+    """One call into compiled code a pass: a dense decoder on one tensor rank, on a CPU.
+
+    A completion's bits depend on nothing else that is in flight.
+    """
+
+    page_tokens = decode_step.PAGE
+
+    def __init__(self, model: Model, dtype: torch.dtype):
+        sizes = model.abilities.compiled_step
+        assert not isinstance(sizes, str), sizes
+        self.vocab, self._sizes, self._dtype = model.config.vocab, sizes, dtype
+        self.page_bytes = decode_step.page_bytes(sizes, dtype)
+        self._decoder: decode_step.PackedDecoder | None = None
+        self._cache: decode_step.PagedKeyValues | None = None
+        self._logits = torch.empty(0, self.vocab)  # of a pass; the next one's take their place
+
+    def load(self, params: trees.Tree) -> None:
+        if self._decoder is None:
+            self._decoder = decode_step.packed_decoder(self._sizes, params, self._dtype)
+        else:
+            self._decoder.load(params)
+
+    def drop(self) -> None:
+        """The memory of the packed weights stays: the next ones go there."""
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._decoder is not None
+        yield from self._decoder.weights()
+
+    def resize(self, pages: int) -> None:
+        self._cache, self._logits = None, torch.empty(0, self.vocab)
+        if pages:
+            assert self._decoder is not None
+            self._cache = self._decoder.init_cache(pages)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert self._decoder is not None and self._cache is not None
+        self._decoder.copy_pages(self._cache, sources, targets)
+
+    def forward(self, work: PassWork) -> Tensor:
+        """Logits [M, V], until the next pass."""
+        assert self._decoder is not None and self._cache is not None
+        counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)
+        sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
+        behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
+        positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
+        positions, sequence, draws_M = (
+            torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.draws, dtype=np.int64))
+        )
+        if len(self._logits) < len(draws_M):
+            self._logits = torch.empty(len(draws_M), self.vocab)
+        logits_MV = self._logits[: len(draws_M)]
+        given = work.tokens_N, positions, sequence, work.table_SP, draws_M
+        return self._decoder.forward(self._cache, *given, logits_MV)
+
+    def draw(
+        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
+    ) -> Draw:
+        assert self._decoder is not None
+        if how.truncated or seen_RV is not None:
+            return sample_tokens(found_M[source_R], noise_R, how, seen_RV)
+        return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
+
+
+def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
+    """The reason why `PackedBackend` cannot run a model; None: it can."""
+    if mesh.device.type != "cpu":
+        return f"the C++ decoding step is for a CPU, not for {mesh.device.type}"
+    if mesh.size("tensor") > 1:
+        return f"the C++ decoding step is for one tensor rank, the mesh is {mesh}"
+    problem = decode_step.kernel_problem(model.abilities.compiled_step, dtype)
+    if problem is None:
+        try:
+            library()
+        except KernelError as error:
+            return str(error)
+    return problem

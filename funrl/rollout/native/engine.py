@@ -1,0 +1,356 @@
+"""The engine that computes with the training model: continuous batching over pages of keys and values.
+
+A pass computes one token of every request that is being decoded, and beside them the next tokens of prompts. A request
+that ends makes room for the next at once. Requests of one prompt share its prefill and its whole pages; a prefix that
+is still in the cache is not computed again. When pages run out, the request that came last is put back and computed
+again later; what has been drawn stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.mesh.collectives import pmax
+from funrl.mesh.launch import local_ranks
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.mesh.rules import GENERATE, layouts
+from funrl.models.errors import ModelError
+from funrl.models.model import Layer, Model
+from funrl.models.weight_dtypes import weight_dtype
+from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
+from funrl.rollout.native.flights import Flights
+from funrl.rollout.native.scheduler import Scheduler
+from funrl.rollout.native.static_decode import StaticDecode, graph_problem, static_problem
+from funrl.rollout.requests import Completion, Request, check_requests
+
+LOOK_EVERY = {"cpu": 1}  # passes between looks at what was drawn; asking a GPU (8) makes the host wait for it
+DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU takes 128 in about the time of one
+FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
+log = logging.getLogger(__name__)
+
+
+def page_tokens(device: str) -> int:
+    """Tokens of a page; kernels on a GPU take 256 of them."""
+    return 16 if device == "cpu" else 256
+
+
+def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
+    """Memory of a page of keys and values on a rank, as an engine made by `native_engine` has it."""
+    if packed and packed_problem(model, mesh, dtype) is None:
+        return PackedBackend(model, dtype).page_bytes
+    assert model.init_cache is not None
+    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))
+
+
+def pass_tokens(device: str) -> int:
+    """New tokens of a pass at most, so that decoding does not wait long for prompts."""
+    return 1024 if device == "cpu" else 8192
+
+
+class NativeEngine:
+    """An `Engine` over a `Model`; made by `native_engine`.
+
+    Attributes:
+      weights, version, paused: as in `Engine`.
+      model: that it computes with.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: WeightSpec,
+        backend: Backend,
+        max_rows: int,
+        cache_bytes: int,
+        decode: Callable[[list[int]], str] | None,
+        speculate: int = 0,
+        static: bool = False,
+    ):
+        """
+        Args:
+          static: decode by passes of static shape; see `static_decode`.
+          The others are as `native_engine` says.
+        """
+        device = weights.mesh.device
+        self.weights, self.version, self.paused = weights, None, False
+        self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
+        self._flights = Flights(device, weights.dtype, decode, max_rows + 1 if static else 0)
+        few_rows = DRAFTED_ROWS.get(device.type, 128)
+        self._scheduler = Scheduler(
+            self._flights, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
+        )
+        self._static: StaticDecode | None = None
+        if static:
+            assert isinstance(backend, TorchBackend)
+            backend.spare_pages = 1
+            self._static = StaticDecode(backend, self._flights, self._scheduler, graph_problem(weights.mesh))
+        self._look_every = 1 if speculate else LOOK_EVERY.get(device.type, 8)
+        self._passes = self._pages = 0
+        self._limit: int | None = None  # pages that the cache may have, once it is known
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Take this rank's shards of all weights; see `Engine`.
+
+        Tensors that have the engine's dtype and device already are kept, not copied.
+
+        Raises:
+          KeyError: a name is missing, unknown, or given twice.
+          ModelError: a shape is not that of this rank's shard.
+        """
+        self._drop_cache()  # where weights were damaged there may be NaN in it, which no mask hides
+        self._backend.drop()
+        self.version = None
+        mesh, dtype = self.weights.mesh, self.weights.dtype
+        params = trees.from_named(self.weights.layouts, named_weights)
+        for (name, x), layout in zip(trees.named(params), trees.leaves(self.weights.layouts), strict=True):
+            if tuple(x.shape) != layout.local_shape(mesh.rank):
+                expected = list(layout.local_shape(mesh.rank))
+                raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
+        self._backend.load(
+            trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, dtype)), params)
+        )
+        self.version = version
+        self._flights.of_version(version)
+
+    def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
+        """Let completions have routes: (pages, tokens) -> the experts of a sequence's first tokens."""
+        self._flights.routes = routes
+
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's shards of all weights; see `Engine`.
+
+        Raises:
+          RuntimeError: no weights have been loaded.
+        """
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        return self._backend.held()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError where a request is not one that this engine could ever complete."""
+        check_requests(self.model.config, requests, self._flights.numbers)
+        size, limit = self._backend.page_tokens, self._most_pages()
+        for request in requests:
+            tokens = len(request.prompt) + request.sampling.max_new_tokens
+            if -(-tokens // size) > limit:
+                raise ValueError(
+                    f"prompt {request.number} may have {tokens} tokens, {-(-tokens // size)} pages of keys and values; "
+                    f"the cache of {limit * self._backend.page_bytes / 1e9:.3g} GB has {limit}: give it more "
+                    "(--kv_cache_gb), or let prompts and completions be shorter"
+                )
+            if request.sampling.stop_strings and self._flights.decode is None:
+                raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `Engine`."""
+        self.check(requests)
+        self._scheduler.take([self._flights.begin(request, self.version) for request in requests])
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """One pass: see `Engine`. All ranks of "tensor" call it together."""
+        if self.paused or not self._flights.count:
+            return self._flights.ended()
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        self._make_room()
+        if self._scheduler.short_of_pages:  # which rows to put back is decided by what has been drawn
+            self._look()
+        if self._decoded_by_static_pass():
+            return self._flights.ended()
+        plan = self._scheduler.plan()
+        if plan is None:
+            self._look()
+            return self._flights.ended()
+        found = self._backend.forward(plan.work)
+        if plan.copies:
+            self._backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
+        self._passes += 1
+        self._flights.draw(self._backend, found, plan.drawing, plan.sources, plan.ahead)
+        self._scheduler.settle()
+        if self._flights.must_look or (self._static is None and self._time_to_look()):
+            self._look()
+        elif self._static is not None:
+            self._look(1)
+        return self._flights.ended()
+
+    def in_flight(self) -> int:
+        """Number of requests that are not finished, or not told yet."""
+        return self._flights.count
+
+    def room(self) -> int:
+        """Number of further requests that it would begin at once: places, as long as none waits for one."""
+        return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._flights.numbers)
+
+    def cancel(self, numbers: Iterable[int]) -> list[Completion]:
+        """Give up requests; see `Engine`."""
+        wanted = set(numbers)
+        try:
+            self._look()
+        finally:  # whatever was drawn, they are gone
+            done = [self._flights.finish(x, "cancelled") for x in self._flights.all() if x.request.number in wanted]
+            self._scheduler.release(self._flights.gone())
+        return self._flights.take_ended(wanted) + done
+
+    def pause(self) -> None:
+        """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""
+        self._drop_cache()
+        self._limit, self.paused = None, True
+
+    def resume(self) -> None:
+        """Let `step` work again."""
+        self.paused = False
+
+    def cost(self) -> EngineCost:
+        """Memory of its cache, and counts of its work."""
+        s, backend, spare = self._scheduler, self._backend, self._pages > 0 and self._static is not None
+        return EngineCost(
+            cache_bytes=(self._pages + spare) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
+            used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
+            prefilled=s.prefilled, cached=s.cached, decoded=self._flights.decoded, preempted=s.preempted,
+            drafted=self._flights.drafted, accepted=self._flights.accepted,
+        )  # fmt: skip
+
+    def _decoded_by_static_pass(self) -> bool:
+        """Do the pass if it only decodes and a pass of static shape can: then the host waits for the one before."""
+        seats = None if self._static is None else self._scheduler.only_decoding()
+        if self._static is None or seats is None:
+            return False
+        if not len(seats):
+            self._look()
+            return True
+        kinds = self._static.kinds(seats)
+        if kinds is None:
+            return False
+        found = self._static.run(seats, kinds, self._pages)
+        self._flights.keep(seats, found)
+        self._scheduler.decoded(seats)
+        self._passes += 1
+        self._look(1)
+        return True
+
+    def _time_to_look(self) -> bool:
+        return self._passes % self._look_every == 0 or self._flights.some_full
+
+    def _look(self, *keep: int) -> None:
+        """Read what was drawn but the last passes; requests that ended by it give their pages and places back."""
+        self._flights.look(*keep)
+        self._scheduler.release(self._flights.gone())
+
+    def _most_pages(self) -> int:
+        """Pages that the cache may have. Where its size is not given it is looked up when it is first needed."""
+        if self._limit is None:
+            mesh, given = self.weights.mesh, self._cache_bytes
+            if not given:
+                free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
+                given = -int(pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
+            self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
+        return self._limit
+
+    def _make_room(self) -> None:
+        """Have as many pages as the requests in flight can use; what is computed is computed again where they grow."""
+        wanted = self._scheduler.wanted_pages()
+        if wanted <= self._pages:
+            return
+        pages = min(max(wanted, 2 * self._pages), self._most_pages())
+        if pages <= self._pages:
+            return
+        self._drop_cache()
+        self._pages = pages
+        self._backend.resize(pages)
+        self._scheduler.resize(pages)
+
+    def _drop_cache(self) -> None:
+        """Put all requests back and give the memory of keys and values back."""
+        self._look()
+        self._scheduler.restart()
+        self._pages = 0
+        if self._static is not None:
+            self._static.drop()
+        self._backend.resize(0)
+        self._scheduler.resize(0)
+
+
+def native_engine(
+    model: Model,
+    mesh: Mesh = SINGLE,
+    dtype: torch.dtype = torch.float32,
+    max_rows: int = 512,
+    cache_bytes: int = 0,
+    layer: Layer | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+    packed: bool = True,
+    speculate: int = 0,
+    note: Callable[[str], None] = log.info,
+    record_routes: bool = False,
+    static: bool | None = None,
+) -> NativeEngine:
+    """An engine without weights yet.
+
+    Args:
+      model: a model with an unembedding.
+      mesh: weights, heads and logits are split over "tensor"; its other axes are the caller's.
+      dtype: of weights and cache.
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: half of the memory that is free.
+      layer: a replacement of `model.layer`, such as a compiled one.
+      decode: token ids -> text, for stop strings.
+      packed: use the compiled decoding step where there is one.
+      speculate: tokens of a request that are drafted at most, by what followed in its text when its last tokens were
+        there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and drawn in one pass where
+        few rows are decoded; 0: none. A completion stays the same: its tokens are drawn as without a draft.
+      note: told why there is none.
+      record_routes: let completions have the experts that their tokens went to.
+      static: decode by passes of static shape, which are CUDA graphs on a GPU, where that is possible; None: on a GPU.
+        On a CPU it is for tests: its tokens are those of the other way.
+
+    Raises:
+      ModelError: the model has a value head instead of an unembedding.
+    """
+    if not model.generates:
+        raise ModelError("a model with a value head cannot generate: it has no unembedding")
+    if not model.pages:
+        name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
+        raise ModelError(f"{name} without pages: use hf_engine")
+    names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
+    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
+    if layer not in (None, model.layer):
+        problem = "the layer is replaced"
+    if problem is None:
+        backend = PackedBackend(model, dtype)
+    else:
+        # Only a compiler or processor that is lacking is worth a word to everyone: the rest is as it is meant to be.
+        (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+            f"generation runs in torch: {problem}"
+        )
+        backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type), record_routes)
+    by_static = mesh.device.type == "cuda" if static is None else static
+    problem = static_problem(model, backend, speculate) if by_static else None
+    if problem is not None:
+        log.info("decoding is not by passes of static shape: %s", problem)
+    spec, by_static = WeightSpec(names, placed, mesh, dtype), by_static and problem is None
+    engine = NativeEngine(model, spec, backend, max_rows, cache_bytes, decode, speculate, by_static)
+    if record_routes and isinstance(backend, TorchBackend):
+        engine.record_routes(backend.routes)
+    return engine
+
+
+def free_bytes(mesh: Mesh) -> int:
+    """Memory that is free for this rank; the ranks of a machine that have no device of their own share it evenly."""
+    if mesh.device.type == "cuda":
+        return torch.cuda.mem_get_info(mesh.device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return free // local_ranks(mesh.world)

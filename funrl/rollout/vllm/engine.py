@@ -1,0 +1,296 @@
+"""The engine that is vLLM, in this process or in a server: requests, versions and ends are kept here; vLLM computes.
+
+vLLM is given token ids and gives tokens out. What interrupts a request (a pause, new weights) takes it out of vLLM and
+puts it in again with what it has written as a part of its prompt; its noise goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.mesh.reshard import replicated
+from funrl.mesh.rules import GENERATE, layouts
+from funrl.models.huggingface.names import names_of
+from funrl.models.model import Model, ModelConfig
+from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.requests import Completion, Finish, Request, check_requests
+from funrl.rollout.vllm.core import Core, CoreRequest, DrawnTokens, start_vllm
+
+
+@dataclasses.dataclass(eq=False)
+class Written:
+    """A request in flight and what has been written of it.
+
+    Attributes:
+      request: as it was submitted.
+      tokens, sampling_logp, raw_logp, versions: as in `Completion`.
+      inside: whether vLLM has it.
+    """
+
+    request: Request
+    tokens: list[int]
+    sampling_logp: list[float]
+    raw_logp: list[float]
+    versions: list[int]
+    inside: bool = False
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the completion at which it ends."""
+        count, begun, most = self.request.sampling.max_new_tokens, self.request.begun, self.request.most
+        return count if most is None else min(count, most + (0 if begun is None else len(begun.tokens)))
+
+
+class VLLMEngine:
+    """An `Engine` over vLLM; made by `vllm_engine`, or over a server by `vllm_client.vllm_client`.
+
+    Attributes:
+      weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
+      core: vLLM.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSpec,
+        core: Core,
+        max_rows: int,
+        decode: Callable[[list[int]], str] | None = None,
+    ):
+        self.weights, self.core = weights, core
+        self.version, self.paused = None, False
+        self._config, self._max_rows, self._decode = config, max_rows, decode
+        self._flights: dict[int, Written] = {}
+        self._generation = core.generation
+        self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Give vLLM whole weights, each let go when its layer has been copied; see `Engine`.
+
+        Raises:
+          KeyError: a name is missing, unknown, or given twice.
+          ValueError: a shape does not fit.
+        """
+        self.version = None
+        self._withdraw()
+        whole = WholeWeights(dict(self.weights.names.values()), named_weights)
+        self.core.reload(whole)
+        if whole.error is not None:
+            raise whole.error
+        self.version = version
+
+    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
+        """Weights that vLLM still has as they were given: on a CPU it packs those of products; see `Engine`."""
+        found = dict(self.core.held())
+        return ((name, found.get(name)) for name, _ in self.weights.names.values())
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError where a request is not one that this engine could ever complete."""
+        check_requests(self._config, requests, self._flights)
+        for request in requests:
+            if request.sampling.stop_strings and self._decode is None:
+                raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `Engine`."""
+        self.check(requests)
+        for request in requests:
+            flight = self._flights[request.number] = Written(request, [], [], [], [])
+            if request.begun is not None:
+                flight.tokens, flight.sampling_logp, flight.raw_logp, flight.versions = (
+                    x.tolist() for x in request.begun[1:5]
+                )
+
+    def step(self) -> list[Completion]:
+        """One pass of vLLM; see `Engine`. All ranks of "tensor" call it together."""
+        if self.paused or not self._flights:
+            return []
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        if self._generation != self.core.generation:
+            self._generation = self.core.generation
+            for flight in self._flights.values():
+                flight.inside = False
+        outside = [flight for flight in self._flights.values() if not flight.inside]
+        self.core.add([_core_request(flight) for flight in outside])
+        for flight in outside:
+            flight.inside = True
+        drawn = self.core.step()
+        self._passes += 1
+        self._peak = max(self._peak, self.core.counts().used_pages)
+        self._check_finite(drawn)
+        ended: list[Completion] = []
+        for one in drawn:
+            ended += self._grown(self._flights[one.number], one)
+        return ended
+
+    def in_flight(self) -> int:
+        """Number of requests that are not finished."""
+        return len(self._flights)
+
+    def room(self) -> int:
+        """Number of further requests that it would begin at once."""
+        return max(0, self._max_rows - len(self._flights))
+
+    def cancel(self, numbers: Iterable[int]) -> list[Completion]:
+        """Give up requests; see `Engine`."""
+        gone = [number for number in dict.fromkeys(numbers) if number in self._flights]
+        self.core.drop([number for number in gone if self._flights[number].inside])
+        return [self._finished(self._flights[number], "cancelled") for number in gone]
+
+    def pause(self) -> None:
+        """Let `step` do nothing, and give back memory: of keys and values, on a GPU of weights too (vLLM's sleep)."""
+        self._withdraw()
+        self.core.sleep()
+        self.paused = True
+
+    def resume(self) -> None:
+        """Let `step` work again."""
+        self.core.wake()
+        self.paused = False
+
+    def cost(self) -> EngineCost:
+        """Memory of its cache, and counts of its work."""
+        page_tokens, page_bytes, pages, used, preempted = self.core.counts()
+        return EngineCost(
+            cache_bytes=pages * page_bytes, page_tokens=page_tokens, pages=pages, used_pages=used,
+            peak_pages=self._peak, rows=self._max_rows, passes=self._passes, prefilled=self._prefilled,
+            cached=self._cached, decoded=self._decoded, preempted=preempted,
+        )  # fmt: skip
+
+    def _withdraw(self) -> None:
+        """Take all requests out of vLLM."""
+        self.core.drop([number for number, flight in self._flights.items() if flight.inside])
+        for flight in self._flights.values():
+            flight.inside = False
+
+    def _check_finite(self, drawn: Sequence[DrawnTokens]) -> None:
+        for one in drawn:
+            if not all(map(math.isfinite, one.raw_logp)):
+                self._withdraw()
+                at = len(self._flights[one.number].tokens)
+                raise FloatingPointError(
+                    f"the model's logits are not finite at token {at} of completion {one.number}: its weights are "
+                    "damaged, or it has diverged, which a lower --lr may prevent"
+                )
+
+    def _grown(self, flight: Written, one: DrawnTokens) -> list[Completion]:
+        """Add what was drawn; the completion, if that ended it."""
+        if flight.request.begun is None and not flight.tokens:
+            self._cached += one.cached
+            self._prefilled += len(flight.request.prompt) - one.cached
+        for token, sampling_logp, raw_logp in zip(one.tokens, one.sampling_logp, one.raw_logp, strict=True):
+            flight.tokens.append(token)
+            flight.sampling_logp.append(sampling_logp)
+            flight.raw_logp.append(raw_logp)
+            flight.versions.append(self.version or 0)
+            self._decoded += 1
+            if finish := self._finish(flight):
+                self.core.drop([flight.request.number])  # a string is unknown to vLLM; else it has let go
+                return [self._finished(flight, finish)]
+        return []
+
+    def _finish(self, flight: Written) -> Finish | None:
+        """Reason why the last token ends a completion; None: it does not."""
+        sampling, count = flight.request.sampling, len(flight.tokens)
+        if flight.tokens[-1] in sampling.stop:
+            return "stop"
+        if sampling.stop_strings and self._ends_by_string(flight):
+            return "string"
+        if count >= flight.limit:
+            return "length" if count >= sampling.max_new_tokens else "paused"
+        return None
+
+    def _ends_by_string(self, flight: Written) -> bool:
+        assert self._decode is not None
+        strings = flight.request.sampling.stop_strings
+        # A token is at least one byte, a character at most four: no string needs more tokens than these.
+        text = self._decode(flight.tokens[-4 * max(map(len, strings)) - 4 :])
+        return any(string in text for string in strings)
+
+    def _finished(self, flight: Written, finish: Finish) -> Completion:
+        del self._flights[flight.request.number]
+        dtype = torch.promote_types(self.weights.dtype, torch.float32)
+        sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (flight.sampling_logp, flight.raw_logp))
+        tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (flight.tokens, flight.versions))
+        return Completion(flight.request.number, tokens, sampling_logp, raw_logp, versions, finish)
+
+
+class WholeWeights:
+    """Weights on their way into vLLM, each exactly once: vLLM itself would pass over a missing one.
+
+    Where the source fails, vLLM is given zeros for what is missing, so that it is whole again, and `error` says why.
+
+    Args:
+      shapes: of each weight by its name.
+      source: of names and weights.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], source: Iterable[tuple[str, Tensor]]):
+        self.error: Exception | None = None
+        self._awaited, self._source = dict(shapes), source
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            for name, x in self._source:
+                if self._awaited.get(name) != tuple(x.shape):
+                    self.error = self._fault(name, x)
+                    break
+                del self._awaited[name]
+                yield name, x.detach()
+            if self._awaited and self.error is None:
+                self.error = KeyError(f"weights are missing: {', '.join(self._awaited)}")
+        except Exception as error:
+            self.error = error
+        for name, shape in self._awaited.items():
+            yield name, torch.zeros(shape)
+
+    def _fault(self, name: str, x: Tensor) -> Exception:
+        if name in self._awaited:
+            return ValueError(f"{name} has shape {list(x.shape)} instead of {list(self._awaited[name])}")
+        return KeyError(f"{name} is not a weight of this model, or given twice")
+
+
+def vllm_engine(
+    model: Model,
+    mesh: Mesh = SINGLE,
+    dtype: torch.dtype = torch.float32,
+    max_rows: int = 512,
+    cache_bytes: int = 0,
+    compiled: bool = False,
+    decode: Callable[[list[int]], str] | None = None,
+) -> VLLMEngine:
+    """vLLM in this process, without weights yet. Every process of the run calls it together.
+
+    Args:
+      model: a decoder.
+      mesh: over all processes of the run; "tensor" splits the model, each index of the other axes is a replica.
+      dtype: of weights and cache.
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
+      compiled: with vLLM's compiler.
+      decode: token ids -> text, for stop strings.
+
+    Raises:
+      ModelError, ImportError, MeshError: as `start_vllm`.
+    """
+    core = start_vllm(model, mesh, dtype, max_rows, cache_bytes, compiled)
+    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows, decode)
+
+
+def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
+    """The form in which vLLM takes weights: whole on every rank, by Hugging Face names, one by one."""
+    split = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    return WeightSpec(names_of(model), replicated(split), mesh, dtype, streamed=True)
+
+
+def _core_request(flight: Written) -> CoreRequest:
+    request, written = flight.request, len(flight.tokens)
+    tokens = [*request.prompt, *flight.tokens]
+    return CoreRequest(request.number, tokens, written, flight.limit - written, request.sampling, request.seed)

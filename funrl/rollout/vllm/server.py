@@ -1,0 +1,318 @@
+"""vLLM in a process of its own, for a trainer elsewhere:
+
+    python -m funrl.rollout.vllm.server --port=8100
+
+It begins without a model. The trainer, whose --engine_url names it, tells it the model's sizes, gives it weights and
+has it draw. Requests are HTTP: JSON to and fro, weights as safetensors. It asks no one who they are, so it listens to
+this machine alone unless --host says otherwise: then the network must be trusted. What a page in a browser sends is
+refused. Each connection has a thread and a time limit; one thread calls vLLM, for one request after the other.
+
+vLLM's own server is not used: its ways to take weights need NCCL or shared memory of a GPU, its log-probabilities are
+of one kind, and its truncation has another order than `Sampling`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import queue
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from funrl.mesh.launch import device_type
+from funrl.mesh.mesh import single
+from funrl.models import decoder_model
+from funrl.models.huggingface.config import config_from_hf
+from funrl.processes.addresses import host_name, is_loopback
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.core import Core, CoreRequest, start_vllm
+
+IDLE_S = 10.0  # for the head of a request, and for taking an answer
+SLOWEST_BYTES_S = 1e6  # at which a body must arrive
+PART_BYTES = 1 << 20  # of a body that are read at once, whatever it announces
+LARGEST_MESSAGE = 1 << 30  # of the largest message, which is requests with their tokens
+LARGEST_BUCKET = 1 << 36  # of the largest bucket, which is one tensor that is larger than usual
+ARRIVING = "arriving-"  # of a bucket that is not whole yet
+
+Answer = Mapping[str, Any]
+Start = Callable[[Answer], Core]
+
+
+class CoreCall(NamedTuple):
+    """A request for the thread that calls vLLM."""
+
+    what: str
+    body: bytes
+    future: Future[Answer]
+
+
+class CoreServer(ThreadingHTTPServer):
+    """An HTTP server of one vLLM.
+
+    Args:
+      address: to listen at; port 0: any.
+      start: the message of "open" -> vLLM.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], start: Start):
+        self.start, self.instance = start, secrets.token_hex(8)
+        self.core: Core | None = None
+        self.sizes: Answer = {}
+        self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
+        self.lock = threading.Lock()  # of the buckets' numbers
+        self.loopback = is_loopback(address[0])
+        self.jobs: queue.SimpleQueue[CoreCall | None] = queue.SimpleQueue()
+        self.deadlines: dict[Any, float] = {}  # of connections that are being read or written
+        super().__init__(address, CoreHandler)
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Serve until `shutdown`. This thread alone calls vLLM, which need not be safe for several."""
+        accept = functools.partial(super().serve_forever, poll_interval)
+        acceptor = threading.Thread(target=accept, daemon=True)
+        acceptor.start()
+        while (job := self.jobs.get()) is not None:
+            try:
+                job.future.set_result(self._answer(job.what, job.body))
+            except Exception as error:
+                job.future.set_exception(error)
+        acceptor.join()
+
+    def shutdown(self) -> None:
+        """End `serve_forever`."""
+        super().shutdown()
+        self.jobs.put(None)
+
+    def service_actions(self) -> None:
+        """Close connections whose time is over."""
+        now = time.monotonic()
+        for connection, deadline in list(self.deadlines.items()):
+            if now >= deadline:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client has closed its connection."""
+
+    def answer(self, what: str, body: bytes) -> Answer:
+        """The answer to a request; that to "status" comes at once, whatever vLLM does.
+
+        Raises:
+          ValueError: it makes no sense, or not now.
+        """
+        if what == "status":
+            return {"instance": self.instance, "open": self.core is not None}
+        job = CoreCall(what, body, Future())
+        self.jobs.put(job)
+        return job.future.result()
+
+    def keep_bucket(self, content: Iterator[bytes]) -> Answer:
+        """Keep weights for the next "reload"."""
+        with tempfile.NamedTemporaryFile(dir=self.buckets.name, prefix=ARRIVING, delete=False) as file:
+            try:
+                for part in content:
+                    file.write(part)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        with self.lock:
+            os.rename(file.name, Path(self.buckets.name, f"{len(self._arrived()):06}"))
+        return {}
+
+    def _arrived(self) -> list[Path]:
+        return sorted(path for path in Path(self.buckets.name).iterdir() if not path.name.startswith(ARRIVING))
+
+    def _answer(self, what: str, body: bytes) -> Answer:
+        message = json.loads(body) if body else {}
+        if not isinstance(message, dict):
+            raise ValueError(f"{what}: an object with entries is needed, not {message!r:.60}")
+        if what == "open":
+            return self._open(message)
+        if self.core is None:
+            raise ValueError(f"{what}: there is no model yet: open comes first")
+        return self._of_core(self.core, what, message)
+
+    def _open(self, message: Answer) -> Answer:
+        if self.core is None:
+            self.core, self.sizes = self.start(message), message
+        elif message != self.sizes:
+            raise ValueError("this server has another model; start it again for this one")
+        self._empty()
+        self.core.forget()
+        return {}
+
+    def _of_core(self, core: Core, what: str, message: Answer) -> Answer:
+        match what:
+            case "add":
+                core.add([request_of(fields) for fields in message["requests"]])
+            case "step":
+                return {"drawn": core.step(), "counts": core.counts()}
+            case "drop":
+                core.drop(message["numbers"])
+            case "forget":
+                core.forget()
+            case "reload":
+                core.reload(self._weights())
+                self._empty()
+            case "sleep":
+                core.sleep()
+            case "wake":
+                core.wake()
+            case _:
+                raise ValueError(f"{what} is not a request of this server")
+        return {"counts": core.counts()}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self._arrived():
+            yield from load_safetensors(file.read_bytes()).items()
+
+    def _empty(self) -> None:
+        for file in self._arrived():
+            file.unlink()
+
+
+class RefusedError(Exception):
+    """A request that is not answered.
+
+    Attributes:
+      code: HTTP's number for the reason.
+    """
+
+    def __init__(self, code: int, reason: str):
+        super().__init__(reason)
+        self.code = code
+
+
+class CoreHandler(BaseHTTPRequestHandler):
+    """One request of a `CoreServer`: POST /WHAT."""
+
+    server: CoreServer
+
+    def setup(self) -> None:
+        """Give the client some time for the head of its request."""
+        super().setup()
+        self._within(IDLE_S)
+
+    def finish(self) -> None:
+        """Forget the connection."""
+        self.server.deadlines.pop(self.connection, None)
+        super().finish()
+
+    def do_POST(self) -> None:
+        """Answer with JSON, or with a line that says what went wrong."""
+        what = self.path.strip("/")
+        try:
+            code, text = 200, json.dumps(self._answered(what))
+        except ConnectionError:
+            return
+        except RefusedError as refused:
+            code, text = refused.code, f"{what}: {refused}"
+        except (ValueError, RecursionError) as error:
+            code, text = 400, str(error)
+        except Exception as error:
+            traceback.print_exc()  # for whoever runs this server; a client is told the message alone
+            code, text = 500, f"{type(error).__name__}: {error}"
+        self._within(IDLE_S)
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def _answered(self, what: str) -> Answer:
+        host, origin = host_name(self.headers.get("Host", "")), self.headers.get("Origin")
+        if origin is not None:
+            raise RefusedError(403, f"Origin: {origin}: a page in a browser may not ask this server")
+        if self.server.loopback and not is_loopback(host):
+            raise RefusedError(403, f"Host: {host}: this server is for its own machine; --host makes it one for others")
+        length = self._length(LARGEST_BUCKET if what == "bucket" else LARGEST_MESSAGE)
+        self._within(IDLE_S + length / SLOWEST_BYTES_S)
+        if what == "bucket":
+            if length > shutil.disk_usage(self.server.buckets.name).free:
+                raise RefusedError(507, f"Content-Length: {length}: the disk has no room for it")
+            answer = self.server.keep_bucket(self._content(length))
+        else:
+            body = b"".join(self._content(length))
+            self._within(None)
+            answer = self.server.answer(what, body)
+        return answer
+
+    def _length(self, most: int) -> int:
+        """Bytes of the body. Raises: RefusedError, it is no number of bytes, or too large."""
+        text = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+            raise RefusedError(400, f"Content-Length: {text:.60}: a number of bytes is needed")
+        if int(text) > most:
+            raise RefusedError(413, f"Content-Length: {text}: it must be at most {most}")
+        return int(text)
+
+    def _content(self, length: int) -> Iterator[bytes]:
+        """The body as it arrives. Raises: ConnectionError, it ends before."""
+        while length:
+            part = self.rfile.read1(min(length, PART_BYTES))
+            if not part:
+                raise ConnectionAbortedError
+            length -= len(part)
+            yield part
+
+    def _within(self, seconds: float | None) -> None:
+        """Close the connection unless the client goes on within some seconds; None: it is not the client's turn."""
+        self.server.deadlines.pop(self.connection, None)
+        if seconds is not None:
+            self.server.deadlines[self.connection] = time.monotonic() + seconds
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep quiet: there is a request for every token."""
+
+
+def plain_requests(requests: Sequence[CoreRequest]) -> list[dict[str, Any]]:
+    """Requests as JSON takes them."""
+    return [one._asdict() | {"sampling": dataclasses.asdict(one.sampling)} for one in requests]
+
+
+def request_of(fields: Answer) -> CoreRequest:
+    """A request from what `plain_requests` made of it."""
+    how: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()}
+    return CoreRequest(**{**fields, "sampling": Sampling(**how)})
+
+
+def start_here(message: Answer, device: str) -> Core:
+    """vLLM on this machine's device, for a model of the sizes of a message."""
+    model = decoder_model(config_from_hf(message["config"]))
+    mesh = single("cuda:0" if device == "cuda" else "cpu")
+    dtype = getattr(torch, message["dtype"])
+    return start_vllm(model, mesh, dtype, message["max_rows"], message["cache_bytes"], message["compiled"])
+
+
+def serve() -> None:
+    """Serve until the process is ended."""
+    parser = argparse.ArgumentParser(prog="python -m funrl.rollout.vllm.server", description="vLLM for a trainer")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this machine")
+    parser.add_argument("--port", type=int, default=8100, help="0: any that is free")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device_type())
+    given = parser.parse_args()
+    server = CoreServer((given.host, given.port), lambda message: start_here(message, given.device))
+    print(f"listening at http://{given.host}:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,231 @@
+"""Checks of terms, losses, reductions, advantages, filters and whole algorithms of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from funrl.algos.core import Advantage, Algorithm, Filter, Loss, Reduction, Term
+from funrl.algos.guarding import defined_at, line_of, name_of
+from funrl.batch import Batch
+from funrl.testing.loss_properties import (
+    constants,
+    denominators_before_step,
+    finite_gradient,
+    outside_the_mask,
+    packing,
+    parts_add_up,
+    per_token,
+    reference_gradient,
+    typed_metrics,
+)
+from funrl.testing.row_properties import advantage_outside_the_mask, ranks, row_order, truth_per_row
+from funrl.testing.shared_properties import (
+    compilation,
+    determinism,
+    equals_reference,
+    fields,
+    float32,
+    in_place,
+    padding,
+)
+from funrl.testing.subjects import Subject
+from funrl.trainer.jobs.compatibility import check_algorithm as check_in_run
+from funrl.trainer.settings.settings import settings_of
+
+OF_LOSSES = {
+    "outside_the_mask": outside_the_mask,
+    "padding": padding,
+    "packing": packing,
+    "micro_batches": parts_add_up,
+    "denominators": denominators_before_step,
+    "constants": constants,
+    "gradient": finite_gradient,
+    "float32": float32,
+    "compilation": compilation,
+}
+OF_ALL = {"in_place": in_place, "determinism": determinism}
+PROPERTIES: dict[str, dict[str, Callable[[Subject], None]]] = {
+    "term": {"per_token": per_token, **OF_ALL, "fields": fields, **OF_LOSSES},
+    "loss": {**OF_ALL, "typed_metrics": typed_metrics, "fields": fields, **OF_LOSSES},
+    "reduction": {**OF_ALL, "padding": padding, "packing": packing, "micro_batches": parts_add_up},
+    "advantage": {
+        **OF_ALL,
+        "fields": fields,
+        "outside_the_mask": advantage_outside_the_mask,
+        "padding": padding,
+        "row_order": row_order,
+        "ranks": ranks,
+        "float32": float32,
+        "compilation": compilation,
+    },
+    "filter": {
+        "truth_per_row": truth_per_row,
+        **OF_ALL,
+        "fields": fields,
+        "padding": padding,
+        "row_order": row_order,
+        "ranks": ranks,
+    },
+}
+OF_REFERENCES = {kind: {"reference": equals_reference} for kind in PROPERTIES}
+OF_REFERENCES["term"] = OF_REFERENCES["loss"] = {
+    "reference": equals_reference,
+    "reference_gradient": reference_gradient,
+}
+
+
+def assert_property(subject: Subject, name: str) -> None:
+    """Check one property of a piece.
+
+    Raises:
+      AssertionError: it does not have it; says the piece, its file and line, the property and the number.
+    """
+    run = {**PROPERTIES[subject.kind], **OF_REFERENCES[subject.kind]}[name]
+    text = ""
+    try:
+        run(subject)
+        return
+    except AssertionError as error:
+        text = str(error)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}{line_of(error)}"
+    what = f"{subject.kind} {name_of(subject.piece)}{defined_at(subject.piece)}"
+    raise AssertionError(f"{what}: {name} ({(run.__doc__ or '').strip()}): {text}")
+
+
+def assert_properties(subject: Subject, without: Collection[str] = ()) -> None:
+    """Check all properties of a piece but for some, in their order.
+
+    Raises:
+      AssertionError: it lacks one.
+      ValueError: `without` names what is no property of its kind.
+    """
+    names = {**PROPERTIES[subject.kind], **(OF_REFERENCES[subject.kind] if subject.reference else {})}
+    if unknown := sorted(set(without) - set(names)):
+        raise ValueError(f"without={unknown[0]!r}: the properties of a {subject.kind} are {', '.join(names)}")
+    for name in names:
+        if name not in without:
+            assert_property(subject, name)
+
+
+def check_term(
+    term: Term,
+    reference: Callable[..., Any] | None = None,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    without: Collection[str] = (),
+) -> None:
+    """Check a term: its shapes, its gradient, and that nothing changes it that must not.
+
+    Args:
+      term: (logp [B, T], batch) -> (loss [B, T], metrics), not the factory that makes it.
+      reference: the same as loops in plain Python: (logp, b) -> [B][T], where b has the batch's fields as nested lists.
+        Values and gradients are compared with it; give without={"reference_gradient"} where the term stops gradients.
+      prepare: batch -> batch, for what the term needs beyond the batch of `awkward_batch`.
+      without: properties that it is not to have, such as {"micro_batches"} where it takes statistics over a batch.
+
+    Raises:
+      AssertionError: the first property that it lacks, with the piece, its file and line, and the number.
+    """
+    assert_properties(Subject("term", term, prepare=prepare, reference=reference), without)
+
+
+def check_loss(
+    loss: Loss,
+    reference: Callable[..., Any] | None = None,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    without: Collection[str] = (),
+) -> None:
+    """Check a loss with numerators and denominators of its own.
+
+    Args:
+      reference: (logp, b) -> list of (numerator, denominator), in plain Python.
+      prepare, without: as in `check_term`.
+
+    Raises:
+      AssertionError: the first property that it lacks.
+    """
+    assert_properties(Subject("loss", loss, prepare=prepare, reference=reference), without)
+
+
+def check_reduction(
+    reduction: Reduction, reference: Callable[..., Any] | None = None, without: Collection[str] = ()
+) -> None:
+    """Check a reduction.
+
+    Args:
+      reference: (loss [B][T], b) -> (numerator, denominator), in plain Python, of a reduction of one part.
+      without: as in `check_term`.
+
+    Raises:
+      AssertionError: the first property that it lacks.
+    """
+    assert_properties(Subject("reduction", reduction, reference=reference), without)
+
+
+def check_advantage(
+    advantage: Advantage,
+    reference: Callable[..., Any] | None = None,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    without: Collection[str] = (),
+    tokens: bool = False,
+) -> None:
+    """Check a piece of an advantage chain, or a whole chain.
+
+    Args:
+      reference: (x, b) -> {"x": ...}, nested lists, in plain Python; other names are those of `Signal` and of fields.
+      prepare, without: as in `check_term`.
+      tokens: it works on token rewards [B, T] instead of scores [B].
+
+    Raises:
+      AssertionError: the first property that it lacks.
+    """
+    assert_properties(Subject("advantage", advantage, tokens, prepare=prepare, reference=reference), without)
+
+
+def check_filter(
+    filter_: Filter,
+    reference: Callable[..., Any] | None = None,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    without: Collection[str] = (),
+) -> None:
+    """Check a filter.
+
+    Args:
+      filter_: batch -> [B] bool.
+      reference: (b) -> list of truth values, in plain Python.
+      prepare, without: as in `check_term`.
+
+    Raises:
+      AssertionError: the first property that it lacks.
+    """
+    assert_properties(Subject("filter", filter_, prepare=prepare, reference=reference), without)
+
+
+def check_algorithm(
+    algorithm: Algorithm,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+    without: Collection[str] = (),
+    **flags: Any,
+) -> None:
+    """Check that a run can train an algorithm, and the properties of its losses, its advantage chain and its filter.
+
+    Args:
+      prepare: as in `check_term`.
+      without: properties that its parts are not to have; those of one kind of part are passed over in the others.
+      flags: of the run, as `funrl.train` takes them, such as teacher="DIR".
+
+    Raises:
+      AssertionError: the run would refuse it, or a part lacks a property.
+    """
+    try:
+        check_in_run(algorithm, settings_of(**flags))
+    except ValueError as error:
+        raise AssertionError(f"a run refuses it: {error}") from error
+    subjects = [Subject("loss", loss, prepare=prepare) for loss in algorithm.losses.values()]
+    if algorithm.advantage is not None:
+        subjects.append(Subject("advantage", algorithm.advantage, prepare=prepare))
+    if algorithm.filter is not None:
+        subjects.append(Subject("filter", algorithm.filter, prepare=prepare))
+    for subject in subjects:
+        assert_properties(subject, set(without) & set(PROPERTIES[subject.kind]))

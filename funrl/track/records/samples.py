@@ -1,0 +1,87 @@
+"""Samples of what the policy says, as lines of samples.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.track.records.run_directory import open_lines, read_lines
+
+
+class Sample(NamedTuple):
+    """One completion of a prompt.
+
+    Attributes:
+      step: after which it was sampled.
+      reward: None where nothing rewards it.
+      rewards: where several functions reward it, the name and the reward of each that applies.
+    """
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None
+    rewards: tuple[tuple[str, float], ...] = ()
+
+
+class SampleWriter(NamedTuple):
+    """An open samples.jsonl: `write(sample)` adds a line at once."""
+
+    write: Callable[[Sample], None]
+    close: Callable[[], None]
+
+
+def open_samples(path: Path) -> SampleWriter:
+    """Open samples.jsonl to add to it."""
+    lines = open_lines(path)
+
+    def write(sample: Sample) -> None:
+        rewards = {"rewards": dict(sample.rewards)} if sample.rewards else {}
+        lines.write({name: x for name, x in sample._asdict().items() if name != "rewards"} | rewards)
+
+    return SampleWriter(write, lines.close)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """All samples of a run in the order in which they were written; none where there is no file."""
+    return [_sample(line) for line in read_lines(path)] if path.exists() else []
+
+
+def _sample(line: dict[str, Any]) -> Sample:
+    """The sample that a line of samples.jsonl holds."""
+    return Sample(
+        step=int(line.get("step") or 0),
+        prompt=str(line.get("prompt", "")),
+        completion=str(line.get("completion", "")),
+        reward=line.get("reward"),
+        rewards=tuple((line.get("rewards") or {}).items()),
+    )
+
+
+def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
+    """Up to `count` samples of the earliest step and of the latest, those of prompts that both have first.
+
+    Where a step has fewer samples than `count`, those of the steps next to it fill up; no sample is in both.
+    """
+    in_order = sorted(samples, key=lambda sample: sample.step)
+    count = min(count, max(1, len(in_order) // 2))
+    if len(in_order) < 2:
+        return in_order, []
+    first_step = in_order[0].step
+    last_step = in_order[-1].step
+    early = [s for s in in_order if s.step == first_step]
+    late = [s for s in in_order if s.step == last_step]
+    if first_step == last_step or min(len(early), len(late)) < count:
+        return in_order[:count], in_order[-count:]
+    late_prompts = {s.prompt for s in late}
+    shared = [prompt for prompt in dict.fromkeys(s.prompt for s in early) if prompt in late_prompts]
+
+    def pick(rows: list[Sample]) -> list[Sample]:
+        by_prompt: dict[str, Sample] = {}
+        for sample in rows:
+            by_prompt.setdefault(sample.prompt, sample)
+        pairs = [by_prompt[prompt] for prompt in shared]
+        return (pairs + [s for s in rows if s not in pairs])[:count]
+
+    return pick(early), pick(late)

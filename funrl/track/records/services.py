@@ -1,0 +1,133 @@
+"""Trackers of other packages: wandb, mlflow, trackio and swanlab, each imported where it is used.
+
+A service's own environment variables give its address, its project, and whether it is used at all
+(WANDB_MODE=offline, SWANLAB_MODE=offline). The identity that a service gives a run is kept in trackers.json of the run
+directory, so that a resumed run continues under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from funrl.track.records.run_directory import RunDirectory, write_text
+from funrl.track.records.trackers import StepMetrics, Tracker
+
+PROJECT = "funrl"  # where no variable of the environment names one
+
+
+class TrackerError(ValueError):
+    """A tracker that cannot be opened; the message names it and its error."""
+
+
+class Service(NamedTuple):
+    """A tracker of another package, opened for a run.
+
+    Attributes:
+      write: (step, finite metrics) -> None.
+      close: () -> None.
+      identity: of the run, for the service.
+    """
+
+    write: Callable[[int, dict[str, float]], Any]
+    close: Callable[[], Any]
+    identity: str
+
+
+def open_service(name: str, run: RunDirectory, note: Callable[[str], None]) -> Tracker:
+    """Open one of `SERVICES` for a run. A later failure is reported once, and the run continues without the service.
+
+    Args:
+      name: of the package.
+      run: its config.json, or the record of the present start, gives the flags; its name is the run's.
+      note: receives the message of a failure.
+
+    Raises:
+      TrackerError: it is not installed, or refuses.
+    """
+    record = run.start if run.start.exists() else run.config
+    flags = json.loads(record.read_bytes()).get("flags", {})
+    known = json.loads(run.trackers.read_bytes()) if run.trackers.exists() else {}
+    try:
+        service = SERVICES[name](run, flags, known.get(name))
+    except ImportError as error:
+        raise TrackerError(f"--report_to={name}: {name} is not installed (pip install {name}): {error}") from error
+    except Exception as error:
+        raise TrackerError(f"--report_to={name}: {type(error).__name__}: {error}") from error
+    write_text(run.trackers, json.dumps(known | {name: service.identity}) + "\n")
+    failed = False
+
+    def write(step: int, metrics: StepMetrics) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            service.write(step, {key: float(x) for key, x in metrics.items() if math.isfinite(x)})
+        except Exception as error:  # of a network or a server: the run's own files have everything
+            failed = True
+            note(f"{name}: {type(error).__name__}: {error}; nothing goes there from step {step} on")
+
+    def close() -> None:
+        with contextlib.suppress(Exception):
+            service.close()
+
+    return Tracker(write, close)
+
+
+def _wandb(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
+    import wandb  # type: ignore[import-not-found]
+
+    active = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=_name(run),
+        id=identity,
+        resume="allow",
+        config=dict(flags),
+        dir=str(run.path),
+    )
+    return Service(lambda step, metrics: active.log(metrics, step=step), active.finish, active.id)
+
+
+def _mlflow(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
+    import mlflow  # type: ignore[import-not-found]
+
+    if identity is None:
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    active = mlflow.start_run(run_id=identity, run_name=None if identity else _name(run))
+    if identity is None:
+        mlflow.log_params({key: str(value)[:500] for key, value in flags.items()})
+    return Service(lambda step, metrics: mlflow.log_metrics(metrics, step=step), mlflow.end_run, active.info.run_id)
+
+
+def _trackio(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
+    import trackio  # type: ignore[import-not-found]
+
+    name = identity or _name(run)
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    trackio.init(project=project, name=name, config=dict(flags), resume="allow", embed=False)
+    return Service(lambda step, metrics: trackio.log(metrics, step=step), trackio.finish, name)
+
+
+def _swanlab(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
+    import swanlab  # type: ignore[import-not-found]
+
+    active = swanlab.init(
+        project=os.environ.get("SWANLAB_PROJECT", PROJECT),
+        name=_name(run),
+        config=dict(flags),
+        id=identity,
+        resume=None if identity is None else "allow",
+        log_dir=str(run.path / "swanlab"),
+    )
+    return Service(lambda step, metrics: swanlab.log(metrics, step=step), swanlab.finish, str(active.id))
+
+
+def _name(run: RunDirectory) -> str:
+    return run.path.resolve().name
+
+
+SERVICES = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio, "swanlab": _swanlab}

@@ -1,0 +1,414 @@
+"""Saves of a run: when they are due, which are kept, and the way on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from funrl.mesh.collectives import gather_objects, pmax
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.rules import Layout
+from funrl.processes import heartbeat, lookout
+from funrl.processes.processor import other_processor, processor_facts
+from funrl.processes.workers import stop_asked
+from funrl.trainer.checkpoints.base_model import check_base
+from funrl.trainer.checkpoints.checkpoint import (
+    CHECKPOINT_FORMAT,
+    Recorded,
+    complete_checkpoints,
+    load,
+    numbers_of,
+    recorded,
+    state_layouts,
+    sweep,
+)
+from funrl.trainer.checkpoints.export import write_outline
+from funrl.trainer.checkpoints.resumable import check_facts, check_frozen, other_held_out, run_facts, weights_changed
+from funrl.trainer.checkpoints.row_keeper import RowKeeper
+from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.sources import Source
+from funrl.trainer.steps.state import State
+from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError, Reserve
+from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
+from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch
+
+BETTER = {"eval/reward": 1.0, "eval/loss": -1.0}  # numbers by which a checkpoint is the best: larger, smaller
+POLL_S = 0.01
+HURRY_S = 3.0  # for a save that is under way when the run fails
+
+
+class Evaluations(NamedTuple):
+    """Held-out numbers of a run: before its first step, and the newest after it; the latter are empty at first."""
+
+    first: dict[str, float]
+    last: dict[str, float]
+
+
+class Saver:
+    """Saves states beside the run: a save copies this rank's part, and a process of its own writes it.
+
+    Attributes:
+      folder: of the checkpoints; None: nothing is saved, as the run has no directory.
+      rows: keeps the rows of steps beside them.
+      saved: the step of the newest checkpoint that this run has begun to write or was resumed from; -1: none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        parts: Parts,
+        source: Source,
+        state: State,
+        folder: str | None,
+        observer: Observer,
+        frozen: Mapping[str, str] | None = None,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare to save a run. Collective.
+
+        Args:
+          job: of the run.
+          parts: of the run.
+          source: of the run.
+          state: of the run, whose names, shapes and layouts stay as they are.
+          folder: the same on every rank.
+          observer: told what happens.
+          frozen: digests of the weights that do not learn, by role.
+          adapters: by `adapter_facts`, of a run in which adapters learn.
+
+        Raises:
+          CheckpointError: the state has a leaf that cannot be saved.
+        """
+        self.job = job
+        self.settings = job.settings
+        self.mesh = parts.mesh
+        model = parts.roles[job.lead].placed.model
+        self.model = model if model.adapters is None else model.adapters.plain
+        self.source = source
+        self.folder = folder
+        self.observer = observer
+        self.frozen = dict(frozen or {})
+        self.adapters = dict(adapters or {})
+        self.layouts: dict[str, Layout] = state_layouts(parts, state)
+        self.every = save_interval(job.settings.run.save_every)
+        self.server = ShardServer()
+        self.memory: Memory | None = None
+        self.reserved = 0  # bytes of `memory`
+        self.writing = str(folder)  # what the process of this rank writes
+        self.saved = -1
+        self.attempt = 0
+        self.began = time.monotonic()
+        self.scores: dict[int, float | None] = {}
+        self.rows = RowKeeper(job, parts, folder, observer=observer)
+        numbers_of(state)
+        if folder is not None and self.mesh.rank == 0:
+            sweep(folder)
+            self.rows.sweep()
+        gather_objects(None, self.mesh)  # nobody writes before rank 0 has swept
+
+    def resumed(self, state: State) -> tuple[State, Evaluations | None]:
+        """The newest checkpoint that can be read, where `--resume` is given and there is one; else the given state.
+
+        Args:
+          state: before the first step.
+
+        Returns: the state, and the evaluations so far of a run that goes on; empty ones where these are on other
+          held-out data.
+
+        Raises:
+          CheckpointError: on every rank, where no checkpoint can be read or one is of another run.
+        """
+        if not self.settings.run.resume or self.folder is None:
+            return state, None
+        damaged: dict[Path, str] = {}
+        while (record := self._newest(damaged)) is not None:
+            check_facts(record, self.job)
+            check_frozen(record, self.frozen, self.job)
+            if self.adapters:
+                check_base(
+                    record.path, record.facts, self.adapters["base"]["digests"], directory=self.settings.models.model
+                )
+            held = held_rows(self.source, state)
+            try:
+                state = load(record, state, self.layouts, mesh=self.mesh, server=self.server, held=held)
+            except DamagedError as error:
+                damaged[record.path] = str(error)
+                self.observer.note(f"{error}; the checkpoint before it is taken")
+                continue
+            return self._continued(record, state), self._comparable(record)
+        if damaged:
+            raise CheckpointError(
+                f"--resume: {list(damaged.values())[-1]}; no other checkpoint is left: give another --run_dir"
+            )
+        self.rows.forget(0)
+        self.observer.resumed(-1)  # nothing of what a run without a checkpoint has written counts
+        self.observer.note(f"--resume: there is no checkpoint in {self.folder} yet; the run begins")
+        return state, None
+
+    def _continued(self, record: Recorded, state: State) -> State:
+        """The state to go on with, after the observer has been told where it is from."""
+        self.saved = state.step
+        self.rows.forget(state.step)
+        self.observer.resumed(state.step, record.facts.get("metrics"))
+        steps = self.settings.run.steps
+        rest = f"; --steps={steps}: nothing is left to do" if state.step >= steps else ""
+        self.observer.note(f"resumed after step {state.step} from {record.path}{rest}")
+        if remark := other_processor(record.facts.get("processor")):
+            self.observer.note(remark)
+        return state._replace(source=self.source.restored(state.source))
+
+    def _comparable(self, record: Recorded) -> Evaluations:
+        """The evaluations of a checkpoint, as far as those of this run can be compared with them."""
+        if weights_changed(record, self.job):
+            self.observer.note(
+                f"the weights that this run would begin with are not those that {record.path} began with; those that "
+                "learn are the checkpoint's"
+            )
+        if not other_held_out(record, self.job):
+            return Evaluations(record.facts["first"], record.facts["last"])
+        self.observer.note(
+            "held-out examples, their rewards or their sampling are not as they were: evaluations are compared from "
+            f"step {record.facts['step']} on"
+        )
+        return Evaluations({}, {})
+
+    def _newest(self, damaged: dict[Path, str]) -> Recorded | None:
+        """The newest checkpoint whose record and sizes are whole, the same on every rank.
+
+        Args:
+          damaged: checkpoints to pass over and what is wrong with them; those that are met are added.
+        """
+        record = None
+        refusal = None
+        if self.mesh.rank == 0:
+            try:
+                record = self._newest_whole(damaged)
+            except CheckpointError as error:
+                refusal = str(error)
+        record, all_damaged, refusal = gather_objects((record, damaged, refusal), self.mesh)[0]
+        damaged.update(all_damaged)
+        if refusal is not None:
+            raise CheckpointError(f"--resume: {refusal}")
+        unseen = None
+        if record is not None and not record.path.is_dir():
+            unseen = f"--resume: rank {self.mesh.rank} does not see {record.path}, every rank must"
+        for problem in gather_objects(unseen, self.mesh):
+            if problem is not None:
+                raise CheckpointError(problem)
+        return record
+
+    def _newest_whole(self, damaged: dict[Path, str]) -> Recorded | None:
+        """The same on the first rank alone. Raises: CheckpointError, another version has written the newest."""
+        for path in reversed(complete_checkpoints(str(self.folder)).values()):
+            if path in damaged:
+                continue
+            try:
+                return recorded(path)
+            except DamagedError as error:
+                damaged[path] = str(error)
+                self.observer.note(f"{error}; the checkpoint before it is taken")
+        return None
+
+    def after_step(self, state: State, metrics: Mapping[str, float], evaluations: Evaluations) -> bool:
+        """Save the state after a step if it is time to; True if the run was asked to stop, and its state is saved.
+
+        Collective: one small sum over all ranks.
+
+        Raises:
+          CheckpointError: a save has failed, on every rank.
+        """
+        if self.folder is None:
+            return self._agree(stop_asked())[0]
+        problems = self.server.answers(wait=False)
+        every = self.every
+        due = self.mesh.rank == 0 and every.seconds > 0 and time.monotonic() - self.began >= every.seconds
+        stop, due, failed = self._agree(stop_asked(), due, bool(problems))
+        if failed:
+            self._raise(problems)
+        last = state.step == self.settings.run.steps and (every.steps > 0 or self.saved >= 0)
+        if stop or due or last or (every.steps and state.step % every.steps == 0):
+            self.save(state, evaluations, score_of(metrics))
+        elif every.steps and self.memory is None:
+            self._prepare(state)
+        if stop:
+            self.wait()
+        return stop
+
+    def save(self, state: State, evaluations: Evaluations, score: float | None = None) -> None:
+        """Begin to save a state, of which a copy is made at once. Every rank takes part.
+
+        Raises:
+          CheckpointError: the save before it has failed.
+        """
+        if self.folder is None or state.step == self.saved:
+            return
+        self.wait()
+        state = state._replace(source=self.source.saved(state.source))
+        snapshot, memory = self._prepare(state)
+        snapshot.copy(memory)
+        self.attempt += 1
+        draft = str(Path(self.folder) / f".step-{state.step}.{self.attempt}")
+        self.writing = draft
+        self._send(snapshot.request(draft, memory))
+        if self.mesh.rank == 0:
+            self._commit(draft, state.step, snapshot, evaluations=evaluations, score=score)
+        self.saved = state.step
+        self.began = time.monotonic()
+
+    def _commit(
+        self, draft: str, step: int, snapshot: Snapshot, *, evaluations: Evaluations, score: float | None
+    ) -> None:
+        """Have rank 0 make a checkpoint of what all ranks write, and remove those that are not kept."""
+        folder = Path(str(self.folder))
+        existing = complete_checkpoints(folder)
+        for old, path in existing.items():
+            if old not in self.scores:
+                try:
+                    self.scores[old] = recorded(path).facts["score"]
+                except CheckpointError:
+                    self.scores[old] = None
+        self.scores = {old: self.scores[old] for old in existing if old != step} | {step: score}
+        kept = kept_steps(self.scores, self.settings.run.keep_checkpoints)
+        self._send(
+            Commit(
+                draft,
+                path=str(folder / f"step-{step}"),
+                processes=self.mesh.world,
+                arrays=snapshot.arrays,
+                facts=self.facts(step, self.mesh, evaluations, score=score),
+                removed=tuple(str(existing[old]) for old in existing if old != step and old not in kept),
+                synced=tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl"))),
+                timeout_s=60.0 * self.settings.waiting.timeout,
+            )
+        )
+
+    def facts(self, step: int, mesh: Mesh, evaluations: Evaluations, *, score: float | None) -> dict[str, Any]:
+        """The record of a checkpoint but for its arrays and files.
+
+        Args:
+          step: of the state.
+          mesh: whose ranks write it.
+          evaluations: so far.
+          score: of this very step; None: unknown.
+        """
+        return {
+            "format": CHECKPOINT_FORMAT,
+            "step": step,
+            "score": score,
+            "mesh": str(mesh),
+            "world": mesh.world,
+            "dtype": self.settings.models.dtype,
+            "lead": self.job.lead,
+            "run": run_facts(self.job),
+            "frozen": self.frozen,
+            "processor": processor_facts(),
+            "provenance": self.job.provenance._asdict(),
+            **evaluations._asdict(),
+            **self.adapters,
+        }
+
+    def wait(self) -> None:
+        """Wait until everything is on disk. Every rank takes part, and none leaves before the others.
+
+        Raises:
+          CheckpointError: on every rank, where it is not.
+        """
+        settings = self.settings
+        limits = WriterLimits(
+            settings.waiting.heartbeat, settings.waiting.stalled_after, 60.0 * settings.waiting.timeout
+        )
+        watch = WriterWatch(self.mesh.rank, self.writing, limits)
+        while True:  # one that has failed may be what rank 0's process waits for
+            problems = self.server.answers(wait=False)
+            if self.server.waiting and self.server.process is not None:
+                heartbeat.beat()  # it is the writer that is waited for, and the watch says so
+                line, problem = watch.poll(self.server.process.pid)
+                if line is not None:
+                    lookout.say(line)
+                problems += [] if problem is None else [problem]
+            pending, failed = self._agree(self.server.waiting > 0, bool(problems))
+            if failed:
+                self._raise(problems)
+            if not pending:
+                return
+            time.sleep(POLL_S)
+
+    def __enter__(self) -> Saver:
+        """Begin to save."""
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Wait until everything is on disk; after an exception, of which other ranks need not know, not for long."""
+        timeout_s = HURRY_S
+        try:
+            if kind is None:
+                self.wait()
+                timeout_s = None
+        finally:
+            self.server.close(timeout_s)
+            if self.memory is not None:
+                self.memory.close()
+
+    def _prepare(self, state: State) -> tuple[Snapshot, Memory]:
+        """This rank's part of a state, and the memory for it, which is made while the run computes."""
+        snapshot = snapshot_of(state, self.source, self.layouts, mesh=self.mesh)
+        if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
+            try:
+                write_outline(self.folder, self.model, self.job.tokenizer)
+            except OSError as error:
+                raise CheckpointError(_explained(self.folder, str(error))) from error
+        nbytes = snapshot.own.nbytes
+        if self.memory is None or self.reserved < nbytes:
+            if self.memory is not None:
+                self.memory.close()
+            self.memory = Memory(nbytes)
+            self.reserved = nbytes
+            if nbytes:
+                self._send(Reserve(self.memory.path, nbytes))
+        return snapshot, self.memory
+
+    def _send(self, request: Any) -> None:
+        try:
+            self.server.send(request)
+        except ShardError as error:
+            raise CheckpointError(_explained(str(self.folder), str(error))) from error
+
+    def _agree(self, *flags: bool) -> list[bool]:
+        """Flags that are true on any rank."""
+        x = torch.tensor([float(flag) for flag in flags], device=self.mesh.device)
+        return [bool(flag) for flag in pmax(x, self.mesh, AXES).tolist()]
+
+    def _raise(self, problems: list[str]) -> None:
+        """Raise what went wrong on any rank, on every rank."""
+        everyone = [problem for of_rank in gather_objects(problems, self.mesh) for problem in of_rank]
+        if everyone:
+            raise CheckpointError(_explained(str(self.folder), everyone[0]))
+
+
+def kept_steps(scores: Mapping[int, float | None], count: int) -> set[int]:
+    """The steps whose checkpoints are kept: the newest `count`, and the one with the best score."""
+    best = [step for step, score in scores.items() if score is not None]
+    return {*sorted(scores)[-count:], *sorted(best, key=lambda step: (scores[step], step))[-1:]}
+
+
+def score_of(metrics: Mapping[str, float]) -> float | None:
+    """Score of a checkpoint, larger is better: the held-out reward, or loss, of its very step; None: unknown."""
+    scores = [sign * metrics[name] for name, sign in BETTER.items() if name in metrics]
+    return scores[0] if scores else None
+
+
+def _explained(folder: str, problem: str) -> str:
+    return f"{folder}: the checkpoint cannot be written: {problem}"
+
+
+def shared_folder(observer: Observer, mesh: Mesh) -> str | None:
+    """The folder of the checkpoints, which rank 0 knows."""
+    return gather_objects(observer.checkpoint_folder(), mesh)[0]

@@ -1,0 +1,116 @@
+"""Digests of the weights of roles: equal where all bits are, on any mesh and in any layout.
+
+They are those by which an engine is proven to hold the trainer's weights (`funrl.rollout.certificate`): a rank sums its
+own part, and one small collective adds the parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.data.file_digests import records_digest
+from funrl.mesh.collectives import gather_objects, psum
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.models.weight_dtypes import weight_dtype
+from funrl.rollout.certificate import digest, first_copy
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.datasets import Task
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.provenance import WEIGHTS
+from funrl.trainer.settings.declaration import HELD_OUT_SET
+from funrl.trainer.settings.scorers import SCORERS
+from funrl.trainer.settings.settings import flag_value
+from funrl.trainer.steps.roles import Role
+
+UINT64 = (1 << 64) - 1
+
+
+def weight_digests(
+    params: trees.Tree, stored: trees.Tree, mesh: Mesh, dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """The digest of each weight by name, 16 hexadecimal digits. Collective.
+
+    Args:
+      params: this rank's shards.
+      stored: their layouts.
+      dtype: to which they are cast before; None: as they are.
+    """
+    layouts = dict(trees.named(stored))
+    digests: dict[str, Tensor] = {}
+    for name, x in trees.named(params):
+        read_as = x.dtype if dtype is None else weight_dtype(name, dtype)
+        own = digest(x, layouts[name], mesh.rank, dtype=read_as) * first_copy(layouts[name], mesh)
+        digests[name] = own.to(mesh.device)
+    if not digests:
+        return {}
+    whole = psum(torch.stack(list(digests.values())), mesh, AXES).tolist()
+    return {name: f"{number & UINT64:016x}" for name, number in zip(digests, whole, strict=True)}
+
+
+def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], mesh: Mesh) -> dict[str, str]:
+    """One digest of all weights of each of some roles. Collective.
+
+    Args:
+      weights: this rank's shards, by role.
+    """
+    digests = {}
+    for name, params in weights.items():
+        if name not in roles:  # the base of adapters, of which a checkpoint knows each weight
+            continue
+        digests[name] = joined_digest(weight_digests(params, roles[name].stored, mesh))
+    return digests
+
+
+def joined_digest(digests: Mapping[str, str]) -> str:
+    """One digest of the digests of weights."""
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
+
+
+def with_first_digests(
+    job: Job, parts: Parts, params: trees.Tree, frozen: Mapping[str, str], adapters: Mapping[str, Any]
+) -> Job:
+    """The job with digests of the weights that it begins with, and of its held-out set. Collective.
+
+    The weights are those of a frozen reference or of the base of adapters, whose digests are known; only without either
+    is a pass made over them.
+
+    Args:
+      params: this rank's weights of the leading role before the first step.
+      frozen, adapters: by `role_digests` and `base_model.adapter_facts`.
+    """
+    inputs = dict(gather_objects(dict(job.provenance.inputs), parts.mesh)[0])
+    if adapters:
+        weights = joined_digest(adapters["base"]["digests"])
+    elif "reference" in frozen and "reference" not in job.directories:
+        weights = frozen["reference"]
+    else:
+        weights = joined_digest(weight_digests(params, parts.roles[job.lead].stored, parts.mesh, dtype=job.dtype))
+    inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs)}
+    return job._replace(provenance=job.provenance._replace(inputs=inputs))
+
+
+def held_out_digest(job: Job, inputs: Mapping[str, str]) -> str:
+    """Digest of the held-out examples and of how they are sampled and rewarded.
+
+    Numbers of two evaluations with the same digest may be compared.
+
+    Args:
+      job: of the run.
+      inputs: digests of the run's files.
+    """
+    task = job.task
+    settings = job.settings
+    if not isinstance(task, Task):
+        return records_digest([[list(map(int, text.tokens)) for text in example.texts] for example in task.heldout])
+    flags = [flag_value(settings, name) for name in ("reward", *SCORERS, "reward_weights")]
+    rewards = [None if text is None else re.sub(r"[^,]*/", "", text) for text in flags]  # wherever their files are
+    files = [digest for name, digest in inputs.items() if name.split("/")[0] in ("reward", *SCORERS)]
+    examples = [[list(map(int, prompt.tokens)), prompt.text, prompt.fields] for prompt in task.heldout]
+    return records_digest([[repr(job.eval_sampling), rewards, files], *examples])

@@ -1,0 +1,281 @@
+"""The roles of a run as one rank sees them: what is made once, and the weights and the state that it begins with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import reads
+from funrl.mesh.launch import ranks_per_node, view
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan, plan
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import COMPUTE
+from funrl.models import Model, Placed, compile_layer, place
+from funrl.models.decoder.sequence_parallel import with_form
+from funrl.models.deployed import deployed
+from funrl.models.huggingface import directories as hf
+from funrl.models.lora import decoder_of, first_trained
+from funrl.models.model import Layer
+from funrl.models.value_head import BIAS, HEAD
+from funrl.models.weight_dtypes import cast_weights, weight_dtypes
+from funrl.rewards.pool import Pool
+from funrl.rollout.engine import Engine
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native.engine import native_engine
+from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.engine import vllm_engine
+from funrl.seeds import derived_seed
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.sharding import splits_residual, stored_rules
+from funrl.trainer.settings.declaration import parts
+from funrl.trainer.settings.settings import Settings
+from funrl.trainer.sources.judging import Judge, open_judge
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.optimizer import make_optimizer
+from funrl.trainer.steps.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
+from funrl.trainer.steps.router_losses import RouterLosses
+from funrl.trainer.steps.state import State
+
+ENGINE_TIMEOUT_S = 600.0  # where no flag says
+
+
+class Generator(NamedTuple):
+    """The engine, and how the policy's weights come to it.
+
+    Attributes:
+      engine: on `mesh`.
+      to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    to_engine: Plan
+
+
+class Parts(NamedTuple):
+    """Meshes, roles and functions that are made once.
+
+    Attributes:
+      mesh: to train on.
+      begin: the model that the run begins with.
+      roles: by name; those that learn in the order of the algorithm's losses.
+      generator: None where nothing is generated.
+      pool: this rank's reward workers; None: it has none.
+      judge: None where no model writes verdicts.
+    """
+
+    mesh: Mesh
+    begin: Placed
+    roles: Mapping[str, Role]
+    generator: Generator | None
+    pool: Pool | None = None
+    judge: Judge | None = None
+
+
+def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
+    """Meshes, layouts and functions. Called by every rank."""
+    settings, compiled = job.settings, {}
+
+    def layer_of(model: Model) -> Layer:
+        if model.layer not in compiled:
+            compiled[model.layer] = compile_layer(
+                model, settings.models.compile, mesh.device.type, note, remat=settings.devices.remat
+            )
+        return compiled[model.layer]
+
+    def placed(name: str, model: Model) -> Placed:
+        layer = with_form(layer_of(model), settings.devices.sequence_parallel)
+        replay = settings.routers.router_replay and name == "policy"
+        split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
+        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
+
+    begin = placed(job.lead, job.model)
+    places = {name: placed(name, model) for name, model in job.models.items()}
+    roles = {name: _role(job, name, places) for name in places}
+    learning = {name: roles[name] for name in job.algorithm.losses}
+    ordered = {name: role for name, role in roles.items() if name not in learning} | learning
+    generator = policy_generator(job, begin, compiled[job.model.layer], note) if job.generates else None
+    judge = None
+    if job.judge is not None and generator is not None:
+        layer = layer_of(job.judge.model)
+        judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.engines.decode_rows, layer, note)
+    return Parts(mesh, begin, ordered, generator, judge=judge)
+
+
+def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
+    settings, loss, placed = job.settings, job.algorithm.losses.get(name), places[name]
+    writes = writes_of(name, job.algorithm)
+    if name == "policy" and not needs_old_scores(job):
+        writes = {}
+    topk = min(settings.models.teacher_top_k, placed.model.config.vocab)
+    common: dict[str, Any] = {"temperature": settings.sampling.temperature if job.generates else 1.0, "topk": topk}
+    common["on_base"] = job.lora is not None and name not in job.directories
+    if loss is None:
+        return Role(placed, writes, **common)
+    companion, divergence = None, job.algorithm.divergence
+    if divergence is not None and "divergence" in loss.reads.required | loss.reads.optional:
+        companion = Companion(divergence.role, places[divergence.role], divergence)
+    first_step = settings.optimization.critic_warmup_steps + 1 if name == "policy" else 1
+    updates = (settings.run.steps - first_step + 1) * job.settings.updates.epochs * job.settings.updates.minibatches
+    return Role(
+        placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed),
+        mask="sampled" if name == "implicit_reward" else "mask",
+        first_step=first_step,
+        metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
+        watch_entropy=name == "policy" and job.generates,
+        companion=companion,
+        router=router_losses(settings, placed),
+        **common,
+    )  # fmt: skip
+
+
+def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
+    """Losses of the routers of a model, if it has some and gives probabilities."""
+    routers = placed.model.abilities.routers
+    if routers is None or not placed.model.generates:
+        return RouterLosses()
+    rate = settings.routers.router_bias_rate if routers.biased else 0.0
+    return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
+
+
+def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
+    """Make an engine for the policy, without weights yet. Every rank calls it.
+
+    Args:
+      placed: the model that the run begins with; adapters are merged for the engine.
+    """
+    mesh = view(placed.mesh, job.generate_sizes)
+    settings = job.settings
+    decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
+    how = (placed.model, mesh, job.dtype, settings.engines.decode_rows, cache_bytes)
+    compiled = settings.models.compile == "on" or (settings.models.compile == "auto" and mesh.device.type == "cuda")
+    if settings.engines.engine == "vllm":
+        engine = vllm_engine(*how, compiled, decode)
+    elif settings.engines.engine == "vllm_server":
+        url = parts(settings.engines.engine_url)[int(mesh.index(mesh.row_axes))]
+        engine = vllm_client(url, *how, compiled, decode, settings.engines.engine_timeout or ENGINE_TIMEOUT_S)
+    elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
+        engine = hf_engine(placed.model, mesh, job.dtype)
+    else:
+        engine = native_engine(
+            *how, layer=layer, decode=decode, speculate=settings.engines.speculate, note=note,
+            record_routes=settings.routers.router_replay,
+        )  # fmt: skip
+    wanted = engine.weights.layouts
+    return Generator(engine, mesh, plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node()))
+
+
+def needs_old_scores(job: Job) -> bool:
+    """True if the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
+    of its forward pass, unless something before or beside the policy's loss reads them."""
+    algorithm = job.algorithm
+    if not job.generates and algorithm.advantage is None:
+        return False
+    others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
+    before = reads(algorithm.advantage, algorithm.filter, *others, fields=algorithm.fields).required
+    single = (
+        job.settings.updates.epochs * job.settings.updates.minibatches == 1
+        and job.settings.optimization.critic_warmup_steps == 0
+    )
+    asked = set(writes_of("policy", algorithm)) - {"old_logp"}
+    return bool("old_logp" in before or asked) or not single or "implicit_reward" in algorithm.losses
+
+
+def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
+    """This rank's own weights of every role. Those that begin as the policy are copies, for it is updated in place.
+
+    With adapters, what the run begins with is the one base of all roles, under the name `BASE`.
+
+    Args:
+      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.lead` takes them over.
+    """
+    if job.lora is not None:
+        return _weights_on_base(job, parts, begin)
+    weights = {}
+    for name, role in parts.roles.items():
+        placed, dtype = role.placed, job.dtype if role.loss is None else job.master
+        if name in job.directories:
+            weights[name] = _read_weights(job, name, placed, dtype)
+        elif placed.model is parts.begin.model and name == job.lead:
+            weights[name] = begin
+        else:
+            weights[name] = placed.copy_from(parts.begin, begin, dtype)
+    return weights
+
+
+def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
+    """`first_weights` of a run with adapters."""
+    base = cast_weights(decoder_of(begin), job.dtype)
+    if not needs_unembedding(parts):
+        base = {name: x for name, x in base.items() if name != "unembed"}
+    weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, BIAS) if name in begin}
+    for name, role in parts.roles.items():
+        placed, generator = role.placed, torch.Generator()
+        if not role.on_base:
+            weights[name] = _read_weights(job, name, placed, job.dtype)
+        elif role.loss is not None:
+            generator.manual_seed(derived_seed(job.settings.run.seed, list(WRITES).index(name)))
+            weights[name] = first_trained(placed.model, role.stored, parts.mesh, generator, job.master, head)
+    return weights
+
+
+def _read_weights(job: Job, role: str, placed: Placed, dtype: torch.dtype) -> trees.Tree:
+    """This rank's shards of the weights of a role that has a directory of its own."""
+    return hf.load(job.directories[role], dtype, placed.mesh, layouts=placed.stored, model=placed.model)[1]
+
+
+def needs_unembedding(parts: Parts) -> bool:
+    """True if a role on the base gives probabilities."""
+    return any(role.placed.model.unembed is not None for role in parts.roles.values() if role.on_base)
+
+
+def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
+    """Of a rank's `first_weights` those that do not learn."""
+    return {name: tree for name, tree in weights.items() if name == BASE or parts.roles[name].loss is None}
+
+
+def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], source: trees.Tree) -> State:
+    """The state before the first step, of weights that it takes over.
+
+    Args:
+      source: the source's state.
+    """
+    states = {
+        name: RoleState(weights[name], role.optimizer.init(weights[name]))
+        for name, role in parts.roles.items()
+        if role.optimizer is not None
+    }
+    advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
+    return State(states, advantage, source)
+
+
+def sync(
+    parts: Parts, state: State, clock: Clock | None = None, frozen: Mapping[str, trees.Tree] | None = None
+) -> State:
+    """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated.
+
+    Args:
+      frozen: weights that do not learn, by name, among them the base of adapters.
+    """
+    if parts.generator is None:
+        return state
+    engine, _, to_engine = parts.generator
+
+    def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
+        role = parts.roles["policy"]
+        found = deployed(role.placed, role.whole(state.roles["policy"].params, frozen or {}))
+        if engine.weights.streamed:
+            yield from found.exported(engine.weights.names)
+        else:
+            yield from engine.weights.named(reshard(found.tree(), to_engine, parts.mesh, donate=bool(found.merged)))
+
+    with (clock or Clock()).phase("reshard"):
+        engine.load(weights(), state.version + 1)
+    return state._replace(version=state.version + 1)

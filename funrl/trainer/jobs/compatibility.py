@@ -1,0 +1,257 @@
+"""Checks of a run: whether algorithm, models, meshes and engine go together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from funrl.algos.checking import Available, check
+from funrl.algos.core import Algorithm, reads
+from funrl.data.tokenizer import load_tokenizer
+from funrl.fields import FIELDS
+from funrl.mesh.mesh import Mesh
+from funrl.models import Model
+from funrl.models.errors import ModelError
+from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.rollout.hf_engine import no_engine
+from funrl.rollout.native.engine import bytes_of_page, page_tokens
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.core import check_vllm
+from funrl.trainer.jobs.datasets import Task
+from funrl.trainer.jobs.sharding import check_experts, check_forms, check_layouts, check_roles, generate_sizes
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
+from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
+from funrl.trainer.steps.roles import READERS, WRITES, fields_read, role_names
+
+LACKING = {  # `Flag.needs`: what it is for
+    "critic": ", which ppo and vapo train",
+    "implicit_reward": ", which prime trains",
+    "teacher": ": it reads nothing that one writes, as distillation and gkd do",
+    "teacher_topk": ": it reads no probable tokens of the teacher, as distillation --kind=forward does",
+    "policy": " that learns, and what it trains writes no samples",
+    "filter": ", which dapo has, so every batch is taken as it is sampled",
+}
+
+
+def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
+    """Compare what an algorithm reads with what a run of these settings provides.
+
+    Args:
+      source: fields that the source writes; None: all that a source may write.
+
+    Raises:
+      SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
+    """
+    learning = set(algorithm.losses)
+    available = provided(algorithm, settings, source)
+    try:
+        check(algorithm, available)
+    except ValueError as error:
+        teacher = "" if settings.models.teacher is not None or "teacher" not in str(error) else "; give --teacher=DIR"
+        raise SettingsError(f"{error}{teacher}") from error
+    _check_needs(algorithm, settings)
+    unknown = sorted(learning - set(WRITES))
+    if unknown:
+        raise SettingsError(f"the algorithm has a loss for {unknown[0]!r}, which is not one of {', '.join(WRITES)}")
+
+
+def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse flags of a role, a field or a filter that a run of the algorithm does not have. Raises: SettingsError."""
+    found = reads(algorithm)
+    filtered = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
+    parts_of_run = {*role_names(algorithm), *fields_read(algorithm), *found.optional, *["filter"] * filtered}
+    for name, one in settings_flags().items():
+        value = flag_value(settings, name)
+        if one.needs and value not in (one.default, one.without) and one.needs not in parts_of_run:
+            raise SettingsError(
+                f"--{name}={value} does nothing: the algorithm has no {one.needs}{LACKING[one.needs]}; leave it out"
+            )
+
+
+def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> Available:
+    """The fields that a run provides, by where they can be read.
+
+    Args:
+      source: as in `check_algorithm`.
+    """
+    sampled, schema = run_kind(algorithm, settings.examples.data) == "rl", algorithm.schema
+    if source is None:
+        source = sampled_fields(settings) if sampled else FIELDS.by("source")
+    source = {*source, *(name for name in schema.by("source") if name in algorithm.fields)}  # of a source of one's own
+    in_filter = {*source, "failed"} if settings.rewards.on_reward_error != "stop" else set(source)
+    writers = {"policy", "reference", *algorithm.losses} | (
+        {"teacher"} if settings.models.teacher is not None else set()
+    )
+    in_chain = {*source, *schema.by(*writers)}
+    if algorithm.example in SAMPLED_PAIRS and sampled:  # the rows of a pair are one: see `paired`
+        in_chain = in_chain - set(schema.rows()) | {"length", "group", "positions", "segments"}
+    elif sampled:
+        in_chain |= {"greedy_score"}
+    divergence = algorithm.divergence
+    from_teacher = divergence is None or divergence.role == "teacher"
+    no_teacher = (
+        settings.models.teacher is None and from_teacher
+    )  # the step computes it with a teacher beside the policy
+    step = set(schema.by("step")) - ({"divergence"} if no_teacher else set())
+    in_losses = in_chain | step | {"positions", "segments"}
+    return Available(*map(frozenset, (in_filter, in_chain, in_losses)))
+
+
+def sampled_fields(settings: Settings) -> set[str]:
+    """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
+    found = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
+    absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
+    if settings.sampling.new_tokens_per_step is None:
+        absent.add("version")  # all tokens of a step are of the same weights
+    if not settings.routers.router_replay:
+        absent.add("routes")
+    if settings.rewards.process_reward_model is None:
+        absent.add("token_reward")
+    return found - absent
+
+
+def check_meshes(
+    settings: Settings, models: Mapping[str, Model], sizes: dict[str, int], memory: float
+) -> dict[str, int]:
+    """The mesh to generate on, after checking that all models can be laid out.
+
+    Args:
+      memory: bytes that one rank may use.
+
+    Raises:
+      SettingsError, MeshError: naming the flag, the sizes and the way out.
+    """
+    check_roles(settings, tuple(models))
+    check_experts(settings, models.values())
+    lead = models.get("policy") or next(iter(models.values()))
+    generating = generate_sizes(settings, sizes, lead, memory) if "policy" in models else sizes
+    with blaming(f"mesh={settings.devices.mesh}"):
+        check_layouts(models, settings, sizes, generating)
+    check_forms(models, settings, sizes)
+    return generating
+
+
+def check_code(settings: Settings, models: Mapping[str, Model], generates: str | None) -> None:
+    """Check what transformers' own code, and models without pages, cannot do.
+
+    Args:
+      generates: the role that generates, if one does.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    for name, model in models.items():
+        own = model.abilities.code
+        what = f"the {name} is {own}, transformers' own code" if own else f"the {name} is a {model.config.family}"
+        if own and settings.models.compile == "on":
+            raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
+        if name == generates and (problem := no_engine(model)) is not None:
+            raise SettingsError(
+                f"--model={settings.models.model}: {problem}; give texts to learn from, as to sft or dpo"
+            )
+        if name == generates and not model.pages and settings.engines.engine != "hf":
+            code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
+            raise SettingsError(
+                f"--engine={settings.engines.engine}{code}: {what}, which has no pages of keys; give --engine=hf"
+            )
+
+
+def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
+    """Check that the engine of a flag can generate with the model.
+
+    Args:
+      mesh: the generate mesh.
+      sampling, eval_sampling: of the completions to train on, and of those to evaluate.
+
+    Raises:
+      SettingsError: it cannot, or is not installed.
+    """
+    if settings.engines.engine == "vllm_server":
+        given, replicas = len(parts(settings.engines.engine_url)), mesh.size(mesh.row_axes)
+        if given != replicas or mesh.size("tensor") > 1:
+            raise SettingsError(
+                f"--engine_url={settings.engines.engine_url}: {given} servers, which hold whole "
+                "models, for the generate mesh "
+                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
+            )
+        return  # the rest is for the server to say, which may have another device
+    if settings.engines.engine == "hf":
+        if settings.models.dtype == "float64":
+            raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
+        if settings.sampling.new_tokens_per_step is not None:
+            raise SettingsError(
+                f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}: --engine=hf "
+                "writes whole completions only"
+            )
+        penalties = {one.repetition_penalty for one in (sampling, eval_sampling)} - {1.0}
+        if penalties:
+            raise SettingsError(
+                f"--engine=hf: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; "
+                "leave it out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
+            )
+        if mesh.size("tensor") > 1:
+            raise SettingsError(f"--engine=hf holds whole weights; generate on a mesh without tp instead of {mesh}")
+        return
+    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
+    try:
+        check_vllm(model, mesh.device.type, TORCH_DTYPES[settings.models.dtype], mesh.size("tensor"), cache_bytes)
+    except (ModelError, ImportError) as error:
+        raise SettingsError(f"--engine={settings.engines.engine}: {error}") from error
+
+
+def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:
+    """Check that the models that score completions can read the prompts, and that their scores are of use.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    chats = any(example.messages for example in task.prompts)
+    for name in READERS:
+        if chats and name in directories and load_tokenizer(directories[name]).chat_template is None:
+            raise SettingsError(
+                f"--{name}={directories[name]}: prompts are chats, but its tokenizer has no chat template, and "
+                "--chat_template gives one to the policy's alone; add one to its tokenizer_config.json"
+            )
+    if settings.rewards.process_reward == "each" and "token_reward" not in {*reads(algorithm)[0], *reads(algorithm)[1]}:
+        raise SettingsError(
+            "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min "
+            "or another that makes one number of a completion's steps"
+        )
+
+
+def check_budget(settings: Settings, new_tokens: int) -> None:
+    """Raise SettingsError where no completion could take more than one step."""
+    tokens = settings.sampling.new_tokens_per_step
+    if tokens is not None and tokens >= new_tokens:
+        raise SettingsError(
+            f"--new_tokens_per_step={tokens}: a completion has {new_tokens} tokens at most (--max_new_tokens), so none "
+            "would go on in a later step; give fewer, or leave it out"
+        )
+
+
+def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, memory: float) -> None:
+    """Raise SettingsError where the longest prompt and its completion have more keys and values than --kv_cache_gb, or
+    that is more than there is.
+
+    Args:
+      mesh: the generate mesh.
+      memory: bytes that one rank may use.
+    """
+    if settings.engines.kv_cache_gb is None:
+        return
+    if settings.engines.kv_cache_gb * 1e9 > memory:
+        raise SettingsError(
+            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: a rank of this machine has "
+            f"{memory / 1e9:.3g} GB in all; give "
+            "less"
+        )
+    tokens = max(len(e.tokens) for e in (*task.prompts, *task.heldout)) + new_tokens
+    dtype = TORCH_DTYPES[settings.models.dtype]
+    pages = -(-tokens // page_tokens(mesh.device.type))
+    needed = pages * bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on") / 1e9
+    if needed > settings.engines.kv_cache_gb:
+        raise SettingsError(
+            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and completion "
+            f"may have {tokens} tokens, "
+            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller --max_new_tokens"
+        )

@@ -1,0 +1,462 @@
+"""Data of a run: prompts with rewards, or given texts; of the embedded task or of files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funrl.data.columns import renamed
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import Mixture, WeightedFile, shares_of
+from funrl.data.pair_halves import halves_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
+from funrl.data.prompts import Example, encode
+from funrl.data.supervised import (
+    LABELS,
+    TEXT_FIELDS,
+    TextFile,
+    joined_files,
+    load_examples,
+    text_batch,
+    text_example,
+)
+from funrl.data.text_lengths import fit_examples, pick
+from funrl.loading import load_function
+from funrl.models import Model, ModelConfig
+from funrl.rewards.call import function_name
+from funrl.rewards.load import check_fields, load_rewards
+from funrl.tasks import arithmetic
+from funrl.trainer.jobs.prompts import (
+    chosen_places,
+    format_of,
+    given_prompts,
+    pairs_of,
+    read_prompts,
+    remarks_on_heldout,
+    remarks_on_template,
+    split,
+)
+from funrl.trainer.settings.checks import (
+    check_rewards,
+    data_files,
+    names_of_fields,
+    refuse_idle_data,
+    weights_of_rewards,
+)
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.settings import Settings, flag_value
+from funrl.trainer.sources.curriculum import names_taken
+from funrl.trainer.steps.roles import READERS
+
+TEXTS = 4096  # made of the embedded task
+DEMONSTRATION = "demonstration"  # field of a prompt's record
+
+Demonstrations = Callable[[int, int], list[tuple[str, str]]]
+
+
+class Given(NamedTuple):
+    """Objects that a caller in Python gives, instead of flags that name them.
+
+    Attributes:
+      model: instead of --model; its weights begin at random.
+      tokenizer: of that model; None: the embedded task's.
+      records: instead of --prompts or --data: dicts such as their lines.
+      rewards: instead of --reward.
+      eval_records: instead of --eval_data.
+      curriculum: instead of --curriculum.
+    """
+
+    model: Model | None = None
+    tokenizer: Any = None
+    records: Sequence[Mapping[str, Any]] | None = None
+    rewards: tuple[Callable[..., float], ...] | None = None
+    eval_records: Sequence[Mapping[str, Any]] | None = None
+    curriculum: Callable[..., Any] | None = None
+
+
+class Task(NamedTuple):
+    """Prompts to complete.
+
+    Attributes:
+      name: of the task, for the report.
+      prompts: to train on.
+      heldout: to evaluate on.
+      rewards: functions(prompt, completion, **fields) -> float.
+      weights: of each of them in a completion's score, then of the models that score completions too.
+      demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
+      max_new_tokens: what a completion needs.
+      readable: completion -> as it is shown to people; None: as it is.
+      remarks: on prompts that are not taken as they are.
+      curriculum: weights of the prompts before each step, see `curriculum.weighing`.
+      demonstration_field: of the prompts, for an algorithm that learns from demonstrations of them.
+    """
+
+    name: str
+    prompts: Sequence[Example]
+    heldout: Sequence[Example]
+    rewards: tuple[Callable[..., float], ...]
+    weights: tuple[float, ...]
+    demonstrations: Demonstrations | None
+    max_new_tokens: int
+    readable: Callable[[str], str] | None = None
+    remarks: tuple[str, ...] = ()
+    curriculum: Callable[..., Any] | None = None
+    demonstration_field: str = DEMONSTRATION
+
+
+class Texts(NamedTuple):
+    """Texts to learn from.
+
+    Attributes:
+      name: of the data, for the report.
+      examples: to train on.
+      heldout: to evaluate on.
+      kind: one of `supervised.TEXT_FIELDS`.
+      demonstrations, readable: as in `Task`.
+      remarks: on what was done with the data, for the log.
+      most: tokens of a text.
+    """
+
+    name: str
+    examples: Sequence[Any]
+    heldout: Sequence[Any]
+    kind: str
+    demonstrations: Demonstrations | None
+    readable: Callable[[str], str] | None = None
+    remarks: tuple[str, ...] = ()
+    most: int | None = None
+
+
+def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+    """The task with its curriculum, where there is one; the others as in `prompts_of`."""
+    task = prompts_of(settings, tokenizer, given, rewarded)
+    curriculum = given.curriculum
+    if curriculum is None and settings.examples.curriculum is not None:
+        curriculum = load_function("curriculum", settings.examples.curriculum)
+    if curriculum is not None:
+        names_taken(curriculum)
+    return task._replace(curriculum=curriculum)
+
+
+def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+    """The task that is given or that the flags name: prompts and rewards, or the embedded one.
+
+    Args:
+      rewarded: whether the algorithm goes by rewards; else prompts may come without.
+
+    Raises:
+      SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
+    """
+    if given.records is None and given.rewards is None:
+        check_rewards(settings, rewarded)
+    functions = settings.rewards.reward is not None or given.rewards is not None
+    if settings.examples.prompts is None and given.records is None:
+        if functions:
+            raise SettingsError("prompts and a reward are given together, or the embedded task has both")
+        return embedded_prompts(settings, tokenizer)
+    if rewarded and not functions and not scorers_of(settings):
+        raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
+    fields = names_of_fields(settings)
+    form = format_of(settings, fields)
+    if given.records is not None:
+        examples: Sequence[Example] = given_prompts(given.records, fields, form, tokenizer)
+    else:
+        examples = read_prompts(data_files(settings, "prompts"), "prompts", fields, form, tokenizer)
+    train = examples
+    heldout = eval_prompts(settings, given, form, tokenizer)
+    if heldout is None:
+        train, heldout = split(examples, settings.evaluation.eval_prompts, settings.run.seed)
+    remarks = (*remarks_on_template(settings), *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts))
+    name = "prompts" if settings.examples.prompts is None else name_of_files(data_files(settings, "prompts"))
+    return rewarded_task(name, train, heldout, settings, given)._replace(remarks=remarks)
+
+
+def eval_prompts(
+    settings: Settings, given: Given, form: PromptFormat, tokenizer: Any, most: int | None = None
+) -> Sequence[Example] | None:
+    """The prompts that are given to evaluate on: at most `most`, which the seed chooses; None: none are given.
+
+    Args:
+      most: None: --eval_prompts.
+    """
+    fields = names_of_fields(settings)
+    most = settings.evaluation.eval_prompts if most is None else most
+    if given.eval_records is not None:
+        examples: Sequence[Example] = given_prompts(given.eval_records, fields, form, tokenizer)
+    elif settings.examples.eval_data is not None:
+        examples = read_prompts(data_files(settings, "eval_data"), "eval_data", fields, form, tokenizer)
+    else:
+        return None
+    if len(examples) <= most:
+        return list(examples)
+    return [examples[place] for place in chosen_places(len(examples), most, settings.run.seed).tolist()]
+
+
+def rewarded_task(
+    name: str, train: Sequence[Example], heldout: Sequence[Example], settings: Settings, given: Given
+) -> Task:
+    """Prompts with the rewards that are given or that the flags name."""
+    named = () if settings.rewards.reward is None else load_rewards(settings.rewards.reward)
+    rewards = named if given.rewards is None else given.rewards
+    for reward in rewards:
+        fields = [e.fields for e in (*train, *heldout)]
+        check_fields(settings.rewards.reward or function_name(reward), reward, fields)
+    check_workers(settings, rewards)
+    weights = weights_of_rewards(settings, len(rewards))
+    new_tokens = resolved(settings, given=True).sampling.max_new_tokens
+    assert new_tokens is not None
+    return Task(name, train, heldout, rewards, weights, None, new_tokens)
+
+
+def name_of_files(files: Sequence[WeightedFile]) -> str:
+    """Names of files without folders and endings, such as "a+b"."""
+    return "+".join(Path(file.path).stem for file in files)
+
+
+def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
+    """The embedded task as prompts."""
+    train = [encode(p, tokenizer) for p in arithmetic.training_prompts(settings.run.seed)]
+    heldout = [encode(p, tokenizer) for p in arithmetic.heldout_prompts(settings.evaluation.eval_prompts)]
+    rewards = (arithmetic.reward,)
+    check_workers(settings, rewards)
+    weights = weights_of_rewards(settings, len(rewards))
+    return Task(
+        "arithmetic",
+        train,
+        heldout,
+        rewards=rewards,
+        weights=weights,
+        demonstrations=arithmetic.demonstrations,
+        max_new_tokens=arithmetic.MAX_NEW_TOKENS,
+        readable=arithmetic.in_usual_order,
+        demonstration_field="answer",
+    )
+
+
+def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> bool:
+    """True if reward functions run in processes of their own.
+
+    By default all do on Linux, where processes fork well, except the embedded task's: it takes a fraction of the time
+    that a row needs to another process and back.
+    """
+    if settings.rewards.reward_workers is not None:
+        return settings.rewards.reward_workers > 0
+    return sys.platform == "linux" and rewards not in ((), (arithmetic.reward,))
+
+
+def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> None:
+    """Raise SettingsError where a flag of reward workers would do nothing."""
+    if settings.rewards.reward_workers and not rewards:
+        raise SettingsError(
+            f"--reward_workers={settings.rewards.reward_workers}: there is no --reward that they could run"
+        )
+    if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
+        raise SettingsError(
+            f"--reward_timeout={settings.rewards.reward_timeout:g}: only a worker's reward can "
+            "be ended, and there are no "
+            "workers; give --reward_workers=1 or more"
+        )
+
+
+def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig, given: Given) -> Texts:
+    """The texts that are given or that the flags name, or those made of the embedded task.
+
+    Args:
+      kind: one of `supervised.TEXT_FIELDS`.
+      config: of the model, which has a longest sequence.
+
+    Raises:
+      SettingsError, DataError: the first thing that cannot work.
+    """
+    if settings.formatting.step_separator is not None and kind != "steps":
+        raise SettingsError(
+            f"--step_separator={settings.formatting.step_separator}: {kind} have no steps; leave it out"
+        )
+    reason = f"the model has {config.max_positions} positions"
+    most, reason, idle = _limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
+    if settings.examples.data is None and given.records is None:
+        refuse_idle_data(settings)
+        texts = embedded_texts(settings, kind, tokenizer)._replace(remarks=idle)
+        return _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
+    examples = _text_examples(settings, "data", kind, tokenizer, given.records)
+    heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
+    name = "records" if settings.examples.data is None else name_of_files(data_files(settings, "data"))
+    remarks = (*idle, *remarks_on_template(settings))
+    texts = Texts(name, examples, heldout or (), kind, arithmetic.demonstrations, remarks=remarks)
+    texts = _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
+    if heldout is None:
+        train, held = split(texts.examples, settings.evaluation.eval_prompts, settings.run.seed)
+    else:
+        train = texts.examples
+        held = pick(
+            texts.heldout, chosen_places(len(texts.heldout), settings.evaluation.eval_prompts, settings.run.seed)
+        )
+    remarks = (*texts.remarks, *remarks_on_heldout(train, held, settings.evaluation.eval_prompts))
+    return texts._replace(examples=train, heldout=held, remarks=remarks)
+
+
+def _limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[int, str, tuple[str, ...]]:
+    """Tokens that an example may have, why, and a remark where a flag changes nothing.
+
+    Args:
+      flag: that bounds the tokens further.
+      asked: its value.
+      most: tokens that there is room for.
+      reason: of that number.
+    """
+    if asked is None:
+        return most, reason, ()
+    if asked > most:
+        return most, reason, (f"--{flag}={asked} changes nothing: {reason}, so there is room for {most}",)
+    return asked, f"--{flag} is {asked}", ()
+
+
+def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: Any) -> Texts:
+    """Texts of at most `most` tokens, with remarks; the others as in `fit_examples`."""
+    numbers = pairs_of(texts.examples)
+    pairs = 0 if numbers is None else len(numbers) - len(np.unique(numbers))
+    remarks = [*texts.remarks]
+    if pairs:
+        remarks.append(f"{pairs} pairs are {2 * pairs} texts, the chosen ones labelled good and the rejected ones bad")
+    examples, remark = fit_examples(texts.examples, most, long, reason, tokenizer)
+    heldout, heldout_remark = fit_examples(texts.heldout, most, long, reason, tokenizer)
+    remarks += [f"texts: {remark}"] * bool(remark) + [f"held-out texts: {heldout_remark}"] * bool(heldout_remark)
+    return texts._replace(examples=examples, heldout=heldout, remarks=tuple(remarks), most=most)
+
+
+def _text_examples(
+    settings: Settings, flag: str, kind: str, tokenizer: Any, records: Sequence[Mapping[str, Any]] | None
+) -> Any:
+    """The texts of a caller, or of the files that a flag names; None where there are neither."""
+    fields = names_of_fields(settings)
+    form = format_of(settings, fields)
+    if records is not None:
+        sourced = [(f"record {n}", renamed(record, fields)) for n, record in enumerate(records, 1)]
+        if kind == "ratings":
+            sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
+        return [text_example(record, kind, tokenizer, form)._replace(source=source) for source, record in sourced]
+    if flag_value(settings, flag) is None:
+        return None
+    files = data_files(settings, flag)
+    try:
+        loaded = [load_examples(file.path, kind, tokenizer, fields, form) for file in files]
+    except DataError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
+    weights = [file.weight for file in files if file.weight is not None]
+    return joined_files(loaded, shares_of(weights) if weights else None)
+
+
+def fields_of_texts(texts: Texts) -> frozenset[str]:
+    """The fields of the rows that texts make."""
+    fields = set(text_batch(texts.examples[:1], 0).names()) - {"margin"}
+    whole = _has_margins(texts.examples) and _has_margins(texts.heldout)
+    further = {"margin": whole, "mismatched": texts.kind == "ratings"}
+    return frozenset(fields | {name for name, there in further.items() if there})
+
+
+def _has_margins(examples: Sequence[Any]) -> bool:
+    if isinstance(examples, Mixture):
+        return all(_has_margins(part) for part in examples.parts)
+    return examples.has_margin if isinstance(examples, TextFile) else all(x.margin is not None for x in examples)
+
+
+def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
+    """The embedded task as texts of a kind.
+
+    They are demonstrations without errors, pairs of a right and a wrong answer, or one of these with a label, or with
+    labels of its digits.
+    """
+    count = settings.evaluation.eval_prompts
+    of_kind = {
+        "preferences": arithmetic.preferences,
+        "triples": arithmetic.triples,
+        "ratings": arithmetic.ratings,
+        "steps": arithmetic.steps,
+    }
+    if kind in of_kind:
+        names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
+        train = of_kind[kind](settings.run.seed, TEXTS, split="train")
+        heldout = of_kind[kind](0, count, split="heldout")
+    else:
+        names = ("prompt", "completion")
+        train = arithmetic.demonstrations(settings.run.seed, TEXTS, error=0.0)
+        heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
+
+    form = PLAIN_PROMPTS._replace(step_separator="")
+    examples, held = (
+        [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
+        for rows in (train, heldout)
+    )
+    return Texts("arithmetic", examples, held, kind, arithmetic.demonstrations, arithmetic.in_usual_order)
+
+
+def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:
+    """The task with prompts that are short enough for every model and for --max_prompt_tokens.
+
+    Args:
+      new_tokens: of a completion.
+      models: of the roles that read its tokens.
+      tokenizer: of the policy.
+
+    Raises:
+      SettingsError: there is no room for a prompt.
+      DataError: one is too long, or none is left; see `fit_examples`.
+    """
+    # A reward model reads one more token, behind the completion.
+    room = {name: model.config.max_positions - new_tokens - (name in READERS) for name, model in models.items()}
+    name = min(room, key=lambda name: room[name])
+    most = room[name]
+    beyond = ", 1 of them to read the whole completion" if name in READERS else ""
+    positions = models[name].config.max_positions
+    reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
+    most, reason, idle = _limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
+    if most < 1:
+        raise SettingsError(
+            f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "
+            "prompt; give fewer"
+        )
+    train, remark = fit_examples(task.prompts, most, settings.examples.long_prompts, reason, tokenizer)
+    heldout, heldout_remark = fit_examples(task.heldout, most, settings.examples.long_prompts, reason, tokenizer)
+    remarks = [f"prompts: {remark}"] * bool(remark) + [f"held-out prompts: {heldout_remark}"] * bool(heldout_remark)
+    return task._replace(prompts=train, heldout=heldout, remarks=(*task.remarks, *idle, *remarks))
+
+
+def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory: str | None = None) -> None:
+    """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
+
+    Args:
+      directory: of the model, where it is not the one that the run begins with.
+
+    Raises:
+      SettingsError: one is beyond it, and the way out.
+    """
+    config = model.config
+    ends = [("eos_token_id of config.json", token) for token in config.eos]
+    ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
+    for name, token in ends:
+        if token is not None and token >= config.vocab:
+            raise SettingsError(f"the {name} is {token}{_beyond(model, directory)}")
+    if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
+        return
+    examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
+    for example in examples:
+        texts = [example] if isinstance(example, Example) else example.texts
+        for token in (token for text in texts for token in text.tokens if token >= config.vocab):
+            name = tokenizer.convert_ids_to_tokens(token)
+            raise SettingsError(f"the tokenizer makes token {token} ({name!r}) of a text{_beyond(model, directory)}")
+
+
+def _beyond(model: Model, directory: str | None) -> str:
+    own = model.abilities.code or directory is not None
+    rows = "with transformers' resize_token_embeddings and save the model" if own else "with --resize_vocab"
+    which = "the model" if directory is None else directory
+    return (
+        f", but {which} has token ids below {model.config.vocab} (vocab_size of config.json); use a token that it "
+        f"has, or add rows {rows}"
+    )

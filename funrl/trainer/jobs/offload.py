@@ -1,0 +1,153 @@
+"""Offloading: optimizer states, frozen weights and the policy's own leave the accelerator while a phase needs them not.
+The base of adapters goes with the policy's.
+
+Copies go through pinned memory on a stream of their own. Offloading costs no time, for the phase that follows
+computes beside the copy; what is onloaded is waited for by the device, not by the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.plan import Plan
+from funrl.models.lora import merged_weights
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.steps.roles import BASE, READERS, Role, RoleState
+from funrl.trainer.steps.state import State
+
+PARTS = ("optimizer", "reference", "params")
+NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `frozen_stages`
+    "generate": (), "score": ("params",), "update": ("params", "optimizer"), "save": ("params",),
+}  # fmt: skip
+Mover = Callable[[Any, State, str], tuple[Any, State]]
+
+
+def offloaded_parts(text: str | None) -> frozenset[str]:
+    """The parts of "optimizer,params".
+
+    Raises:
+      ValueError: one that is not in `PARTS`.
+    """
+    parts = [] if text is None else text.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"{unknown[0]!r} cannot leave the accelerator; {', '.join(PARTS)} can")
+    return frozenset(parts)
+
+
+def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
+    """A function (run, state, stage) -> both, with what the stage needs on the device and the rest off it; what it
+    is given is donated. On a CPU everything stays where it is.
+
+    Args:
+      text: which of `PARTS` are offloaded, with commas between.
+    """
+    away, device = offloaded_parts(text), parts.mesh.device
+    if not away or device.type != "cuda":
+        if away:
+            note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
+        return lambda run, state, stage: (run, state)
+    generator = parts.generator
+    keeps = generator is not None and not generator.engine.weights.streamed
+    to_engine = generator.to_engine if generator is not None and keeps else None
+    stages, model = frozen_stages(parts.roles), parts.roles["policy"].placed.model
+    adapted, made = model.adapters is not None, merged_weights(model)
+
+    def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
+        if part not in away:
+            return tree
+        return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
+
+    def moved_frozen(name: str, tree: trees.Tree, stage: str) -> trees.Tree:
+        if name == BASE:  # the policy's weights but for its adapters
+            return moved("params", tree, stage, shared(tree, to_engine, made) if to_engine is not None else ())
+        if "reference" not in away or name not in stages:
+            return tree
+        return onload(tree, device) if stage in stages[name] else offload(tree)
+
+    def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
+        roles = {}
+        for name, role in state.roles.items():
+            own = name == "policy" and not adapted
+            stays = shared(role.params, to_engine) if own and to_engine is not None else ()
+            params = moved("params", role.params, stage, stays)
+            roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
+        frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
+        return run._replace(frozen=frozen), state._replace(roles=roles)
+
+    return move
+
+
+def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
+    """The stages that need the weights of each frozen role that has its own. Reward models, which the source has, are
+    not among them: they stay on the device."""
+    beside = {role.companion.name for role in roles.values() if role.companion is not None}
+    return {
+        name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
+        for name, role in roles.items()
+        if role.loss is None and name not in READERS and not role.on_base
+    }
+
+
+def shared(params: trees.Tree, plan: Plan, made: Collection[str] = ()) -> list[bool]:
+    """Mask of the policy's weights that are the engine's too: those that keep box and dtype in the plan to it.
+
+    Args:
+      made: names of weights that are made for the engine.
+    """
+    return [
+        plan.route(leaf).way == "alias" and plan.dtypes[leaf] == x.dtype and name not in made
+        for leaf, (name, x) in enumerate(trees.named(params))
+    ]
+
+
+def offload(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
+    """The tree in pinned memory; its device memory is free when the copies, which this does not wait for, are done.
+
+    Args:
+      tree: floating point leaves move; counters and leaves that are off the device already do not.
+      stays: one bool a leaf, true for those that stay; none given: all leave.
+    """
+
+    def out(x: Any, stay: bool) -> Any:
+        if stay or not isinstance(x, Tensor) or not x.is_cuda or not x.is_floating_point():
+            return x
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        side = _stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+        x.record_stream(side)  # its memory is not given to others before the copy is done
+        return host
+
+    leaves = trees.leaves(tree)
+    return trees.fill(tree, [out(x, stay) for x, stay in zip(leaves, stays or [False] * len(leaves), strict=True)])
+
+
+def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
+    """The tree on the device again: what is computed with it after this call runs after the copies."""
+    here, side = torch.cuda.current_stream(device), _stream(device)
+
+    def back(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.is_cuda or not x.is_pinned():
+            return x
+        copy = torch.empty_like(x, device=device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):  # where the copy to the host was made, so that this one comes after it
+            copy.copy_(x, non_blocking=True)
+        copy.record_stream(side)
+        return copy
+
+    values = [back(x) for x in trees.leaves(tree)]
+    here.wait_stream(side)
+    return trees.fill(tree, values)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

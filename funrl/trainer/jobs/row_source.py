@@ -1,0 +1,356 @@
+"""The source of a job: its prompts, rewards and engine, or its texts; and the workers that run its rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.checking import learns_alone
+from funrl.algos.core import Algorithm, Filter, reads
+from funrl.algos.filters.by_row import every, rewarded
+from funrl.batch import select
+from funrl.data.prompts import Example
+from funrl.data.supervised import mismatched, text_batch
+from funrl.data.text_lengths import check_lengths
+from funrl.data.tokenizer import load_tokenizer
+from funrl.mesh.launch import cores, local_ranks
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import gather_table
+from funrl.models.huggingface.generation_config import GENERATION
+from funrl.rewards.pool import Pool, open_pool
+from funrl.rollout.engine import awake
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.datasets import Texts, has_workers
+from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
+from funrl.trainer.jobs.job import Job, Task, inherited
+from funrl.trainer.jobs.prompts import step_separator
+from funrl.trainer.jobs.text_samples import text_samples
+from funrl.trainer.settings.checks import difficulty_of
+from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.sources.completion_scores import as_read, with_completion_scores, with_step_scores
+from funrl.trainer.sources.curriculum import weighing
+from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
+from funrl.trainer.sources.judging import with_verdicts
+from funrl.trainer.sources.observing import shows_samples
+from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
+from funrl.trainer.sources.partial import partial_source
+from funrl.trainer.sources.sources import (
+    Drawing,
+    Generation,
+    LossEvaluation,
+    PromptEvaluation,
+    RowSelection,
+    Show,
+    Source,
+    TextData,
+    prompt_source,
+    text_source,
+)
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.roles import READERS, Role
+from funrl.trainer.steps.step_rows import Rows, rows_of
+
+FEW_HELD_OUT = 20  # examples, below which a remark says so
+MOST_WORKERS = 16  # of a rank, where no flag says how many
+WORKERS_PER_CORE = 16  # beyond which a run remarks on them
+REWARD_TIMEOUT_S = 600.0  # where no flag says
+Scorer = Callable[[Rows, Sequence[Example]], Rows]
+
+
+def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
+    """A rank's reward workers, for as long as the context lasts; None where it has none.
+
+    Enter it before the rank has process groups, threads or a device; see `open_pool`. Only the first tensor rank of a
+    replica asks for rewards, so only it has workers.
+    """
+    settings, task = job.settings, job.task
+    asks = Mesh(job.generate_sizes, rank).index("tensor") == 0
+    if not isinstance(task, Task) or not asks or not has_workers(settings, task.rewards):
+        return contextlib.nullcontext()
+    workers = share_of_cores(job) if settings.rewards.reward_workers is None else settings.rewards.reward_workers
+    timeout_s = REWARD_TIMEOUT_S if settings.rewards.reward_timeout is None else settings.rewards.reward_timeout
+    most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
+    return open_pool(task.rewards, workers, timeout_s, most)
+
+
+def remarks_on_workers(job: Job) -> list[str]:
+    """A remark where --reward_workers makes many more processes than this machine has cores."""
+    workers = job.settings.rewards.reward_workers or 0
+    ranks = max(1, local_ranks(Mesh(job.sizes).world) // job.generate_sizes["tensor"])
+    remark = (
+        f"--reward_workers={workers}: {workers * ranks} processes on the {cores()} cores of this machine; functions "
+        "that wait for something else take less as `async` functions, which share one process"
+    )
+    return [remark] if workers * ranks > WORKERS_PER_CORE * cores() else []
+
+
+def share_of_cores(job: Job) -> int:
+    """The cores of this machine for each of its ranks that ask for rewards, within bounds."""
+    ranks = local_ranks(Mesh(job.sizes).world) / job.generate_sizes["tensor"]
+    return max(1, min(MOST_WORKERS, int(cores() / max(ranks, 1))))
+
+
+def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+    """The source of the rows that a job trains on."""
+    if not isinstance(job.task, Task):
+        return source_of_texts(job, parts, frozen, clock, show)
+    settings, task = job.settings, job.task
+    remarks = (
+        *remarks_on_batch(settings.run.batch_prompts, len(task.prompts), "prompts"),
+        *remarks_on_groups(job.sampling.samples, job.algorithm),
+        *remarks_on_few_heldout(len(task.heldout), "prompts"),
+        *remarks_on_workers(job),
+        *remarks_on_sampling(job, "eval_"),
+    )
+    for remark in (*task.remarks, *remarks):
+        show.note(remark)
+    generation = generation_of(job, parts, frozen, clock, show)
+    if settings.sampling.new_tokens_per_step is None:
+        source = prompt_source(generation, clock, show)
+    else:
+        source = partial_source(generation, settings.sampling.new_tokens_per_step, clock, show)
+    if job.algorithm.example in SAMPLED_PAIRS:
+        source = pair_source(source, job.reward_names)
+    assert parts.generator is not None
+    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
+    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
+
+
+def source_of_texts(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+    """The source of a job that learns from given texts."""
+    settings, task = job.settings, job.task
+    assert isinstance(task, Texts)
+    repeated = remarks_on_batch(settings.run.batch_prompts, len(task.examples), "texts")
+    for remark in (*task.remarks, *repeated, *remarks_on_few_heldout(len(task.heldout), "texts")):
+        show.note(remark)
+    to_rows = functools.partial(text_rows, job, parts.mesh)
+    data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
+    sample = text_samples(job, parts, frozen, show)
+    evaluation = LossEvaluation(parts.roles, frozen, scoring_budget(settings), job.algorithm.advantage, sample)
+    return text_source(data, evaluation, clock, show)
+
+
+def remarks_on_batch(batch: int, examples: int, what: str) -> list[str]:
+    """A remark where a step draws more examples than there are to train on.
+
+    Args:
+      what: name of the examples.
+    """
+    there = f"there are {examples} {what}" if examples > 1 else f"there is 1 {what.removesuffix('s')}"
+    remark = f"--batch_prompts={batch}: {there} to train on, so a step has some more than once"
+    return [remark] if batch > examples else []
+
+
+def remarks_on_few_heldout(examples: int, name: str) -> list[str]:
+    """A remark where so few examples are held out that a single one moves their mean.
+
+    Args:
+      examples: number of held-out examples.
+      name: of the examples, in the plural.
+    """
+    noun = name if examples > 1 else name.removesuffix("s")
+    remark = f"{examples} held-out {noun}: one alone moves a mean over them by {1 / max(examples, 1):.0%} of its range"
+    return [remark] if 0 < examples < FEW_HELD_OUT else []
+
+
+def remarks_on_groups(samples: int, algorithm: Algorithm) -> list[str]:
+    """A remark where completions are compared with others of their prompt, and there are none.
+
+    Args:
+      samples: completions of a prompt.
+    """
+    remark = (
+        f"--samples_per_prompt={samples}: the algorithm compares completions of the same prompt, and learns nothing "
+        "from the reward of a single one; give 2 or more"
+    )
+    return [remark] if samples == 1 and (algorithm.example == "pair" or not learns_alone(algorithm)) else []
+
+
+def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
+    """Remarks on what evaluation takes from the model's generation_config.json.
+
+    Args:
+      prefix: of the flags that would come before it.
+    """
+    taken = inherited(job)
+    values = ", ".join(f"{name} {value}" for name, value in taken.items())
+    remark = f"evaluation: {values}, as the model's {GENERATION} says; --{prefix}{next(iter(taken), '')} overrides it"
+    return [remark] if taken else []
+
+
+def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
+    """Everything that the source of a job's prompts needs."""
+    settings, task = job.settings, job.task
+    assert isinstance(task, Task)
+    weights = task.weights[: len(task.rewards)]
+    difficulty = None if settings.examples.difficulty is None else difficulty_of(settings.examples.difficulty)
+    weighted = weighing(task.prompts, task.curriculum, difficulty, weights, parts.mesh)
+    solved = verdicts(weights) if task.rewards else None
+    demonstrates = learns_from_demonstrations(job.algorithm)
+    return Generation(
+        engine=rewarded_engine(job, parts, show),
+        drawing=Drawing(task.prompts, settings.run.batch_prompts, settings.run.seed, weighted),
+        sampling=job.sampling,
+        evaluation=PromptEvaluation(task.heldout, job.eval_sampling, solved),
+        selection=RowSelection(filter_of(job), settings.sampling.empty_filter, settings.sampling.max_refills),
+        rescore=rescoring(job, parts, frozen, clock, show),
+        demonstrate=demonstrations_of(job).beside if demonstrates else None,
+        reward_names=job.reward_names,
+        greedy_baseline="greedy_score" in reads(job.algorithm).required,
+        shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
+        pad=job.pad,
+        choices=job.model.abilities.choices if settings.routers.router_replay else 0,
+    )
+
+
+def rewarded_engine(job: Job, parts: Parts, show: Show) -> RewardedEngine:
+    """The engine of a job with the rewards of its task."""
+    assert parts.generator is not None and isinstance(job.task, Task)
+    engine, mesh, _ = parts.generator
+    rewards = job.task.rewards
+    return RewardedEngine(
+        engine,
+        mesh,
+        decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
+        pool=parts.pool or Pool(rewards),
+        weights=job.task.weights[: len(rewards)],
+        queue=job.settings.engines.queue,
+        on_error=job.settings.rewards.on_reward_error,
+        note=show.note,
+    )
+
+
+def demonstrations_of(job: Job) -> DemonstrationReader:
+    """The reader of the demonstrations of a job's prompts."""
+    assert isinstance(job.task, Task)
+    paired = job.algorithm.example == "demonstrated"
+    most = job.model.config.max_positions
+    return DemonstrationReader(job.task.demonstration_field, job.tokenizer, most, job.pad, paired)
+
+
+def filter_of(job: Job) -> Filter | None:
+    """The rows that are worth training on, among those that have rewards."""
+    filter = job.algorithm.filter
+    if job.settings.rewards.on_reward_error != "skip":
+        return filter
+    return rewarded() if filter is None else every(rewarded(), filter)
+
+
+def rescoring(
+    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Callable[[Rows, Sequence[Example], str], Rows] | None:
+    """A function that adds to rows what models say of them; None where the run has no such model."""
+    names = scorers_of(job.settings)
+    if not names:
+        return None
+    assert isinstance(job.task, Task)
+    weights = job.task.weights[len(job.task.rewards) :]
+    scorers = [
+        verdict_scorer(job, parts, weight, show)
+        if name == "judge"
+        else model_scorer(job, parts.roles[name], name, frozen[name], weight)
+        for name, weight in zip(names, weights, strict=True)
+    ]
+
+    def rescore(rows: Rows, examples: Sequence[Example], phase: str) -> Rows:
+        for name, scorer in zip(names, scorers, strict=True):
+            with clock.phase(phase or f"score_{name}"):
+                rows = scorer(rows, examples)
+        return rows
+
+    return rescore
+
+
+def verdict_scorer(job: Job, parts: Parts, weight: float, show: Show) -> Scorer:
+    """Scores by the verdicts of a judge, the first of which is shown."""
+    assert parts.judge is not None
+    shown: list[str] = []
+
+    def note(text: str) -> None:
+        if not shown:
+            show.note(text)
+        shown.append(text)
+
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    return functools.partial(with_verdicts, judge=parts.judge, weight=weight, decode=decode, note=note)
+
+
+def model_scorer(job: Job, role: Role, name: str, params: trees.Tree, weight: float) -> Scorer:
+    """Scores by a reward model, of the whole completion or of its steps."""
+    assert isinstance(job.task, Task)
+    settings = job.settings
+    config = role.placed.model.config
+    tokenizer = load_tokenizer(job.directories[name])
+    pads = (config.pad, tokenizer.pad_token_id, job.pad)
+    pad = next(pad for pad in pads if pad is not None)
+    decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    separator = step_separator(settings, job.task.demonstrations is not None)
+    reader = Reader(name.replace("_", " "), tokenizer, decode, pad, config.max_positions, separator)
+    common = {"role": role, "params": params, "weight": weight, "budget": scoring_budget(settings)}
+    if name == "process_reward_model":
+        each = "token_reward" in reads(job.algorithm).optional
+        reduction = settings.rewards.process_reward or ("each" if each else "min")
+        return functools.partial(with_step_scores, how=reduction, read=functools.partial(read_steps, reader), **common)
+    if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
+        return functools.partial(with_completion_scores, read=lambda rows, _: as_read(rows, pad), **common)
+    return functools.partial(with_completion_scores, read=functools.partial(read_texts, reader), **common)
+
+
+def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
+    """A function of scores [R, K]: mask of the completions that have all that the reward functions can give.
+
+    It gives None from the first score on that is no verdict: neither 0 nor 1, nor NaN, where a function does not apply.
+
+    Args:
+      weights: of the functions, whose scores come first.
+    """
+    counting = list(weights) if any(weights) else [1.0] * len(weights)  # 0 each: they only watch a reward model
+    full = sum(max(weight, 0.0) for weight in counting) - 1e-9
+    graded = False
+
+    def solved(scores_RK: Tensor) -> Tensor | None:
+        nonlocal graded
+        own_RK = scores_RK[:, : len(weights)]
+        graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
+        factors = torch.tensor(counting, dtype=own_RK.dtype, device=own_RK.device)
+        return None if graded else (own_RK * factors).nansum(1) >= full
+
+    return solved
+
+
+def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
+    """Given texts as rows, one an example; each rank reads its own part, and no other.
+
+    Where the algorithm reads `mismatched`, as many rows follow, each with the prompt of an example and the completion
+    of the next one.
+
+    Raises:
+      DataError: a text has more tokens than it may, or cannot be read.
+    """
+    assert isinstance(job.task, Texts)
+    most = job.task.most or job.model.config.max_positions
+    count = len(examples)
+    further = count if "mismatched" in reads(job.algorithm).required else 0
+    owner = generating_ranks(count + further, 1, mesh.size(mesh.row_axes))
+    places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
+    own = [examples[i] for i in places if i < count]
+    check_lengths(own, most, job.tokenizer)
+    own += [mismatched(examples[i - count], examples[(i + 1) % count], most) for i in places if i >= count]
+    # A rank without texts has the same fields of no rows.
+    some = text_batch(own or [examples[0]], job.pad, job.lead in READERS, mesh.device, job.task.kind == "steps")
+    mine = select(some, slice(len(own)))
+    margin = mine.get("margin")
+    mine = mine if margin is None else mine._replace(margin=margin.to(job.master))
+    if further:
+        mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
+    table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
+    return rows_of(mine._replace(length=table["length"]), owner, mesh)

@@ -1,0 +1,173 @@
+"""Rule tables that store each role's weights, and the mesh to generate on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+import torch
+
+from funrl import trees
+from funrl.mesh import mesh as meshes
+from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
+from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
+from funrl.models import Model
+from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.devices import ROLES
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
+
+
+def stored_rules(settings: Settings, role: str) -> Rules:
+    """The rule table by which a role's weights are stored."""
+    if not settings.devices.fsdp or role not in sharded_roles(settings):
+        return STORED
+    named = {SHORT[short] for short in parts(settings.devices.fsdp_axes)} or set(TOKEN_AXES)
+    return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
+
+
+def sharded_roles(settings: Settings) -> Collection[str]:
+    """The roles whose weights --fsdp shards."""
+    return parts(settings.devices.fsdp_models) or ROLES
+
+
+def check_roles(settings: Settings, roles: Collection[str]) -> None:
+    """Check that --fsdp_models names roles that a run has.
+
+    Raises:
+      SettingsError: it names another one.
+    """
+    absent = [role for role in parts(settings.devices.fsdp_models) if role not in roles]
+    if absent:
+        raise SettingsError(
+            f"--fsdp_models={settings.devices.fsdp_models}: this run has no {absent[0]}; it has {', '.join(roles)}"
+        )
+
+
+def check_experts(settings: Settings, models: Collection[Model]) -> None:
+    """Check that the flags of routers have a router to speak of, and that what runs the models takes experts.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    experts = any(model.abilities.routers is not None for model in models)
+    for name in ("router_aux_coef", "router_z_coef", "router_bias_rate", "router_replay"):
+        if flag_value(settings, name) and not experts:
+            raise SettingsError(
+                f"--{name}={flag_value(settings, name)}: no model of this run has experts; leave it out"
+            )
+    _check_biases(settings, models)
+    if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
+        raise SettingsError(
+            "--router_replay: with "
+            f"--new_tokens_per_step={settings.sampling.new_tokens_per_step} the engine computes what is "
+            "begun again, with other weights, and its choices are lost; leave one out"
+        )
+    if experts and settings.engines.engine != "native":
+        raise SettingsError(
+            f"--engine={settings.engines.engine}: the policy has experts, which --engine=native generates with"
+        )
+
+
+def _check_biases(settings: Settings, models: Collection[Model]) -> None:
+    rate = settings.routers.router_bias_rate
+    if rate and not any(model.abilities.routers is not None and model.abilities.routers.biased for model in models):
+        raise SettingsError(
+            f"--router_bias_rate={rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
+            "--router_aux_coef balances them by a loss"
+        )
+    if rate and settings.adapters.lora_rank is not None:
+        raise SettingsError(
+            f"--router_bias_rate={rate} with --lora_rank={settings.adapters.lora_rank}: the "
+            "biases are weights of the base, "
+            "which stays as it is; leave one out"
+        )
+
+
+def check_layouts(
+    models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int], generate_sizes: Mapping[str, int]
+) -> None:
+    """Check that the models of a run can be laid out on its meshes.
+
+    Args:
+      models: of every role.
+
+    Raises:
+      MeshError: a size that does not divide, or an axis over which there is nothing to split.
+    """
+    experts = settings.devices.fsdp or any(model.abilities.routers is not None for model in models.values())
+    for mesh in (sizes, generate_sizes):
+        if mesh["expert"] > 1 and not experts:
+            shape = meshes.text(dict(mesh))
+            raise MeshError(f"{shape}: a dense decoder has nothing to split over the expert axis; use dp and tp")
+    for role, model in models.items():
+        for mesh in (sizes, generate_sizes):
+            split = [short for short in ("sp", "tp") if mesh[SHORT[short]] > 1]
+            if model.abilities.code and split:
+                raise MeshError(
+                    f"{meshes.text(dict(mesh))}: the {role} is {model.abilities.code}, transformers' own code, "
+                    f"which is not split over {split[0]}; use dp, with --fsdp where memory is short"
+                )
+        if sizes["sequence"] > 1 and not model.abilities.splits_rows:
+            raise MeshError(
+                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.family}, whose layers carry a state along "
+                "a row, so that its tokens are not split over sp; use dp and tp"
+            )
+        layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
+    if "policy" in models:
+        layouts(models["policy"].shapes, models["policy"].axes, GENERATE, generate_sizes)
+
+
+def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: bool) -> bool:
+    """True if tensor ranks share the residual stream of packed rows.
+
+    By default on accelerators. There it takes no longer: what is sent is what the sums that it replaces send, and norms
+    are computed once. Gloo, on a CPU, takes as long for a scattered sum as for a whole one, and the gather is more.
+    """
+    form, tensor = settings.devices.split_residual, sizes["tensor"]
+    wanted = form == "on" or (form == "auto" and accelerator)
+    return wanted and tensor > 1 and TOKEN_MULTIPLE % tensor == 0
+
+
+def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int]) -> None:
+    """Check that rows can be split over the sequence axis in the form of a flag.
+
+    Args:
+      models: of every role, which can be laid out.
+
+    Raises:
+      SettingsError: they cannot.
+    """
+    form, ranks = settings.devices.sequence_parallel, sizes["sequence"]
+    for role, model in models.items():
+        heads = model.abilities.heads // sizes["tensor"]
+        if form == "ulysses" and heads % ranks:
+            raise SettingsError(
+                f"--sequence_parallel={form}: the {role} has {heads} query heads on a device, which do not divide over "
+                f"sp{ranks}; give --sequence_parallel=ring, or an sp that divides {heads}"
+            )
+
+
+def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
+    """The mesh to generate on. By default every device decodes alone, which needs no collective at all, as long as
+    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh, whose sp is
+    dp then: ranks that share the tokens of a row generate different rows.
+
+    Args:
+      sizes: of the train mesh.
+      memory: bytes that one rank may use.
+    """
+    if settings.devices.generate_mesh is not None:
+        return meshes.parse(settings.devices.generate_mesh)
+    world, item = Mesh(sizes).world, 8 if settings.models.dtype == "float64" else 4
+    fits = trees.count(model.shapes) * item <= memory / 4
+    alone = dict.fromkeys(AXES, 1) | {"data": world}
+    apart = sizes | {"data": sizes["data"] * sizes["sequence"], "sequence": 1}
+    return alone if fits and settings.run.batch_prompts >= world else apart
+
+
+def rank_memory(device: str, world: int) -> float:
+    """Bytes that one rank of this machine may use."""
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / world

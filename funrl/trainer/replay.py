@@ -1,0 +1,226 @@
+"""Steps of an earlier run repeated: from a checkpoint and the rows that it saved, in the same trainer.
+
+source = replay_source("RUN/rollouts")           # a source like any other: funrl.train(..., source=source)
+done = replay(job, "RUN", 7, mesh, observer)     # repeats step 7 and compares it with what the run saved
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from funrl import trees
+from funrl.kinds import row_lines
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import Layout
+from funrl.rollout.certificate import first_copy
+from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, load, recorded, state_layouts
+from funrl.trainer.checkpoints.resumable import check_facts, check_frozen
+from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, SavedRows, open_rows, read_rows, stage_fields
+from funrl.trainer.checkpoints.weight_digests import role_digests, weight_digests
+from funrl.trainer.differences import Difference, difference, joined_differences, metric_differences, phase_of_field
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.loop import MakeSource, Trainer, begin_run, draw_batch, learn_batch, score_batch, skipped_batch
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.sources import SKIPPED, Source
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.state import State
+from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.storage.shard_server import DamagedError
+from funrl.trainer.storage.shards import ShardServer
+
+
+class Replayed(NamedTuple):
+    """One step that was repeated, and the comparison of all that it makes."""
+
+    step: int
+    found: list[Difference]
+
+
+def replay_source(folder: str | Path) -> MakeSource:
+    """A source that reads the rows that an earlier run saved; it evaluates nothing.
+
+    Args:
+      folder: "rollouts" in the directory of that run.
+    """
+
+    def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Any) -> Source:
+        def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+            saved = open_rows(folder, step, job.algorithm.fields)
+            return read_rows(saved, parts.mesh), state, saved.record["metrics"]["drawn"]
+
+        return Source(lambda: (), draw, lambda states, step: {})
+
+    return make
+
+
+def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Observer) -> list[Replayed]:
+    """Repeat a step of a run, and those between the newest checkpoint before it and it. Collective.
+
+    Without a checkpoint before it the run is repeated from its first step.
+
+    Args:
+      job: of the run; its mesh may be another one.
+
+    Returns: the comparison of each step, alike on every rank.
+
+    Raises:
+      CheckpointError: rows of a step are missing or cannot be read, or a checkpoint is of another run.
+    """
+    folder, server = Path(run_dir) / ROLLOUTS, ShardServer()
+    engine = (
+        job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
+    )  # which generates nothing here
+    light = job._replace(settings=with_flags(job.settings, engine=engine))
+    try:
+        trainer, state = begin_run(light, mesh, observer, replay_source(folder))
+        layouts = state_layouts(trainer.parts, state)
+        before, after = _checkpoints(run_dir, step, mesh, observer)
+        if before is not None:
+            check_facts(before, job)
+            check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
+            state = load(_without_source(before), state, layouts, mesh=mesh, server=server)
+        observer.note(f"from {before.path if before is not None else 'the weights that the run began with'}")
+        done = []
+        for number in range(state.step + 1, step + 1):
+            saved = open_rows(folder, number, job.algorithm.fields)
+            drawn, state, told = draw_batch(trainer, state)
+            if told.get(SKIPPED):
+                (scored, state, metrics), learned = skipped_batch(trainer, state, drawn), {}
+            else:
+                scored, state, metrics = score_batch(trainer, state, drawn)
+                state, learned = learn_batch(trainer, state, scored)
+            found = _compare_rows(drawn, scored, saved)
+            found += metric_differences(metrics | learned, _told(saved))
+            found += _compare_weights(trainer, state, saved)
+            if number == step and after is not None:
+                theirs = load(_without_source(after), state, layouts, mesh=mesh, server=server)
+                found += _compare_states(state, theirs, layouts, mesh)
+            done.append(Replayed(number, joined_differences(found)))
+        return done
+    finally:
+        server.close()
+
+
+def _checkpoints(
+    run_dir: str | Path, step: int, mesh: Mesh, observer: Observer
+) -> tuple[Recorded | None, Recorded | None]:
+    """The newest checkpoint before a step that can be read, and the one after the step; the same on every rank."""
+    before = after = None
+    if mesh.rank == 0:
+        for number, path in reversed(complete_checkpoints(Path(run_dir) / "checkpoints").items()):
+            if number > step or (number < step and before is not None):
+                continue
+            try:
+                one = recorded(path)
+            except DamagedError as error:
+                observer.note(str(error))
+                continue
+            before, after = (before, one) if number == step else (one, after)
+    return gather_objects((before, after), mesh)[0]
+
+
+def _without_source(found: Recorded) -> Recorded:
+    """A checkpoint without the place of the run's own source, which a replay does not have."""
+    return found._replace(arrays={name: x for name, x in found.arrays.items() if not name.startswith("source/")})
+
+
+def _told(saved: SavedRows) -> dict[str, float]:
+    """The metrics of a step that do not come from the source."""
+    return saved.record["metrics"]["scored"] | saved.record["metrics"]["learned"]
+
+
+def _compare_rows(drawn: Rows, scored: Rows, saved: SavedRows) -> list[Difference]:
+    """Compare what was written to the rows, on every rank its own; alike on every rank."""
+    mine = joined_differences(own_differences(scored, stage_fields(drawn, scored)["scored"], saved))
+    return [part for parts in gather_objects(mine, scored.mesh) for part in parts]
+
+
+def own_differences(rows: Rows, fields: Mapping[str, torch.Tensor], saved: SavedRows) -> list[Difference]:
+    """Compare fields of this rank's rows with those that were saved at the stage "scored".
+
+    Args:
+      fields: of the rows, by name.
+    """
+    table, found, own, lengths = saved.row_fields("scored"), [], rows.own, rows.lengths[rows.own]
+    first = rows.mesh.rank == 0  # rows' own fields are alike on all ranks
+    for name, x in fields.items():
+        if name in table and first:
+            phase = phase_of_field(saved.schema[name].writer, "scored")
+            found.append(difference(phase, "field", name, x.cpu(), table[name], row_place))
+    if len(saved.lengths("scored")) != len(rows.owner):
+        return found  # other rows were chosen: `length` says so
+    alike = [axis for axis in rows.mesh.sizes if axis not in rows.mesh.row_axes]
+    if any(int(rows.mesh.index(axis)) for axis in alike):
+        return found  # another rank compares these rows
+    for name, parts in saved.lines("scored", own.tolist()).items():
+        if name in fields:
+            kind = saved.schema[name].kind
+            mine = row_lines(kind, fields[name], lengths).cpu().split(kind.counts(fields[name], lengths).tolist())
+            phase = phase_of_field(saved.schema[name].writer, "scored")
+            found += line_differences(phase, name, own.tolist(), mine, parts)
+    return found
+
+
+def row_place(index: tuple[int, ...]) -> str:
+    """Words for the place of a number in a field [B, ...]."""
+    return f"row {index[0]}"
+
+
+def line_differences(
+    phase: str, name: str, numbers: Sequence[int], one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+) -> list[Difference]:
+    """Compare a field of some rows, per token or ragged; of rows of different lengths, the lines that both have.
+
+    Args:
+      phase: of a step, that writes the field.
+      name: of the field.
+      numbers: of the rows.
+      one, other: [count, ...] of each row.
+    """
+    found = []
+    for number, x, y in zip(numbers, one, other, strict=True):
+        length = min(len(x), len(y))
+        place = functools.partial(_token_place, number)
+        found.append(difference(phase, "field", name, x[:length], y[:length], place))
+    return joined_differences(found)
+
+
+def _token_place(row: int, index: tuple[int, ...]) -> str:
+    return f"row {row}, token {index[0]}"
+
+
+def _compare_weights(trainer: Trainer, state: State, saved: SavedRows) -> list[Difference]:
+    """Compare the digests of all weights after a step."""
+    found = []
+    for name, role in state.roles.items():
+        digests = weight_digests(role.params, trainer.parts.roles[name].stored, trainer.parts.mesh)
+        theirs = saved.record["weights"].get(name, {})
+        unlike = [leaf for leaf in {**digests, **theirs} if digests.get(leaf) != theirs.get(leaf)]
+        phase, what = f"update_{name}", f"weights of {name} by their digests"
+        largest, where = (math.inf, unlike[0]) if unlike else (0.0, "")
+        found.append(Difference(phase, "digests", what, len(theirs), len(unlike), largest, where))
+    return found
+
+
+def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], mesh: Mesh) -> list[Difference]:
+    """Compare weights, optimizer states and the advantage chain's state with those of a checkpoint."""
+    found, equal = [], dict[str, int]()
+    for (name, x), (_, y) in zip(*(trees.named(s._replace(source=(), version=0)) for s in (state, saved)), strict=True):
+        if not (first_copy(layouts[name], mesh) if name in layouts else mesh.rank == 0):
+            continue  # another rank compares it
+        phase = f"update_{name.split('/')[1]}" if name.startswith("roles/") else "advantage"
+        mine, theirs = (v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y))
+        one = difference(phase, "weights", name, mine, theirs)
+        found += [one] * bool(one.count)
+        equal[phase] = equal.get(phase, 0) + (0 if one.count else one.total)
+    found += [Difference(phase, "weights", "state of the checkpoint", total) for phase, total in equal.items()]
+    return [part for parts in gather_objects(found, mesh) for part in parts]

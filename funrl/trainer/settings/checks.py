@@ -1,0 +1,474 @@
+"""Checks of several flags together, and of the files that they name. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from funrl.data.cached_datasets import has_cached_model
+from funrl.data.columns import Fields, parsed_fields
+from funrl.data.json_lines import DataError
+from funrl.data.mixture import WeightedFile, weighted_files
+from funrl.data.records import FORMATS, source_problem
+from funrl.loading import locate
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
+from funrl.rewards.named import VERIFIERS, parse_rewards
+from funrl.tasks import arithmetic
+from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.outputs import PROFILE
+from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.scorers import SCORERS, model_path, scorers_of, weights_by_name
+from funrl.trainer.settings.settings import (
+    TOKEN_MULTIPLE,
+    Settings,
+    check_values,
+    flag_value,
+    mesh_sizes,
+    settings_flags,
+)
+
+LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
+DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
+REST_WEIGHT = 0.1  # weight of prompts beyond --difficulty, where it names none
+OF_OWN_DATA = (
+    "fields", "eval_data", "prompt_template", "system_prompt", "few_shot", "chat_template", "tools",
+    "template_arguments",
+)  # fmt: skip
+
+
+def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
+    """Check every flag by itself, then all together.
+
+    Args:
+      settings: the flags.
+      kind: of the run, one of `declaration.RUN_KINDS`; None: not known yet, so what depends on it is not checked.
+      rewarded: whether the algorithm goes by rewards.
+
+    Raises:
+      SettingsError: the first thing that cannot work, named, with its value and the way out.
+    """
+    check_values(settings)
+    check_together(settings)
+    if kind == "rl" and not settings.estimate.dry_run:
+        check_rewards(settings, rewarded)
+    if kind == "supervised" and not settings.estimate.dry_run:
+        check_data(settings)
+
+
+def check_together(settings: Settings) -> None:
+    """Check what depends on several flags and holds for every kind of run.
+
+    Raises:
+      SettingsError: as `check_settings`.
+    """
+    for check in (
+        _check_requirements,
+        _check_engine,
+        _check_sampling,
+        _check_task,
+        _check_checkpoints,
+        _check_schedule,
+        _check_critic_warmup,
+        _check_minibatches,
+        _check_generate_mesh,
+        _check_sharding,
+        _check_sequence_parallel,
+        _check_split_residual,
+        _check_lora,
+        _check_reward_timeout,
+        _check_trackers,
+        _check_difficulty,
+        _check_profile,
+    ):
+        check(settings)
+
+
+def check_rewards(settings: Settings, rewarded: bool = True) -> None:
+    """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    if settings.examples.prompts is None:
+        refuse_idle_data(settings)
+        if settings.rewards.reward is not None:
+            raise SettingsError(f"--reward={settings.rewards.reward} needs --prompts=FILE.jsonl")
+        if settings.models.model is not None and not _completes_embedded_task(settings.models.model):
+            reward = " and --reward=FILE.py:function" if rewarded else ""
+            raise SettingsError(f"--model={settings.models.model} needs --prompts=FILE.jsonl{reward}")
+    elif rewarded and settings.rewards.reward is None and not scorers_of(settings):
+        raise SettingsError(
+            f"--prompts={settings.examples.prompts} needs --reward=FILE.py:function or --reward_model=DIR"
+        )
+    functions = (
+        1 if settings.examples.prompts is None else len(parts(settings.rewards.reward))
+    )  # the embedded task has one
+    if settings.rewards.on_reward_error != "stop" and not functions:
+        raise SettingsError(f"--on_reward_error={settings.rewards.on_reward_error} does nothing without --reward")
+    weights_of_rewards(settings, functions)
+    if settings.formatting.step_separator is not None and settings.rewards.process_reward_model is None:
+        raise SettingsError(
+            f"--step_separator={settings.formatting.step_separator} does nothing without --process_reward_model=DIR"
+        )
+
+
+def _completes_embedded_task(model: str) -> bool:
+    """True if a model, a run or a checkpoint has the tokenizer of the embedded task."""
+    folder = Path(model)
+    places = folder, folder / "model", folder / "checkpoints" / "model", folder.parent / "model"
+    own = next((place for place in places if (place / "tokenizer.json").is_file()), folder)
+    return arithmetic.is_its_tokenizer(own)
+
+
+def check_data(settings: Settings) -> None:
+    """Check that the flags of a supervised run name texts. Raises: SettingsError."""
+    if (
+        settings.models.model is not None
+        and settings.examples.data is None
+        and not _completes_embedded_task(settings.models.model)
+    ):
+        raise SettingsError(f"--model={settings.models.model} needs --data=FILE.jsonl")
+    if settings.examples.data is None:
+        refuse_idle_data(settings)
+
+
+def check_files(settings: Settings) -> None:
+    """Check that the files and directories that flags name are there, and --fields; they are not read.
+
+    A model whose name has an owner, such as Qwen/Qwen3-0.6B, is left to who loads it.
+
+    Raises:
+      SettingsError, LoadError: one is missing.
+    """
+    names_of_fields(settings)
+    for name in () if settings.estimate.dry_run else ("prompts", "data", "eval_data"):
+        for path, _ in data_files(settings, name):
+            if problem := source_problem(path):
+                raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
+    for name in ("model", "teacher", *SCORERS):
+        path = model_path(settings, name)
+        if path is None or settings.estimate.dry_run or Path(path).is_dir():
+            continue
+        named = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)
+        if not named or ("/" not in path and not has_cached_model(path)):
+            nor = ", nor the name of a model in the local Hugging Face cache" if named else ""
+            raise SettingsError(f"--{name}: {path} is not a directory{nor}")
+    for one in () if settings.rewards.reward is None else parse_rewards(settings.rewards.reward):
+        if one.source not in VERIFIERS:
+            locate("reward", one.source)
+    if settings.examples.curriculum is not None:
+        locate("curriculum", settings.examples.curriculum)
+
+
+def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
+    """The files that --prompts, --data or --eval_data names. Raises: SettingsError."""
+    value = flag_value(settings, flag)
+    try:
+        return [] if value is None else weighted_files(value)
+    except DataError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
+
+
+def refuse_idle_data(settings: Settings) -> None:
+    """Refuse flags of prompts and texts of one's own where the embedded task is taken. Raises: SettingsError."""
+    for name in OF_OWN_DATA:
+        value = flag_value(settings, name)
+        if value != settings_flags()[name].default:
+            raise SettingsError(f"--{name}={value} does nothing without --prompts or --data")
+
+
+def names_of_fields(settings: Settings) -> Fields:
+    """The columns that --fields names. Raises: SettingsError."""
+    try:
+        return parsed_fields(settings.examples.fields)
+    except DataError as error:
+        raise SettingsError(str(error)) from error
+
+
+class Difficulty(NamedTuple):
+    """Pass rates of the prompts to train on, and the weight of the others, at least 0 and below 1."""
+
+    low: float
+    high: float
+    rest: float
+
+
+def difficulty_of(text: str) -> Difficulty:
+    """The pass rates in "0.1,0.9" or "0.1,0.9,0.05".
+
+    Raises:
+      SettingsError: the text is not of this form.
+    """
+    try:
+        low, high, *rest = (float(part) for part in parts(text))
+        found = Difficulty(low, high, *(rest or [REST_WEIGHT]))
+    except (ValueError, TypeError):
+        found = Difficulty(1.0, 0.0, 0.0)
+    if not (0 <= found.low < found.high <= 1 and 0 <= found.rest < 1):
+        raise SettingsError(
+            f"--difficulty={text}: write LOW,HIGH or LOW,HIGH,WEIGHT, pass rates from 0 to 1 and a weight below 1, as "
+            "in 0.1,0.9"
+        )
+    return found
+
+
+def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
+    """The number by which each reward counts in a completion's score: of functions, then of models that score.
+
+    They are those of --reward_weights, or those in --reward and DIR@0.5, or 1.
+
+    Args:
+      settings: the flags.
+      functions: how many there are.
+
+    Raises:
+      SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
+    """
+    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
+    given = settings.rewards.reward_weights or named
+    if given is None:
+        return (1.0,) * rewards
+    flag = "--reward_weights" if named is None else "--reward with weights"
+    if named not in (None, given):
+        flags = {name: str(flag_value(settings, name)) for name in ("reward", *SCORERS)}
+        where = " and ".join(f"--{name}={value}" for name, value in flags.items() if "@" in value)
+        raise SettingsError(f"--reward_weights={given}: {where} gives weights too; give them in one place")
+    try:
+        weights = tuple(float(part) for part in parts(given))
+    except ValueError:
+        weights = ()
+    if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
+        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), with commas between")
+    if not any(weights):  # a negative one alone is a penalty, from which a policy can learn
+        raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
+    return weights
+
+
+def _check_requirements(settings: Settings) -> None:
+    for name, one in settings_flags().items():
+        value = flag_value(settings, name)
+        if one.requires and value != one.default and not flag_value(settings, one.requires):
+            given = f"--{name}" if value is True else f"--{name}={value}"
+            raise SettingsError(f"{given} does nothing without --{one.requires}; give --{one.requires} too")
+        if value not in (one.default, 0):
+            refuse_beside(name, value, settings)
+    if settings.run.resume and settings.run.overwrite:
+        raise SettingsError("--overwrite begins anew and --resume goes on; leave one of them out")
+
+
+def refuse_beside(name: str, value: Any, settings: Settings) -> None:
+    """Refuse a flag that does nothing beside another one that is given. Raises: SettingsError."""
+    beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
+    if beside:
+        other = f"--{beside[0]}={flag_value(settings, beside[0])}"
+        raise SettingsError(f"--{name}={value} does nothing beside {other}; leave one of them out")
+
+
+def _check_checkpoints(settings: Settings) -> None:
+    keep = settings.run.keep_checkpoints
+    if keep != settings_flags()["keep_checkpoints"].default and not any(save_interval(settings.run.save_every)):
+        raise SettingsError(
+            f"--keep_checkpoints={keep} does nothing with --save_every={settings.run.save_every}, which makes none"
+        )
+
+
+def _check_task(settings: Settings) -> None:
+    if settings.examples.task != "arithmetic" and settings.models.model is not None:
+        raise SettingsError(
+            f"--task={settings.examples.task} with --model={settings.models.model}: it is "
+            "arithmetic by another decoder, and the model "
+            "is given; leave one of them out"
+        )
+
+
+def _check_engine(settings: Settings) -> None:
+    if settings.engines.engine != "native" and settings.estimate.dry_run:
+        raise SettingsError(
+            f"--engine={settings.engines.engine}: --dry_run counts the native engine; leave one of them out"
+        )
+    if settings.engines.engine != "native" and settings.engines.speculate:
+        raise SettingsError(
+            f"--speculate={settings.engines.speculate} does nothing with "
+            f"--engine={settings.engines.engine}; leave it out"
+        )
+    if settings.engines.engine_url is not None and settings.engines.engine != "vllm_server":
+        raise SettingsError(f"--engine_url={settings.engines.engine_url} does nothing without --engine=vllm_server")
+    if settings.engines.engine_url is None and settings.engines.engine == "vllm_server":
+        raise SettingsError("--engine=vllm_server needs --engine_url=http://HOST:PORT, which vllm_server prints")
+    for url in parts(settings.engines.engine_url):
+        if not re.fullmatch(r"http://[^/:]+:\d+/?", url):
+            raise SettingsError(f"--engine_url={settings.engines.engine_url}: {url} is not http://HOST:PORT")
+
+
+def _check_sampling(settings: Settings) -> None:
+    # The trainer compares with the tempered model. Of a truncated or penalised one the engine reports the model's own
+    # log-probability, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
+    names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    given = [name for name in names if flag_value(settings, name) != settings_flags()[name].default]
+    if given and settings.sampling.temperature != 1:
+        flags = " ".join(f"--{name}={flag_value(settings, name)}" for name in given)
+        raise SettingsError(
+            f"--temperature={settings.sampling.temperature} with {flags}: the trainer needs the "
+            "engine's log-probabilities "
+            f"before {' and '.join(given)}, which it reports at temperature 1; use either a temperature, or "
+            f"{' and '.join(given)} at temperature 1"
+        )
+
+
+def _check_schedule(settings: Settings) -> None:
+    # The policy's schedule, the shorter one, decays over the updates that the critic's warm-up leaves it.
+    updates = (
+        (settings.run.steps - settings.optimization.critic_warmup_steps)
+        * settings.updates.epochs
+        * settings.updates.minibatches
+    )
+    if settings.optimization.lr_schedule != "constant" and settings.optimization.lr_warmup_steps >= max(updates, 1):
+        raise SettingsError(
+            f"--lr_warmup_steps={settings.optimization.lr_warmup_steps}: the run makes {updates} "
+            "updates (steps x epochs x "
+            f"minibatches) and --lr_schedule={settings.optimization.lr_schedule} needs some "
+            "after the warm-up; use fewer"
+        )
+
+
+def _check_critic_warmup(settings: Settings) -> None:
+    if settings.optimization.critic_warmup_steps >= settings.run.steps:
+        raise SettingsError(
+            f"--critic_warmup_steps={settings.optimization.critic_warmup_steps}: the policy "
+            "would never learn; use fewer than "
+            f"--steps={settings.run.steps}"
+        )
+
+
+def _check_minibatches(settings: Settings) -> None:
+    rows = settings.run.batch_prompts * settings.sampling.samples_per_prompt
+    if settings.updates.minibatches > rows:
+        raise SettingsError(
+            f"--minibatches={settings.updates.minibatches}: a batch has only {rows} {'rows' if rows > 1 else 'row'}, "
+            f"--batch_prompts x --samples_per_prompt; give --minibatches={rows} or fewer"
+        )
+
+
+def _check_generate_mesh(settings: Settings) -> None:
+    if settings.devices.generate_mesh is None:
+        return
+    world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
+    if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
+        raise SettingsError(
+            f"--generate_mesh={settings.devices.generate_mesh}: generation does not split the "
+            "tokens of a row; write dp for sp"
+        )
+    if generating != world:
+        raise SettingsError(
+            f"--generate_mesh={settings.devices.generate_mesh} has {generating} devices and "
+            f"--mesh={settings.devices.mesh} "
+            f"has {world}; they are two views of the same devices"
+        )
+
+
+def _check_sequence_parallel(settings: Settings) -> None:
+    if settings.devices.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
+        raise SettingsError(
+            f"--sequence_parallel={settings.devices.sequence_parallel} does nothing: "
+            f"--mesh={settings.devices.mesh} has no sp"
+        )
+
+
+def _check_split_residual(settings: Settings) -> None:
+    tensor = mesh_sizes(settings)["tensor"]
+    if settings.devices.split_residual != "auto" and tensor == 1:
+        form = settings.devices.split_residual
+        raise SettingsError(f"--split_residual={form} does nothing: --mesh={settings.devices.mesh} has no tp")
+    if settings.devices.split_residual == "on" and TOKEN_MULTIPLE % tensor:
+        raise SettingsError(
+            f"--split_residual=on: tokens of a micro-batch come by {TOKEN_MULTIPLE}, which do not divide over "
+            f"tp{tensor}; leave it out, or choose a tp of 2, 4 or 8"
+        )
+
+
+def _check_sharding(settings: Settings) -> None:
+    if not settings.devices.fsdp:
+        return
+    named = parts(settings.devices.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
+    if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
+        raise SettingsError(
+            f"--fsdp: the mesh {settings.devices.mesh} has one device over {','.join(named)}, so none to shard over"
+        )
+
+
+def _check_lora(settings: Settings) -> None:
+    if settings.adapters.lora_rank is None:
+        return
+    if settings.optimization.optimizer == "muon":
+        raise SettingsError(
+            f"--optimizer=muon with --lora_rank={settings.adapters.lora_rank}: Muon makes "
+            "updates of whole matrices orthogonal, "
+            "not those of thin factors; use --optimizer=adamw"
+        )
+    if settings.devices.fsdp_models is not None:
+        raise SettingsError(
+            f"--fsdp_models={settings.devices.fsdp_models} with "
+            f"--lora_rank={settings.adapters.lora_rank}: all models share one base, "
+            "which is sharded or is not; leave it out"
+        )
+
+
+def _check_difficulty(settings: Settings) -> None:
+    if settings.examples.difficulty is not None:
+        difficulty_of(settings.examples.difficulty)
+
+
+class ProfileWindow(NamedTuple):
+    """Steps of which --profile writes a trace: `count` from `first` on."""
+
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The last of them."""
+        return self.first + self.count - 1
+
+
+def profile_window(settings: Settings) -> ProfileWindow | None:
+    """The steps of --profile; None: there are none."""
+    match = re.fullmatch(PROFILE, settings.outputs.profile) if settings.outputs.profile else None
+    return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
+
+
+def _check_profile(settings: Settings) -> None:
+    window = profile_window(settings)
+    if window is not None and window.last > settings.run.steps:
+        raise SettingsError(
+            f"--profile={settings.outputs.profile}: the trace would end with step {window.last}, "
+            f"and --steps={settings.run.steps}; "
+            "name steps of the run"
+        )
+    ranks = () if settings.outputs.profile_ranks == "all" else parts(settings.outputs.profile_ranks)
+    world = devices(mesh_sizes(settings))
+    if beyond := [rank for rank in ranks if int(rank) >= world]:
+        raise SettingsError(
+            f"--profile_ranks={settings.outputs.profile_ranks}: the mesh {settings.devices.mesh} "
+            f"has the ranks 0 to {world - 1}, and "
+            f"no {beyond[0]}"
+        )
+
+
+def _check_reward_timeout(settings: Settings) -> None:
+    seconds = settings.rewards.reward_timeout
+    if seconds is not None and seconds >= 60 * settings.waiting.timeout and devices(mesh_sizes(settings)) > 1:
+        raise SettingsError(
+            f"--reward_timeout={seconds:g}: the other ranks wait {settings.waiting.timeout} "
+            "minutes for a rank's rewards; give "
+            "a --timeout, in minutes, of more than that"
+        )
+
+
+def _check_trackers(settings: Settings) -> None:
+    for name in () if settings.estimate.dry_run else parts(settings.outputs.report_to):
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(
+                f"--report_to={settings.outputs.report_to}: {name} is not installed; pip install {name}"
+            )

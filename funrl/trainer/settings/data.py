@@ -1,0 +1,126 @@
+"""Flags of data: prompts and texts, and what stands around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funrl.tasks import arithmetic
+from funrl.trainer.settings.declaration import (
+    RL,
+    SUPERVISED,
+    Bound,
+    at_least,
+    flag,
+    one_of,
+)
+
+
+@dataclass(frozen=True)
+class ExampleSettings:
+    """Prompts and texts."""
+
+    task: str = flag(
+        "arithmetic",
+        "the embedded task, unless --prompts or --data is given; arithmetic_moe: by a decoder with experts",
+        one_of(*arithmetic.MODELS),
+        unless=("prompts", "data"),
+    )
+    prompts: str | None = flag(
+        None,
+        "prompts, text or chat messages, with fields: a .jsonl, .json, .csv or .parquet file, a directory "
+        "that `datasets` saved, or a dataset in the local Hugging Face cache, such as "
+        "openai/gsm8k:main:train; several as a.jsonl@0.7,b.parquet@0.3",
+        kinds=RL,
+    )
+    data: str | None = flag(
+        None,
+        'file to learn from, or several, as --prompts takes them, each record {"prompt": ..., '
+        '"completion": ...}, for kto with a "label", {"prompt": ..., "chosen": ..., "rejected": ...}, or '
+        'of steps {"prompt": ..., "completions": [...], "labels": [...]}',
+        chosen="made of the embedded task",
+        kinds=SUPERVISED,
+    )
+    fields: str | None = flag(
+        None,
+        "columns of --prompts or --data that have other names: prompt:question,answer:extra_info.answer",
+    )
+    eval_data: str | None = flag(
+        None,
+        "held-out data, as --prompts or --data",
+        chosen="a tenth of these, which --seed chooses",
+    )
+    long_prompts: str = flag(
+        "error",
+        "what is done with prompts and texts that are too long: error, drop, or truncate, prompts to their last tokens",
+        one_of("error", "drop", "truncate"),
+        effect="event",
+    )
+    max_prompt_tokens: int | None = flag(
+        None,
+        "tokens of a prompt at most",
+        at_least(1),
+        kinds=RL,
+        chosen="what --max_new_tokens leaves of the model's positions",
+        effect="event",
+    )
+    max_text_tokens: int | None = flag(
+        None,
+        "tokens of a prompt and its completion at most",
+        at_least(2),
+        kinds=SUPERVISED,
+        chosen="the model's positions",
+        effect="event",
+    )
+    curriculum: str | None = flag(
+        None,
+        "FILE.py:function that weights the prompts before each step, by the metrics so far",
+        kinds=RL,
+    )
+    difficulty: str | None = flag(
+        None,
+        "LOW,HIGH or LOW,HIGH,WEIGHT: prompts whose measured pass rate is outside are drawn with this "
+        "weight, by default 0.1, and 0 is never again",
+        kinds=RL,
+        example="0.1,0.9",
+    )
+
+
+@dataclass(frozen=True)
+class FormatSettings:
+    """Templates, messages and solved examples around a prompt."""
+
+    prompt_template: str | None = flag(
+        None,
+        "text, or a .txt file of it, with {prompt} where a prompt that is text goes",
+        Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
+        example="1{prompt}",
+    )
+    system_prompt: str | None = flag(
+        None,
+        "text, or a .txt file of it, of a system message before prompts that begin with none",
+        example="3",
+    )
+    few_shot: str | None = flag(
+        None,
+        "solved examples before every prompt: FILE:n, the first n records, each with a prompt and a "
+        "completion, answer or solution",
+        kinds=RL,
+    )
+    chat_template: str | None = flag(
+        None,
+        "FILE.jinja instead of the tokenizer's chat template, or own, the tokenizer's: with this flag, "
+        "--system_prompt, --tools or --template_arguments a prompt that is text is a user's message",
+        Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
+    )
+    tools: str | None = flag(None, "FILE.json with a list of JSON schemas of tools, for the chat template")
+    template_arguments: str | None = flag(
+        None,
+        "further arguments of the chat template: enable_thinking:false",
+        example="enable_thinking:false",
+    )
+    step_separator: str | None = flag(
+        None,
+        "text between two steps of a solution, such as \\n\\n for an empty line",
+        chosen="\\n; in the embedded task every token is a step",
+        example="+",
+    )

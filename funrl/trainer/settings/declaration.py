@@ -1,0 +1,240 @@
+"""Declarations of flags: type, default, text and bounds, from which validation, help and tables derive."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
+RUN_KINDS = RL + SUPERVISED
+START_FLAGS = ("run_dir", "resume", "overwrite")  # of where and how a run is started, not of what it computes
+HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples among those of a run's files
+GIVEN_EXAMPLES = ("labelled", "steps")  # of algorithms that no policy can sample
+NONE = "none"  # text of no value, for a flag that may have none
+EFFECTS = {  # of a flag: what it changes
+    "numbers": "metrics, completions or weights",
+    "files": "files that a run writes",
+    "output": "what is printed",
+    "work": "time or memory, and no number",
+    "ranks": "the devices and processes that compute",
+    "event": "what happens at a failure or a limit",
+}
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def kinds_of(algorithm: Any) -> tuple[str, ...]:
+    """The kinds of runs that an algorithm can make, the default first: with an advantage or a filter the policy
+    samples; without them, or where texts have labels, texts are given. A comparison with a teacher over the whole
+    vocabulary does either."""
+    if getattr(algorithm, "example", "row") in GIVEN_EXAMPLES:
+        return SUPERVISED
+    if getattr(algorithm, "example", "row") == "demonstrated":
+        return RL
+    if getattr(algorithm, "advantage", None) is not None or getattr(algorithm, "filter", None) is not None:
+        return RL
+    divergence = getattr(algorithm, "divergence", None)
+    return RUN_KINDS if divergence is not None and divergence.role == "teacher" else SUPERVISED
+
+
+def run_kind(algorithm: Any, data: str | None) -> str:
+    """The kind of a run; `data` is the flag that names texts."""
+    kinds = kinds_of(algorithm)
+    return "supervised" if data is not None and "supervised" in kinds else kinds[0]
+
+
+class SettingsError(ValueError):
+    """A flag whose value cannot work; the message names it, its value and what would be right."""
+
+
+@contextlib.contextmanager
+def blaming(flag: str) -> Iterator[None]:
+    """Put the flag that led to an error before its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
+
+
+class Bound(NamedTuple):
+    """A condition on one value.
+
+    Attributes:
+      text: continues "it must be ...".
+      holds: whether a value fulfils it.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: float) -> Bound:
+    return Bound(f"at least {low}", lambda x: x >= low)
+
+
+def at_most(high: float) -> Bound:
+    return Bound(f"at most {high}", lambda x: x <= high)
+
+
+def above(low: float) -> Bound:
+    return Bound(f"above {low}", lambda x: x > low)
+
+
+def below(high: float, text: str = "") -> Bound:
+    return Bound(f"below {text or high}", lambda x: x < high)
+
+
+def one_of(*choices: str) -> Bound:
+    return Bound(f"one of {', '.join(choices)}", lambda x: x in choices)
+
+
+def some_of(*choices: str) -> Bound:
+    """A list with commas between, of one or more different choices."""
+
+    def holds(value: str) -> bool:
+        named = parts(value)
+        return bool(named) and set(named) <= set(choices) and len(set(named)) == len(named)
+
+    return Bound(f"some of {','.join(choices)}", holds)
+
+
+class Flag(NamedTuple):
+    """One flag.
+
+    Attributes:
+      name, default: of the flag; a default of None means that the run chooses.
+      type: bool, int, float or str.
+      optional: whether None is a value.
+      text: what it means, for the help.
+      chosen: what the run chooses where the default is None; "" where `text` says it.
+      group: the record of `Settings` that has it, or "algorithm" for the argument of a recipe.
+      bounds: conditions on its value, all of which must hold.
+      kinds: the kinds of runs in which it has a meaning.
+      without: its value in the kinds of runs in which it has none.
+      requires: name of the flag without which this one does nothing.
+      unless: names of flags beside any of which it does nothing.
+      needs: role, field of the batch, or part of the algorithm ("filter") without which it does nothing.
+      effect: what it changes, one of `EFFECTS`.
+      example: text of a value that acts, where neither type nor bounds give one; "" also for names of files.
+    """
+
+    name: str
+    default: Any
+    type: type
+    optional: bool
+    text: str
+    chosen: str = ""
+    group: str = "algorithm"
+    bounds: tuple[Bound, ...] = ()
+    kinds: tuple[str, ...] = RUN_KINDS
+    without: Any = None
+    requires: str = ""
+    unless: tuple[str, ...] = ()
+    needs: str = ""
+    effect: str = "numbers"
+    example: str = ""
+
+    def parse(self, text: str) -> Any:
+        """The value that a command line's text means; "none" is no value.
+
+        Raises:
+          ValueError: it is of the wrong type or outside of the bounds; the message is `problem`'s.
+        """
+        value: Any = text
+        if text == "":
+            none = f", or write --{self.name}={NONE}" if self.optional else ""
+            raise ValueError(f"{WANTED[self.type]} is needed; leave --{self.name} out for its default{none}")
+        if text == NONE and self.optional:
+            value = None
+        elif self.type is bool:
+            value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+        elif self.type in (int, float):
+            try:
+                value = self.type(text)
+            except ValueError:
+                value = text
+        if problem := self.problem(value):
+            raise ValueError(problem)
+        return value
+
+    def problem(self, value: Any) -> str:
+        """Reason to refuse a value of this flag, such as "it must be at least 1"; "" for a good one."""
+        if value is None:
+            return "" if self.optional else f"{WANTED[self.type]} is needed"
+        good = (int, float) if self.type is float else self.type
+        if not isinstance(value, good) or (isinstance(value, bool) and self.type is not bool):
+            return f"{WANTED[self.type]} is needed"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number is needed"
+        if all(bound.holds(value) for bound in self.bounds):
+            return ""
+        return "it must be " + " and ".join(bound.text for bound in self.bounds)
+
+    def help(self) -> str:
+        """Meaning, bounds and what the run chooses, in one line."""
+        said = [self.text, *(bound.text for bound in self.bounds)]
+        return "; ".join(said + ([f"default: {self.chosen}"] if self.chosen else []))
+
+
+def flag(
+    default: Any,
+    text: str,
+    *bounds: Bound,
+    chosen: str = "",
+    kinds: tuple[str, ...] = RUN_KINDS,
+    without: Any = None,
+    requires: str = "",
+    unless: tuple[str, ...] = (),
+    needs: str = "",
+    effect: str = "numbers",
+    example: str = "",
+) -> Any:
+    """A field of `Settings`; the arguments are attributes of `Flag`, and `without` is by default the default."""
+    assert effect in EFFECTS, effect
+    rest = {"chosen": chosen, "kinds": kinds, "requires": requires, "unless": unless, "needs": needs}
+    rest |= {"effect": effect, "example": example}
+    without = default if without is None else without
+    metadata = {"text": text, "bounds": bounds, "without": without} | rest
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class ValueType(NamedTuple):
+    """Values that an annotation allows.
+
+    Attributes:
+      type: bool, int, float or str.
+      optional: whether None is a value.
+      choices: of a `Literal`, all of one type; () where any value of the type will do.
+    """
+
+    type: type
+    optional: bool
+    choices: tuple[Any, ...] = ()
+
+
+def value_type(hint: Any) -> ValueType:
+    """The values that an annotation such as `int`, `float | None` or `Literal["k1", "k3"]` allows.
+
+    Raises:
+      TypeError: a flag cannot have such values.
+    """
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if union else (hint,)
+    rest = [option for option in options if option is not type(None)]
+    one: Any = rest[0] if len(rest) == 1 else None
+    choices: tuple[Any, ...] = ()
+    if typing.get_origin(one) is typing.Literal:
+        choices = typing.get_args(one)
+        one = type(choices[0]) if len({type(choice) for choice in choices}) == 1 else None
+    if one not in WANTED:
+        raise TypeError(f"a flag has a bool, an int, a float or a str, not {hint}")
+    return ValueType(one, len(rest) < len(options), choices)
+
+
+def parts(text: str | None) -> tuple[str, ...]:
+    """The items of a list with commas between; of None or "", none."""
+    return tuple(part.strip() for part in text.split(",")) if text else ()

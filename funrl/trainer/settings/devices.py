@@ -1,0 +1,115 @@
+"""Flags of devices: how models are split over them, and how long ranks wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funrl.mesh.text import SHORT, TOKEN_AXES
+from funrl.trainer.settings.declaration import (
+    RL,
+    at_least,
+    at_most,
+    flag,
+    one_of,
+    some_of,
+)
+
+ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Devices, and how models are split over them."""
+
+    mesh: str = flag(
+        "dp1",
+        "devices by axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; auto:8 "
+        "chooses, and --fsdp too, by a dry run",
+        effect="ranks",
+    )
+    generate_mesh: str | None = flag(
+        None,
+        "the same devices while generating",
+        chosen="all of them dp",
+        kinds=RL,
+        effect="ranks",
+    )
+    device: str | None = flag(
+        None,
+        "where tensors live",
+        one_of("cpu", "cuda"),
+        chosen="cuda where there is one",
+        effect="ranks",
+    )
+    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
+    fsdp_axes: str | None = flag(
+        None,
+        "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
+        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
+        chosen="all; over several nodes inside of each, if that fits",
+        requires="fsdp",
+        effect="ranks",
+    )
+    fsdp_models: str | None = flag(
+        None,
+        "which models --fsdp shards",
+        some_of(*ROLES),
+        chosen="all",
+        requires="fsdp",
+        effect="ranks",
+    )
+    sequence_parallel: str = flag(
+        "auto",
+        "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends keys "
+        "from rank to rank; auto: ulysses where the heads divide",
+        one_of("auto", "ulysses", "ring"),
+        effect="ranks",
+    )
+    split_residual: str = flag(
+        "auto",
+        "split tokens between the halves of a layer over tp, whose norms and residuals then take 1 / tp of "
+        "the memory; auto: on GPUs",
+        one_of("auto", "on", "off"),
+        effect="ranks",
+    )
+    remat: str = flag(
+        "none",
+        "what a backward pass computes again: full a whole layer, selective all of it but matmuls",
+        one_of("none", "full", "selective"),
+        effect="work",
+    )
+    offload: str | None = flag(
+        None,
+        "what leaves a GPU while it is not needed",
+        some_of("optimizer", "reference", "params"),
+        kinds=RL,
+        effect="work",
+    )
+
+
+@dataclass(frozen=True)
+class WaitSettings:
+    """Waiting for other ranks."""
+
+    timeout: int = flag(
+        60,
+        "minutes that a rank waits for another, such as for its reward",
+        at_least(1),
+        at_most(525600),
+        effect="event",
+    )
+    heartbeat: int = flag(
+        60,
+        "seconds without progress after which the run says for which rank, host and phase it waits",
+        at_least(1),
+        at_most(86400),
+        effect="event",
+    )
+    stalled_after: int = flag(
+        300,
+        "seconds without any sign of life from the process of a rank, or with a stopped writer of "
+        "checkpoints, after which the run ends; one that computes, however long, gives signs",
+        at_least(1),
+        at_most(86400),
+        effect="event",
+    )

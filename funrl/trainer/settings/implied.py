@@ -1,0 +1,29 @@
+"""Values of flags that other flags imply. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from funrl.tasks import arithmetic
+from funrl.trainer.settings.scorers import weights_by_name
+from funrl.trainer.settings.settings import Settings, with_flags
+
+NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
+
+
+def resolved(settings: Settings, given: bool = False) -> Settings:
+    """The settings with the number of new tokens, and the weights of rewards, that they imply.
+
+    Args:
+      given: whether prompts are given in another way than by a flag.
+
+    Raises:
+      LoadError: --reward is not one.
+    """
+    if settings.rewards.reward_weights is None:
+        functions = int(settings.examples.prompts is None and not given)  # of the embedded task
+        settings = with_flags(settings, reward_weights=weights_by_name(settings, functions))
+    if settings.examples.prompts is None and settings.rewards.reward is None and not given:
+        default = arithmetic.MAX_NEW_TOKENS
+    else:
+        default = NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS
+    return with_flags(settings, max_new_tokens=settings.sampling.max_new_tokens or default)

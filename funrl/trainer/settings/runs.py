@@ -1,0 +1,125 @@
+"""Flags of a run as a whole: its length, its directory, and its dry run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from funrl import seeds
+from funrl.trainer.settings.declaration import (
+    RL,
+    SUPERVISED,
+    Bound,
+    at_least,
+    below,
+    flag,
+    one_of,
+)
+
+INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Length of a run, and its directory."""
+
+    steps: int = flag(30, "steps, each of one batch of rollouts or of given texts", at_least(1))
+    batch_prompts: int = flag(128, "prompts, demonstrations or pairs a step", at_least(1))
+    warmstart_steps: int | None = flag(
+        None,
+        "supervised steps before, on imperfect demonstrations",
+        at_least(0),
+        chosen="the task's, 0 with --model, --prompts or --data",
+        unless=("model",),
+    )
+    seed: int = flag(0, "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
+    run_dir: str | None = flag(None, "where results go", chosen="runs/NAME-TIME", effect="files")
+    save_every: str = flag(
+        "10m",
+        "steps between checkpoints in --run_dir, such as 50, or a time, such as 10m; 0: none",
+        Bound("a number of steps, or a time such as 90s, 10m or 2h", lambda x: INTERVAL.fullmatch(x) is not None),
+        effect="files",
+        example="1",
+    )
+    keep_checkpoints: int = flag(
+        2,
+        "newest checkpoints that are kept; so is the one with the best held-out result",
+        at_least(1),
+        effect="files",
+    )
+    save_rollouts: int = flag(
+        0,
+        "steps between those whose rows and scores are kept, for `funrl replay`; 1: all, 0: none",
+        at_least(0),
+        effect="files",
+    )
+    keep_rollouts: int | None = flag(
+        None,
+        "newest of these steps that are kept",
+        at_least(1),
+        chosen="all",
+        requires="save_rollouts",
+        effect="files",
+    )
+    resume: bool = flag(
+        False,
+        "continue the run in --run_dir from its newest checkpoint",
+        requires="run_dir",
+        effect="output",
+    )
+    overwrite: bool = flag(
+        False,
+        "begin anew in a --run_dir that holds only a start that made no step",
+        requires="run_dir",
+        effect="output",
+    )
+
+
+@dataclass(frozen=True)
+class EstimateSettings:
+    """Dry run."""
+
+    dry_run: bool = flag(False, "only print memory, traffic and time of a step; needs a config.json", effect="output")
+    prompt_tokens: int | None = flag(
+        None,
+        "tokens of a prompt that --dry_run takes",
+        at_least(1),
+        chosen="the embedded task's longest, else 512, or what the model has positions for",
+        kinds=RL,
+        requires="dry_run",
+        effect="output",
+    )
+    text_tokens: int | None = flag(
+        None,
+        "tokens of a prompt and its completion that --dry_run takes",
+        at_least(1),
+        chosen="the embedded task's longest, else --max_text_tokens, else 1024",
+        kinds=SUPERVISED,
+        requires="dry_run",
+        effect="output",
+    )
+    json: bool = flag(False, "print what --dry_run finds as one JSON object", requires="dry_run", effect="output")
+    hardware: str | None = flag(
+        None,
+        "whose memory and speed --dry_run takes",
+        one_of("a100", "h100", "h200", "mi300x", "cpu"),
+        chosen="h100",
+        requires="dry_run",
+        effect="output",
+    )
+
+
+class Interval(NamedTuple):
+    """Interval in steps, or in seconds; 0 of both: never."""
+
+    steps: int
+    seconds: float
+
+
+def save_interval(text: str) -> Interval:
+    """The interval that a text such as "50", "90s" or "10m" means."""
+    found = INTERVAL.fullmatch(text)
+    assert found is not None, text
+    number, unit = int(found[1]), found[2]
+    return Interval(0 if unit else number, number * {"": 0, "s": 1, "m": 60, "h": 3600}[unit])

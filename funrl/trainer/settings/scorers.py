@@ -1,0 +1,52 @@
+"""Models that score completions, as flags name them: DIR, or DIR@0.5 with a weight. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+
+from funrl.rewards.named import parse_rewards
+from funrl.trainer.settings.settings import Settings, flag_value
+
+SCORERS = ("reward_model", "process_reward_model", "judge")  # in the order of their weights and columns
+
+
+def scorers_of(settings: Settings) -> tuple[str, ...]:
+    """The flags of models that score completions, as far as they are given."""
+    return tuple(name for name in SCORERS if flag_value(settings, name) is not None)
+
+
+def model_path(settings: Settings, name: str) -> str | None:
+    """The directory that a flag names, without the weight of one that scores."""
+    value = flag_value(settings, name)
+    return weighted_path(value)[0] if value is not None and name in SCORERS else value
+
+
+def weighted_path(value: str) -> tuple[str, float | None]:
+    """Directory and weight in DIR@0.5; without a number at its end all of it is the directory.
+
+    >>> weighted_path("runs/a@0.5"), weighted_path("runs/me@home")
+    (('runs/a', 0.5), ('runs/me@home', None))
+    """
+    path, _, text = value.rpartition("@")
+    try:
+        weight = float(text)
+    except ValueError:
+        return value, None
+    return (path, weight) if path and math.isfinite(weight) else (value, None)
+
+
+def weights_by_name(settings: Settings, functions: int) -> str | None:
+    """The weights that --reward and the flags of models give, as --reward_weights takes them; None where none does.
+
+    Args:
+      functions: how many there are where --reward names none.
+
+    Raises:
+      LoadError: --reward is not one.
+    """
+    reward = settings.rewards.reward
+    own = [None] * functions if reward is None else [part.weight for part in parse_rewards(reward)]
+    weights = [*own, *(weighted_path(flag_value(settings, name))[1] for name in scorers_of(settings))]
+    if all(weight is None for weight in weights):
+        return None
+    return ",".join(str(1.0 if weight is None else weight).removesuffix(".0") for weight in weights)

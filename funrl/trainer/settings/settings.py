@@ -1,0 +1,147 @@
+"""Every number and name that a run takes from outside: one field is one flag, with its bounds where it is defined.
+
+The fields are in a file for each group of flags. Whether a value is good, what a command line's text means, the help
+and the table in docs/flags.md come from the declaration of the field. What depends on several flags is checked by the
+functions of `checks.py`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from funrl.mesh.text import MeshError, parse, wanted_devices
+from funrl.trainer.settings.data import ExampleSettings, FormatSettings
+from funrl.trainer.settings.declaration import Flag, SettingsError, value_type
+from funrl.trainer.settings.devices import DeviceSettings, WaitSettings
+from funrl.trainer.settings.generation import EngineSettings, SamplingSettings
+from funrl.trainer.settings.models import ModelSettings
+from funrl.trainer.settings.outputs import EvaluationSettings, OutputSettings
+from funrl.trainer.settings.rewards import JudgeSettings, RewardSettings
+from funrl.trainer.settings.runs import EstimateSettings, RunSettings
+from funrl.trainer.settings.updates import AdapterSettings, OptimizerSettings, RouterSettings, UpdateSettings
+
+SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
+TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of every run as records by subject. None means: the run chooses."""
+
+    models: ModelSettings = field(default_factory=ModelSettings)
+    examples: ExampleSettings = field(default_factory=ExampleSettings)
+    formatting: FormatSettings = field(default_factory=FormatSettings)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    judging: JudgeSettings = field(default_factory=JudgeSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    estimate: EstimateSettings = field(default_factory=EstimateSettings)
+    devices: DeviceSettings = field(default_factory=DeviceSettings)
+    waiting: WaitSettings = field(default_factory=WaitSettings)
+    engines: EngineSettings = field(default_factory=EngineSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    optimization: OptimizerSettings = field(default_factory=OptimizerSettings)
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
+    routers: RouterSettings = field(default_factory=RouterSettings)
+    updates: UpdateSettings = field(default_factory=UpdateSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    outputs: OutputSettings = field(default_factory=OutputSettings)
+
+
+def settings_of(**flags: Any) -> Settings:
+    """Settings of flags by their names; the others have their defaults."""
+    return with_flags(Settings(), **flags)
+
+
+def with_flags(settings: Settings, **flags: Any) -> Settings:
+    """The settings with other values of some flags, by their names.
+
+    Raises:
+      TypeError: a name is not that of a flag.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in flags.items():
+        if name not in settings_flags():
+            raise TypeError(f"there is no flag {name!r}")
+        changes.setdefault(settings_flags()[name].group, {})[name] = value
+    records = {group: dataclasses.replace(getattr(settings, group), **values) for group, values in changes.items()}
+    return dataclasses.replace(settings, **records)
+
+
+def flag_value(settings: Settings, name: str) -> Any:
+    """The value of a flag by its name."""
+    return getattr(getattr(settings, settings_flags()[name].group), name)
+
+
+def flag_values(settings: Settings) -> dict[str, Any]:
+    """The values of all flags by their names."""
+    return {name: flag_value(settings, name) for name in settings_flags()}
+
+
+@functools.cache
+def settings_flags() -> Mapping[str, Flag]:
+    """The flags of `Settings` by name, in their order."""
+    flags = {}
+    for group in dataclasses.fields(Settings):
+        record: Any = group.default_factory
+        hints = typing.get_type_hints(record)
+        for member in dataclasses.fields(record):
+            kind = value_type(hints[member.name])
+            facts: dict[str, Any] = {**member.metadata, "group": group.name}
+            flags[member.name] = Flag(member.name, member.default, kind.type, kind.optional, **facts)
+    return types.MappingProxyType(flags)
+
+
+@functools.cache
+def flag_groups() -> Mapping[str, str]:
+    """The titles of the groups of flags: of each record of `Settings`, the first line of its docstring."""
+    return {record.name: str(record.default_factory.__doc__).rstrip(".") for record in dataclasses.fields(Settings)}
+
+
+def check_values(settings: Settings) -> None:
+    """Check the value of each flag by itself.
+
+    Raises:
+      SettingsError: the first that cannot work.
+    """
+    for name, one in settings_flags().items():
+        value = flag_value(settings, name)
+        if problem := one.problem(value):
+            raise SettingsError(f"--{name}={value}: {problem}")
+    for name in ("mesh", "generate_mesh"):
+        mesh_sizes(settings, name)
+
+
+def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
+    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none. Those of auto:N, which is
+    not chosen yet, are N over data.
+
+    Raises:
+      SettingsError: its text is not a mesh.
+    """
+    text = flag_value(settings, name)
+    try:
+        wanted = wanted_devices(text) if text is not None and name == "mesh" else None
+        return {} if text is None else parse(text if wanted is None else f"dp{wanted}", name)
+    except MeshError as error:
+        raise SettingsError(str(error)) from error
+
+
+def scoring_budget(settings: Settings) -> int:
+    """Tokens of a micro-batch where nothing is learned; a longer row raises it.
+
+    A forward pass without a gradient holds the activations of one layer. By the dry run it takes 99 kB a token of a 70B
+    on tp8, 111 of an 8B and 62 of a 1B; an update that saves only what enters each layer 1,580, 525 and 200.
+    """
+    return settings.updates.score_token_budget or SCORE_BUDGETS * settings.updates.token_budget
+
+
+def for_kind(settings: Settings, kind: str) -> Settings:
+    """The settings of a kind of run: flags without a meaning in it have the value that changes nothing."""
+    idle = {name: one.without for name, one in settings_flags().items() if kind not in one.kinds}
+    return with_flags(settings, **idle)

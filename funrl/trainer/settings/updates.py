@@ -1,0 +1,131 @@
+"""Flags of training: the optimizer, adapters, routers, and how a batch is divided into updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from funrl.trainer.settings.declaration import (
+    RL,
+    above,
+    at_least,
+    flag,
+    one_of,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Learning rates and optimizer."""
+
+    lr: float | None = flag(
+        None,
+        "peak learning rate of the policy, or of the model that learns",
+        above(0),
+        chosen=(
+            "1e-3 from scratch; with --model 0.2 / sqrt(its parameters), sft and reward models 1 / sqrt, 5e-7 "
+            "to 1e-3; --lora_rank: 3e-3, 10 times"
+        ),
+    )
+    critic_lr: float | None = flag(
+        None,
+        "peak learning rate of the critic",
+        above(0),
+        chosen="twice the policy's",
+        kinds=RL,
+        needs="critic",
+    )
+    implicit_reward_lr: float | None = flag(
+        None,
+        "peak learning rate of the implicit reward model",
+        above(0),
+        chosen="the policy's",
+        kinds=RL,
+        needs="implicit_reward",
+    )
+    critic_warmup_steps: int = flag(
+        0,
+        "first steps in which only the critic learns",
+        at_least(0),
+        kinds=RL,
+        needs="critic",
+    )
+    optimizer: str = flag("adamw", "muon is for matrices; the rest takes adamw", one_of("adamw", "muon"))
+    lr_schedule: str = flag("constant", "after the warm-up", one_of("constant", "linear", "cosine"))
+    lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least(0))
+    weight_decay: float = flag(0.0, "decoupled, of matrices only", at_least(0))
+    decay_all: bool = flag(
+        False,
+        "let the weight decay act on norms and biases too, as verl does",
+        requires="weight_decay",
+    )
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Adapters (LoRA)."""
+
+    lora_rank: int | None = flag(
+        None,
+        "rank of adapters (LoRA) that learn instead of the weights, which are the reference too",
+        at_least(1),
+        chosen="all weights learn",
+    )
+    lora_alpha: float | None = flag(
+        None,
+        "adapters count by alpha / rank",
+        above(0),
+        chosen="the rank",
+        requires="lora_rank",
+    )
+    lora_targets: str = flag(
+        "all-linear",
+        "projections that have adapters, by PEFT's names: q_proj,v_proj",
+        requires="lora_rank",
+        example="q_proj",
+    )
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """Routers of experts."""
+
+    router_aux_coef: float = flag(
+        0.0,
+        "how much the uneven load of experts counts in the loss; with several micro-batches an update it "
+        "takes a forward pass more",
+        at_least(0),
+    )
+    router_z_coef: float = flag(0.0, "how much large logits of routers count in the loss", at_least(0))
+    router_bias_rate: float = flag(
+        0.0,
+        "how far an update moves the bias by which an expert is chosen, against its load, as in DeepSeek-V3 (0.001)",
+        at_least(0),
+    )
+    router_replay: bool = flag(
+        False,
+        "train the policy with the experts that its tokens went to in the engine",
+        kinds=RL,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Updates and micro-batches."""
+
+    epochs: int = flag(1, "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
+    minibatches: int = flag(2, "optimizer steps a pass", at_least(1), kinds=RL, without=1)
+    max_skipped: int = flag(
+        3,
+        "updates in a row that may be left out because their loss or gradient is not finite; then the run stops",
+        at_least(1),
+        effect="event",
+    )
+    token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1), effect="work")
+    score_token_budget: int | None = flag(
+        None,
+        "the same where nothing is learned: scoring, and the loss on held-out texts",
+        at_least(1),
+        chosen="4 times --token_budget",
+        effect="work",
+    )

@@ -1,0 +1,219 @@
+"""Evaluation of completions: from rewarded rows to metrics with their intervals, and to a table of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.data.prompts import Example
+from funrl.mesh import collectives
+from funrl.rewards.answers import final_answer
+from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, sample_counts
+from funrl.trainer.sources.generation import Rollout, completion_texts, first_texts
+from funrl.trainer.steps.step_rows import Rows
+
+TABLE_ROWS = 256  # rows of the table whose texts are in memory together
+MOST_SETS = 32  # parts of the held-out prompts that have metrics of their own
+FEWEST_VOTES = 3  # with two, the first decides
+
+
+class EvalRow(NamedTuple):
+    """A row of the table of samples.
+
+    Attributes:
+      step: after how many steps.
+      sample: number of the completion among those of its prompt.
+      source: of the prompt, the file and the line or row.
+      answer: by which votes are counted.
+      correct: None where rewards are no verdicts.
+      reward: None where nothing rewards.
+      tokens: of the completion.
+      finished: whether the model ended it, and not the limit.
+      rewards: what each of several functions gave, by name.
+    """
+
+    step: int
+    source: str
+    sample: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float | None
+    correct: bool | None
+    tokens: int
+    finished: bool
+    rewards: Mapping[str, float]
+
+
+class Evaluated(NamedTuple):
+    """Result of an evaluation, alike on every rank: P prompts with N samples each.
+
+    Attributes:
+      reward_PN: None where nothing rewards.
+      correct_PN: None where rewards are no verdicts.
+      majority: k -> [P] verdict on the most frequent answer of k samples.
+      tokens_PN, finished_PN: as in `EvalRow`.
+      parts: of the P * N completions, as in `EvalRow.rewards`.
+    """
+
+    reward_PN: np.ndarray | None
+    correct_PN: np.ndarray | None
+    majority: Mapping[int, np.ndarray]
+    tokens_PN: np.ndarray
+    finished_PN: np.ndarray
+    parts: Sequence[Mapping[str, float]]
+
+
+def evaluated(
+    examples: Sequence[Example],
+    done: Rollout,
+    rows: Rows,
+    solved: Callable[[Tensor], Tensor | None] | None,
+    decode: Callable[[list[int]], str],
+    names: Sequence[str] = (),
+) -> Evaluated:
+    """Look at completions and their rewards; collective.
+
+    Args:
+      examples: P prompts.
+      done: N completions of each.
+      rows: of them, with all rewards.
+      solved: as in `sources.Generation`.
+      decode: token ids -> text.
+      names: of the rewards.
+    """
+    score_R, scores_RK = rows.batch.get("score"), rows.batch.get("scores")
+    right_R = None if solved is None or scores_RK is None else solved(scores_RK.double())
+    shape = (len(examples), -1)
+    correct_PN = None if right_R is None else right_R.cpu().numpy().reshape(shape)
+    return Evaluated(
+        None if score_R is None else score_R.double().cpu().numpy().reshape(shape),
+        correct_PN,
+        {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode),
+        done.lengths.cpu().numpy().reshape(shape),
+        done.finished.cpu().numpy().reshape(shape),
+        parts_of_scores(names, rows, range(len(done.lengths))),
+    )
+
+
+def _votes(
+    examples: Sequence[Example], done: Rollout, correct_PN: np.ndarray, decode: Callable[[list[int]], str]
+) -> dict[int, np.ndarray]:
+    """Verdicts on the most frequent answers, each found by the rank that has the samples of the prompt."""
+    samples = correct_PN.shape[1]
+    counts = [k for k in sample_counts(samples) if k >= FEWEST_VOTES]
+    if not counts:
+        return {}
+    found_PK, answers = np.zeros((len(examples), len(counts))), _answers(examples, done, samples, decode)
+    for first in range(0, len(done.completions), samples):
+        prompt = done.completions[first].number // samples
+        own = answers[first : first + samples]
+        found_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
+    summed = collectives.psum(torch.from_numpy(found_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
+    return dict(zip(counts, summed.cpu().numpy().T, strict=True))
+
+
+def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: Callable[[list[int]], str]) -> list[str]:
+    """The answer of each of this rank's completions."""
+    before = [examples[one.number // samples].tokens[-1] for one in done.completions]
+    return [final_answer(text) for text in completion_texts(done.completions, decode, before)]
+
+
+def metrics_of(found: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
+    """Metrics "eval/...": of all prompts with their intervals, and the means by reward and by file or `data_source`."""
+    told: dict[str, float] = {"eval/examples": float(len(examples))}
+    for name, (values_P, verdicts) in _columns(found).items():
+        told[f"eval/{name}"] = float(values_P.mean())
+        if (spread := interval(values_P, verdicts)) is not None:
+            told |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
+    for name in dict.fromkeys(name for part in found.parts for name in part):
+        told[f"eval/reward/{name}"] = float(np.mean([part[name] for part in found.parts if name in part]))
+    for name, places in sets_of(examples).items():
+        for column in ("reward", "accuracy"):
+            if column in _columns(found):
+                told[f"eval/{name}/{column}"] = float(_columns(found)[column][0][places].mean())
+    told["eval/response_length"] = float(found.tokens_PN.mean())
+    told["eval/clip_ratio"] = float(1 - found.finished_PN.mean())
+    return told
+
+
+def _columns(found: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
+    """Of each number that is told [P] values, and whether they are between 0 and 1."""
+    columns: dict[str, tuple[np.ndarray, bool]] = {}
+    right, rewards = found.correct_PN, found.reward_PN
+    if rewards is not None:
+        columns["reward"] = rewards.mean(1), right is not None and 0 <= rewards.min() <= rewards.max() <= 1
+    if right is not None:
+        columns["accuracy"] = right.mean(1), True
+        columns |= {f"pass@{k}": (best_at(right.astype(float), k), True) for k in sample_counts(right.shape[1])}
+        columns |= {f"maj@{k}": (values_P, True) for k, values_P in found.majority.items()}
+    elif rewards is not None:
+        columns |= {f"best@{k}": (best_at(rewards, k), False) for k in sample_counts(rewards.shape[1])}
+    return columns
+
+
+def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
+    """Places of the prompts of each `data_source`, or of each file; nothing where there is one, or too many."""
+    named = [example.fields.get("data_source") for example in examples]
+    whole = all(isinstance(name, str) for name in named)
+    names = [str(name) for name in named] if whole else [_file(example) for example in examples]
+    found: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        found.setdefault(name.replace("/", "_"), []).append(place)
+    return found if 1 < len(found) <= MOST_SETS else {}
+
+
+def _file(example: Example) -> str:
+    """The file that a prompt is from, without its folder, if it is from one."""
+    path, _, _ = example.source.rpartition(", ")
+    return Path(path).stem
+
+
+def table_of(
+    found: Evaluated,
+    examples: Sequence[Example],
+    done: Rollout,
+    decode: Callable[[list[int]], str],
+    step: int,
+    prompts: int | None,
+) -> Iterator[list[EvalRow]]:
+    """The table of samples, some rows at a time; collective.
+
+    Args:
+      step: after how many steps.
+      prompts: at most so many, spread over all; None: all.
+    """
+    samples, count = found.tokens_PN.shape[1], len(examples)
+    places = np.arange(count) if prompts is None or count <= prompts else np.linspace(0, count - 1, prompts).astype(int)
+    numbers = (places[:, None] * samples + np.arange(samples)).flatten().tolist()
+    for begin in range(0, len(numbers), TABLE_ROWS):
+        part = numbers[begin : begin + TABLE_ROWS]
+        texts = first_texts(done, part, decode, [examples[n // samples].tokens[-1] for n in part])
+        yield [_row(found, examples, n, samples, text, step) for n, text in zip(part, texts, strict=True)]
+
+
+def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
+    place, sample = divmod(number, samples)
+
+    def at(values_PN: Any) -> Any:
+        return None if values_PN is None else values_PN[place, sample].item()
+
+    return EvalRow(
+        step, examples[place].source, sample, examples[place].text, text, final_answer(text),
+        at(found.reward_PN), at(found.correct_PN), at(found.tokens_PN), at(found.finished_PN), found.parts[number],
+    )  # fmt: skip
+
+
+def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:
+    """The numbers of which the scores of some rows are made, by their names; none where there are not several."""
+    scores_BK = rows.batch.get("scores")
+    if scores_BK is None or len(names) < 2:
+        return [{} for _ in numbers]
+    found = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
+    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in found]

@@ -1,0 +1,398 @@
+"""From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
+
+Each data rank of the generate mesh completes prompts as it has room for them, and has the workers of its pool reward
+what is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all
+ranks, so that every rank filters and chooses alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.batch import TOKEN_INT, Batch
+from funrl.data.prompts import Example
+from funrl.mesh import collectives
+from funrl.mesh.counter import shared_counter
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import gather_table
+from funrl.mesh.sums import own_range
+from funrl.processes import heartbeat
+from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.pool import Pool
+from funrl.rollout.engine import Engine, complete
+from funrl.rollout.requests import Completion, Request, RequestGroups
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.tickets import complete_shared
+from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, joined_totals
+from funrl.trainer.steps.step_rows import Rows, rows_of
+
+LONGEST_REMARK = 1000  # characters of a failure's message
+
+
+class Rollout(NamedTuple):
+    """Completions of all prompts, rewarded. Row r is sample `r % samples` of prompt `r // samples`.
+
+    Attributes:
+      completions: of this rank's own rows, in their order.
+      lengths: [R] tokens of every completion.
+      finished: [R] bool, ended by a stop token rather than by the limit.
+      score: [R] rewards, the weighted sums of the next; 0 where there is none.
+      scores: [R, K] what each reward function gave; NaN where one of several functions does not apply.
+      owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
+      mesh: the generate mesh.
+      dtype: of log-probabilities.
+      reward_s: seconds that this rank waited for rewards, of its own rows or others', when all rows were complete.
+      failed: [R] bool, a reward function failed on the row, whose number is then 0; None: a failure ends the run.
+      entries: totals of the other numbers that reward functions gave in dicts, over the rows of all ranks.
+    """
+
+    completions: Sequence[Completion]
+    lengths: Tensor
+    finished: Tensor
+    score: Tensor
+    scores: Tensor
+    owner: np.ndarray
+    mesh: Mesh
+    dtype: torch.dtype = torch.float32
+    reward_s: float = 0.0
+    failed: Tensor | None = None
+    entries: Totals = {}  # noqa: RUF012  (never mutated)
+
+    @property
+    def own(self) -> np.ndarray:
+        """Numbers of this rank's rows, ascending."""
+        return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
+
+
+class RewardedEngine(NamedTuple):
+    """An engine and the rewards of what it writes.
+
+    Attributes:
+      engine: holds the weights; on `mesh`.
+      mesh: the generate mesh.
+      decode: token ids without the stop token -> text.
+      pool: runs the K reward functions; K may be 0.
+      weights: of the K numbers in a row's score.
+      queue: "tickets", replicas take prompts as they have room; "fixed", each has its share of them by their numbers.
+      on_error: "stop" raises where a reward function fails; else the row is marked as failed.
+      note: receives a remark where reward functions failed.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    decode: Callable[[list[int]], str]
+    pool: Pool
+    weights: Sequence[float] = (1.0,)
+    queue: str = "tickets"
+    on_error: str = "stop"
+    note: Callable[[str], None] = lambda message: None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of log-probabilities."""
+        return torch.promote_types(self.engine.weights.dtype, torch.float32)
+
+
+def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
+    """Complete and reward all prompts.
+
+    Args:
+      engine: with the rewards.
+      examples: the same on every rank.
+      sampling: of the completions.
+      seed: of their noise.
+
+    Raises:
+      RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
+    """
+    groups = RequestGroups([example.tokens for example in examples], sampling, seed)
+    return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
+
+
+def run_requests(
+    engine: RewardedEngine,
+    groups: Sequence[Sequence[Request]],
+    examples: Sequence[Example],
+    *,
+    rows: int,
+    own: Sequence[Request] = (),
+) -> Rollout:
+    """Complete requests and reward those that end. A paused completion has no reward yet.
+
+    Args:
+      engine: with the rewards.
+      groups: of all replicas, shared out by the queue.
+      examples: of all requests by their numbers, each of equally many.
+      rows: requests of all replicas, numbered from 0.
+      own: further requests, of this replica alone.
+
+    Raises:
+      RewardError: as `rollout`.
+    """
+    mesh = engine.mesh
+    # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
+    asks = mesh.index("tensor") == 0 and bool(engine.pool.functions)
+    pending = _pending(engine, examples, rows // len(examples)) if asks else None
+    start = time.perf_counter()
+    completions = _complete(engine, groups, own, pending and pending.add)
+    generated = time.perf_counter()
+    with heartbeat.phase("reward"):
+        collected = _collect(engine, completions, pending)
+    rewarded = generated if pending is None else time.perf_counter()
+    times = (generated - start, rewarded - start, float(bool(collected.entries)))
+    last_generated, last_rewarded, has_entries = _raise_everywhere(collected.error, times, mesh)
+    entries = joined_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
+    reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
+    columns = {
+        "lengths": torch.tensor([len(x.tokens) for x in completions], dtype=torch.int64, device=mesh.device),
+        "finished": torch.tensor([x.finished for x in completions], dtype=torch.bool, device=mesh.device),
+        "scores": collectives.psum(torch.from_numpy(collected.scores).to(mesh.device), mesh, "tensor"),
+    }
+    if engine.on_error != "stop":
+        failed = torch.from_numpy(collected.failed).to(mesh.device)
+        columns["failed"] = collectives.psum(failed, mesh, "tensor") > 0
+    owner = _owners(completions, rows, mesh)
+    table = gather_table(columns, owner, mesh, mesh.row_axes)
+    if "failed" in table and table["failed"].any():
+        problem = next(filter(None, collectives.gather_objects(collected.problem, mesh)))[:LONGEST_REMARK]
+        count = int(table["failed"].sum())
+        engine.note(f"a reward function failed on {count} of {rows} completions, such as: {problem}")
+    scores_RK = table["scores"]
+    return Rollout(
+        completions,
+        table["lengths"],
+        table["finished"],
+        score=(scores_RK * scores_RK.new_tensor(engine.weights)).nansum(1),  # NaN: that reward does not apply
+        scores=scores_RK,
+        owner=owner,
+        mesh=mesh,
+        dtype=engine.dtype,
+        reward_s=reward_s,
+        failed=table.get("failed"),
+        entries=entries,
+    )
+
+
+def empty_rollout(engine: RewardedEngine) -> Rollout:
+    """Completions of no prompts."""
+    mesh = engine.mesh
+    none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
+    scores = torch.zeros(0, len(engine.weights), dtype=torch.float64, device=mesh.device)
+    failed = None if engine.on_error == "stop" else none.bool()
+    owner = np.zeros(0, dtype=np.int64)
+    return Rollout(
+        (),
+        lengths=none,
+        finished=none.bool(),
+        score=scores.sum(1),
+        scores=scores,
+        owner=owner,
+        mesh=mesh,
+        dtype=engine.dtype,
+        failed=failed,
+    )
+
+
+class _Collected(NamedTuple):
+    """Rewards of a rank's completions.
+
+    Attributes:
+      scores: [r, K].
+      failed: [r] 1 where a function failed.
+      problem: message of the first failure; "" where there is none.
+      entries: totals of further numbers that functions gave.
+      error: message of a failure that ends the run.
+    """
+
+    scores: np.ndarray
+    failed: np.ndarray
+    problem: str = ""
+    entries: Totals = {}  # noqa: RUF012  (never mutated)
+    error: str | None = None
+
+
+def _collect(engine: RewardedEngine, completions: Sequence[Completion], pending: PendingRewards | None) -> _Collected:
+    """Wait for the rewards of all completions that are not paused; the others have zeros."""
+    count = len(engine.weights)
+    collected = _Collected(np.zeros((len(completions), count)), np.zeros(len(completions)))
+    if pending is None:
+        return collected
+    try:
+        rewards = pending.collect(engine.on_error)
+    except RewardError as error:
+        return collected._replace(error=str(error))
+    ended = np.array([x.finish != "paused" for x in completions], dtype=bool)
+    collected.scores[ended] = np.array(rewards.scores, dtype=np.float64).reshape(-1, count)
+    collected.failed[ended] = rewards.failed
+    return collected._replace(problem=rewards.problem, entries=rewards.entries)
+
+
+def _complete(
+    engine: RewardedEngine,
+    groups: Sequence[Sequence[Request]],
+    own: Sequence[Request],
+    finished: Callable[[Completion], None] | None,
+) -> list[Completion]:
+    """Complete this replica's requests and its share of the groups."""
+    mesh = engine.mesh
+    if engine.queue == "tickets":
+        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh, finished, own)
+    share = own_range(len(groups), mesh, mesh.row_axes)
+    requests = [request for group in groups[share.start : share.stop] for request in group]
+    return complete(engine.engine, [*own, *requests], finished)
+
+
+def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:
+    """[rows] the rank that has each row; this rank has those of its completions. Collective."""
+    owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
+    owner_R[[x.number for x in completions]] = int(mesh.index(mesh.row_axes))
+    return collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
+
+
+def _pending(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards:
+    """Rewards of the rows of these prompts, none of which is complete yet."""
+    decode = engine.decode
+    opening = functools.cache(lambda token: decode([token]))
+    takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
+
+    def completed(completion: Completion) -> Completed:
+        example = examples[completion.number // samples]
+        before = example.tokens[-1]
+        text = text_after(opening(before), before, completion.written, decode)
+        ids = completion.tokens.tolist() if takes_ids else ()
+        messages = example.messages if example.conversational else None
+        return Completed(example.text, text, example.fields, ids, messages)
+
+    return PendingRewards(engine.pool, completed, samples)
+
+
+def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
+    """[prompts * samples] the rank that writes each row, as `own_range` shares the prompts out."""
+    shares = [prompts * (i + 1) // ranks - prompts * i // ranks for i in range(ranks)]
+    return np.repeat(np.arange(ranks), np.array(shares) * samples)
+
+
+def completion_texts(
+    done: Sequence[Completion], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
+) -> list[str]:
+    """The text of every completion, without the stop token that ended it.
+
+    Args:
+      decode: token ids -> text.
+      before: the token before each completion. Many tokenizers drop the space that opens a text; behind another token
+        it stays, so that prompt and completion join to what the model wrote.
+    """
+    rows = [completion.written for completion in done]
+    if before is None:
+        return [decode(row) for row in rows]
+    opening = {token: decode([token]) for token in set(before)}
+    return [text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+
+
+def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """The text of a completion as it continues the token before it, whose own text is `opening`."""
+    joined = decode([before, *tokens])
+    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
+
+
+def to_rows(
+    examples: Sequence[Example],
+    done: Rollout,
+    sampling: Sampling,
+    pad: int,
+    versions: bool = False,
+    choices: int = 0,
+) -> Rows:
+    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
+
+    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, whatever
+    top_k, top_p, min_p and the repetition penalty left to draw from: a ratio of the two measures the gap between engine
+    and trainer alone, and between the weights that drew a token and the present ones where these differ.
+
+    Args:
+      versions: whether rows have the version of the weights that drew each token.
+      choices: experts of each token that were recorded; 0: none.
+
+    Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
+      their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
+      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for what was not drawn.
+    """
+    samples = sampling.samples
+    own = done.own
+    device = done.mesh.device
+    prompt_P = torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64, device=device)
+    length_R = prompt_P.repeat_interleave(samples) + done.lengths
+    prompts = [examples[number // samples].tokens for number in own.tolist()]
+    longest = max((len(p) + len(c.tokens) for p, c in zip(prompts, done.completions, strict=True)), default=1)
+    shape = (len(own), math.ceil(longest / 8) * 8)
+    tokens = torch.full(shape, pad, dtype=TOKEN_INT)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    rollout_logp = torch.zeros(shape, dtype=done.dtype)
+    version = torch.zeros(shape, dtype=TOKEN_INT)
+    routes = torch.full((*shape, choices), -1, dtype=TOKEN_INT)
+    # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
+    # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
+    for row, (prompt, completion) in enumerate(zip(prompts, done.completions, strict=True)):
+        here = slice(len(prompt), len(prompt) + len(completion.tokens))
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+        tokens[row, here] = completion.tokens
+        mask[row, here] = True
+        rollout_logp[row, here] = completion.raw_logp if sampling.reshaped else completion.sampling_logp
+        version[row, here] = completion.versions.to(TOKEN_INT)
+        if completion.routes is not None and choices:
+            routes[row, : len(completion.routes)] = completion.routes.to(TOKEN_INT)
+    scored = done.scores.shape[1] > 0
+    batch = Batch(
+        tokens=tokens.to(device),
+        mask=mask.to(device),
+        length=length_R,
+        group=torch.arange(len(length_R), device=device) // samples,
+        score=done.score.to(done.dtype) if scored else None,
+        scores=done.scores.to(done.dtype) if scored else None,
+        truncated=~done.finished,
+        rollout_logp=rollout_logp.to(device),
+        version=version.to(device) if versions else None,
+        routes=routes.to(device) if choices else None,
+        failed=done.failed,
+    )
+    return rows_of(batch, done.owner, done.mesh)
+
+
+def first_texts(
+    done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str], before: Sequence[int]
+) -> list[str]:
+    """The texts of some rows, which may be on any ranks; every rank gets them.
+
+    Args:
+      numbers: of the rows.
+      decode, before: as in `completion_texts`, `before` of these rows.
+    """
+    own = done.own
+    mine = [i for i, number in enumerate(numbers) if number in own]
+    some = [done.completions[place] for place in np.searchsorted(own, [numbers[i] for i in mine])]
+    own_texts = dict(zip(mine, completion_texts(some, decode, [before[i] for i in mine]), strict=True))
+    texts: dict[int, str] = {}
+    for others in collectives.gather_objects(own_texts, done.mesh):
+        texts |= others
+    return [texts[i] for i in range(len(numbers))]
+
+
+def _raise_everywhere(problem: str | None, numbers: Sequence[float], mesh: Mesh) -> list[float]:
+    """The largest of each number over all ranks; if any rank has a problem, every rank raises it.
+
+    So no rank is left waiting in a collective.
+    """
+    everyone = tuple(mesh.sizes)
+    ours = torch.tensor([float(problem is not None), *numbers], dtype=torch.float64, device=mesh.device)
+    failed, *largest = collectives.pmax(ours, mesh, everyone).tolist()
+    if not failed:
+        return largest
+    raise RewardError(next(p for p in collectives.gather_objects(problem, mesh) if p is not None))

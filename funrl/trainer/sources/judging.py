@@ -1,0 +1,260 @@
+"""Verdicts: a frozen model writes a text on every completion, and a regular expression finds the score in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from funrl.data.prompts import Example
+from funrl.data.tokenizer import encode_prompt, load_tokenizer
+from funrl.mesh.launch import view
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import gather_table
+from funrl.models import Model
+from funrl.models.huggingface import directories as hf
+from funrl.models.model import Layer
+from funrl.rewards.call import RewardError
+from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
+from funrl.rollout.engine import Engine, awake, complete
+from funrl.rollout.hf_engine import hf_engine, no_engine
+from funrl.rollout.native.engine import native_engine
+from funrl.rollout.requests import Request
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources.completion_scores import with_column
+from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.sources.own_texts import Decode, written_of, written_texts
+from funrl.trainer.steps.step_rows import Rows, moved
+
+PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+TEMPLATE = """\
+Judge how well the answer solves the task.
+
+Task:
+{{prompt}}
+
+Answer:
+{{completion}}
+
+Give a short reason, then a number from 0 (wrong) to 10 (right) in double brackets, such as [[5]]."""
+
+
+class JudgeJob(NamedTuple):
+    """A judge, checked and ready to be loaded.
+
+    Attributes:
+      directory, model, tokenizer: of the judge.
+      template: text with {{prompt}}, {{completion}} and names of fields.
+      pattern: its last match in a verdict has the score.
+      sampling: of a verdict.
+      sizes: of the mesh that it generates on.
+    """
+
+    directory: str
+    model: Model
+    tokenizer: Any
+    template: str
+    pattern: Any
+    sampling: Sampling
+    sizes: dict[str, int]
+
+
+class Judge(NamedTuple):
+    """A judge on its devices.
+
+    Attributes:
+      engine: with its weights, paused between verdicts.
+      mesh: of the engine.
+    """
+
+    job: JudgeJob
+    engine: Engine
+    mesh: Mesh
+
+
+def judge_job(
+    directory: str,
+    code: str,
+    template: str | None,
+    pattern: str,
+    max_new_tokens: int,
+    sizes_of: Callable[[Model], dict[str, int]],
+    prompts: Sequence[Example],
+) -> JudgeJob:
+    """Read what is small of a judge and check it against the prompts.
+
+    Args:
+      directory: of the model.
+      code: whose code computes it, as in `hf.load_model`.
+      template: file with the text that the judge is given; None: `TEMPLATE`.
+      pattern: regular expression.
+      max_new_tokens: of a verdict.
+      sizes_of: model -> sizes of the mesh to generate on.
+
+    Raises:
+      SettingsError, ModelError: naming what cannot work.
+    """
+    model, tokenizer = hf.check_directory(directory, code), load_tokenizer(directory)
+    if not model.generates:
+        raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
+    if (problem := no_engine(model)) is not None:
+        raise SettingsError(f"--judge={directory}: {problem}")
+    text = TEMPLATE if template is None else read_template(template)
+    check_template(text, template, prompts)
+    try:
+        compiled = compile_pattern(pattern)
+    except PatternError as error:
+        raise SettingsError(f"--judge_pattern={pattern}: {error}") from error
+    if max_new_tokens >= model.config.max_positions:
+        raise SettingsError(
+            f"--judge_max_new_tokens={max_new_tokens}: the judge has {model.config.max_positions} positions"
+        )
+    stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    sampling = Sampling(greedy=True, max_new_tokens=max_new_tokens, stop=stop)
+    return JudgeJob(directory, model, tokenizer, text, compiled, sampling, sizes_of(model))
+
+
+def read_template(file: str) -> str:
+    """The text of a template's file. Raises: SettingsError."""
+    try:
+        return Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--judge_template={file}: it cannot be read: {error}") from error
+
+
+def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> None:
+    """Raise SettingsError where a template has no place for the completion, or one that a prompt cannot fill."""
+    named = dict.fromkeys(PLACEHOLDER.findall(text))
+    if "completion" not in named:
+        raise SettingsError(f"--judge_template={file}: it has no {{{{completion}}}}")
+    for example in prompts:
+        missing = [name for name in named if name not in ("prompt", "completion", *example.fields)]
+        if missing:
+            where = f"{example.source}: " if example.source else ""
+            raise SettingsError(
+                f"--judge_template={file}: {where}there is no field {missing[0]!r} for {{{{{missing[0]}}}}}; the "
+                f"fields are {['prompt', 'completion', *sorted(example.fields)]}"
+            )
+
+
+def filled(template: str, example: Example, completion: str) -> str:
+    """A template with a prompt, its completion and its fields in their places."""
+    values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
+    return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
+
+
+def shown_prompt(example: Example) -> str:
+    """A prompt as a reader sees it: of a chat the messages, with their roles where there are several."""
+    if example.messages is None:
+        return example.text
+    messages = example.messages
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def score_in(verdict: str, pattern: Any) -> float:
+    """The number in the last match of a verdict, of its first group where there is one; NaN where there is none.
+
+    Args:
+      pattern: compiled by `compile_pattern`.
+
+    Raises:
+      PatternError: the search took too long.
+    """
+    matches = list(matches_in(pattern, verdict))
+    if not matches:
+        return float("nan")
+    found = matches[-1]
+    try:
+        number = float(found[1] if pattern.groups else found[0])
+    except (TypeError, ValueError):  # the group is not in the match, or holds something else
+        return float("nan")
+    return number if abs(number) < float("inf") else float("nan")
+
+
+def open_judge(
+    job: JudgeJob,
+    meshes: Sequence[Mesh],
+    dtype: torch.dtype,
+    max_rows: int,
+    layer: Layer,
+    note: Callable[[str], None],
+) -> Judge:
+    """The judge with its weights. Called by every rank, in one order with whatever else makes process groups.
+
+    Args:
+      meshes: of all devices, that there are already.
+      max_rows: verdicts that are decoded together at most.
+      layer: a replacement of the model's layer, such as a compiled one.
+    """
+    mesh = next((mesh for mesh in meshes if mesh.sizes == job.sizes), None) or view(meshes[0], job.sizes)
+    if job.model.pages:
+        engine = native_engine(job.model, mesh, dtype, max_rows, layer=layer, note=note)
+    else:
+        engine = hf_engine(job.model, mesh, dtype)
+    _, params = hf.load(job.directory, dtype, mesh, layouts=engine.weights.layouts, model=job.model)
+    engine.load(engine.weights.named(params))
+    engine.pause()
+    return Judge(job, engine, mesh)
+
+
+def with_verdicts(
+    rows: Rows, examples: Sequence[Example], judge: Judge, weight: float, decode: Decode, note: Callable[[str], None]
+) -> Rows:
+    """The rows with a judge's scores: the last column of scores, and part of every score. NaN: a verdict has none.
+
+    Rows of one prompt go to one rank, where the beginning that their judge's prompts share is computed once.
+
+    Args:
+      examples: prompts, each with the same number of rows.
+      weight: of the number in a row's score.
+      decode: token ids of the policy without the stop token -> text.
+      note: told the first verdict.
+
+    Raises:
+      RewardError: a text is too long for the judge; on every rank alike.
+    """
+    job, mesh = judge.job, judge.mesh
+    owner = generating_ranks(len(examples), len(rows.owner) // len(examples), mesh.size(mesh.row_axes))
+    rows = moved(rows, owner, mesh)
+    written = written_of(rows, examples)
+    prompts = [
+        judge_tokens(filled(job.template, one.example, text), job.tokenizer)
+        for one, text in zip(written, written_texts(written, decode), strict=True)
+    ]
+    lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
+    _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, mesh.row_axes)["length"], job, examples)
+    requests = [Request(n, ids, job.sampling, n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
+    with awake(judge.engine):
+        done = complete(judge.engine, requests)
+    verdicts = [job.tokenizer.decode(one.written, skip_special_tokens=True) for one in done]
+    own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)
+    if verdicts and rows.own[0] == 0:
+        read = "in which no number is found" if own[0].isnan() else f"which is read as {own[0]:g}"
+        note(f"the judge's first verdict is {verdicts[0]!r}, {read}")
+    score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, mesh.row_axes)["score"]
+    return with_column(rows, score_B, weight)
+
+
+def judge_tokens(text: str, tokenizer: Any) -> list[int]:
+    """A judge's prompt: a user's message where its tokenizer has a chat template, else the text."""
+    prompt = text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
+    return encode_prompt(tokenizer, prompt)[0]
+
+
+def _check_lengths(lengths_B: torch.Tensor, job: JudgeJob, examples: Sequence[Example]) -> None:
+    worst = int(np.argmax(lengths_B.cpu().numpy()))
+    most, positions = int(lengths_B[worst]), job.model.config.max_positions
+    if most + job.sampling.max_new_tokens > positions:
+        example = examples[worst * len(examples) // len(lengths_B)]
+        raise RewardError(
+            f"the judge reads {most} tokens on a completion of the prompt {example.text!r} and may write "
+            f"{job.sampling.max_new_tokens}, but it has {positions} positions; give smaller --max_new_tokens or "
+            "--judge_max_new_tokens"
+        )

@@ -1,0 +1,196 @@
+"""Completions as models with tokenizers of their own read them: texts, chats and steps, not the policy's tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from funrl.batch import Batch
+from funrl.data.prompt_format import SEPARATOR
+from funrl.data.prompts import Example
+from funrl.data.supervised import Text, TextExample, steps_text, text_batch
+from funrl.data.tokenizer import encode_prompt
+from funrl.mesh.rows import gather_table
+from funrl.rewards.call import RewardError
+from funrl.trainer.sources.generation import text_after
+from funrl.trainer.steps.step_rows import Rows, rows_of
+
+Decode = Callable[[list[int]], str]
+UNFINISHED = "\ufffd"  # at the end of a text: the first bytes of a character whose others are in the next token
+
+
+class WrittenRow(NamedTuple):
+    """A completion of this rank's own rows.
+
+    Attributes:
+      example: its prompt.
+      tokens: ids, without the stop token.
+      finished: whether a stop token ended it.
+    """
+
+    example: Example
+    tokens: list[int]
+    finished: bool
+
+
+class SolutionStep(NamedTuple):
+    """A step of a completion.
+
+    Attributes:
+      text: without the separator behind it.
+      last: the place among the completion's tokens of the one that ends it.
+    """
+
+    text: str
+    last: int
+
+
+def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bool:
+    """True if a model with this tokenizer reads the policy's tokens as they are: the two have one vocabulary and, where
+    prompts are chats, one chat template."""
+    chats = any(example.messages for example in prompts)
+    same = tokenizer.get_vocab() == policys.get_vocab()
+    return same and (not chats or tokenizer.chat_template == policys.chat_template)
+
+
+def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
+    """The completions of this rank's rows, in their order.
+
+    Args:
+      examples: prompts, each with the same number of rows.
+    """
+    own, batch = rows.own.tolist(), rows.batch
+    lengths, truncated = rows.lengths.tolist(), batch.truncated.tolist()
+    found = []
+    for tokens_T, number in zip(batch.tokens.tolist(), own, strict=True):
+        example = examples[number * len(examples) // len(lengths)]
+        end = lengths[number] - (not truncated[number])  # a stop token is no text
+        found.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
+    return found
+
+
+def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
+    """The texts of completions as they continue their prompts."""
+    opening = functools.cache(lambda token: decode([token]))
+    last = [one.example.tokens[-1] for one in written]
+    return [text_after(opening(token), token, one.tokens, decode) for token, one in zip(last, written, strict=True)]
+
+
+def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
+    """Prompt and completion as a tokenizer of another model writes them.
+
+    A chat goes through its chat template, with the completion as the assistant's message. Otherwise the prompt has its
+    special tokens, and a completion that the policy has ended is ended by its end-of-text token.
+    """
+    example = written.example
+    if example.messages is not None:
+        messages = [*example.messages, {"role": "assistant", "content": text}]
+        return tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+    prompt, _ = encode_prompt(tokenizer, example.text)
+    end = [tokenizer.eos_token_id] if written.finished and tokenizer.eos_token_id is not None else []
+    return [*prompt, *tokenizer.encode(text, add_special_tokens=False), *end]
+
+
+def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[SolutionStep]:
+    """The steps of a completion; what is blank is no step.
+
+    Args:
+      separator: between two steps; "": every token is a step.
+    """
+    pieces = list(token_texts(written.tokens, written.example.tokens[-1], decode))
+    if not separator:
+        return [SolutionStep(text, place) for place, text in enumerate(pieces) if text]
+    text, found, begin, at = "".join(pieces), list[SolutionStep](), 0, 0
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
+    for part in text.split(separator):
+        at = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
+        if part.strip():
+            found.append(SolutionStep(part, int(torch.searchsorted(ends, at))))
+        begin = at
+    return found
+
+
+def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[str]:
+    """The text that each token adds; that of a character of several tokens is the last one's.
+
+    Args:
+      before: the token before them.
+    """
+    piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode))
+    held: list[int] = []
+    for token in tokens:
+        held.append(token)
+        text = piece(before, tuple(held))
+        if text.endswith(UNFINISHED) and len(held) < 4:  # bytes of a character
+            yield ""
+        else:
+            before, held = token, []
+            yield text
+
+
+class Reader(NamedTuple):
+    """A model with a value head that reads completions as texts of its own tokenizer.
+
+    Attributes:
+      name: for an error.
+      tokenizer: its own.
+      decode: token ids of the policy without the stop token -> text.
+      pad: id of its padding token.
+      positions: the longest sequence that it was made for.
+      separator: between two steps.
+    """
+
+    name: str
+    tokenizer: Any
+    decode: Decode
+    pad: int
+    positions: int
+    separator: str = SEPARATOR
+
+
+def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
+    """The rows in the model's own tokens, for a number at the end of each; see `whole_tokens`.
+
+    Raises:
+      RewardError: a text has more tokens than the model has positions; on every rank alike.
+    """
+    written = written_of(rows, examples)
+    ids = [
+        whole_tokens(one, text, reader.tokenizer)
+        for one, text in zip(written, written_texts(written, reader.decode), strict=True)
+    ]
+    texts = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in ids]
+    return _read_rows(reader, rows, text_batch(texts, reader.pad, reader=True, device=rows.mesh.device))
+
+
+def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple[Rows, list[list[int]]]:
+    """The rows in the model's own tokens, for a number at the end of every step, and of this rank's rows the place of
+    the policy's token that ends each.
+
+    Raises:
+      RewardError: as `read_texts`.
+    """
+    texts, ends = [], []
+    for one in written_of(rows, examples):
+        found = steps_of(one, reader.separator, reader.decode)
+        prompt, _ = encode_prompt(reader.tokenizer, one.example.messages or one.example.text)
+        text = steps_text(prompt, [step.text for step in found], reader.separator, reader.tokenizer)
+        texts.append(TextExample((text,)))
+        ends.append([len(one.example.tokens) + step.last for step in found])
+    batch = text_batch(texts, reader.pad, reader=True, device=rows.mesh.device, steps=True)
+    return _read_rows(reader, rows, batch), ends
+
+
+def _read_rows(reader: Reader, rows: Rows, batch: Batch) -> Rows:
+    """Rows of a batch of texts of this rank's rows."""
+    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
+    longest = int(table["length"].max()) - 1  # one more, to read the last
+    if longest > reader.positions:
+        raise RewardError(
+            f"the {reader.name} reads a prompt and completion as {longest} tokens, but it has {reader.positions} "
+            "positions; a smaller --max_new_tokens or shorter prompts would do"
+        )
+    return rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)

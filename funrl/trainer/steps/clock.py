@@ -1,0 +1,74 @@
+"""Seconds and memory of a run."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
+from funrl.processes import heartbeat
+
+
+class Clock:
+    """Seconds by phase. A phase may recur; `take` empties the clock.
+
+    Args:
+      device: the device whose work counts to the phase that issued it; None: the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self.waits = device is not None and device.type == "cuda"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with heartbeat.phase(name):
+                yield
+        finally:
+            if self.waits:
+                torch.cuda.synchronize()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def move(self, seconds: float, name: str, to: str) -> None:
+        """Count seconds of one phase as those of another."""
+        self.seconds[name] -= seconds
+        self.seconds[to] = self.seconds.get(to, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each phase so far, and start again from none."""
+        seconds = self.seconds
+        self.seconds = {}
+        return seconds
+
+
+def memory_metrics(mesh: Mesh) -> dict[str, float]:
+    """Memory in 10^9 bytes, of the rank that has most: the peak so far, of the device where there is one, and what the
+    process holds on the host now."""
+    peak, now = _resident()
+    if mesh.device.type == "cuda":
+        peak = float(torch.cuda.max_memory_allocated(mesh.device))
+    held = torch.tensor([peak, now], dtype=torch.float64, device=mesh.device)
+    peak, now = (collectives.pmax(held, mesh, tuple(mesh.sizes)) / 1e9).tolist()
+    return {"memory/peak_gb": peak} | ({"memory/host_gb": now} if now else {})
+
+
+def _resident() -> tuple[float, float]:
+    """Bytes that this process has held on the host at most, and holds now, 0 where Linux's /proc is not.
+
+    On Linux `getrusage` would give a process the peak of the one that has started it, where that is larger.
+    """
+    try:
+        with open("/proc/self/status") as file:
+            held = dict(line.split(":", 1) for line in file if line.startswith(("VmHWM:", "VmRSS:")))
+        return float(held["VmHWM"].split()[0]) * 1024, float(held["VmRSS"].split()[0]) * 1024
+    except (OSError, KeyError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), 0.0

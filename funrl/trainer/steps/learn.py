@@ -1,0 +1,190 @@
+"""Learning: several passes over a batch in mini-batches, one update of every role that has a loss in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.batch import Batch, with_rows_spread
+from funrl.data.packing import Packing
+from funrl.mesh.collectives import psum
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.micro import packed, plan_epoch, row_cost, sizes_of, token_ranks
+from funrl.trainer.steps.odd_terms import odd_term
+from funrl.trainer.steps.roles import Role, RoleState, row_fields_of
+from funrl.trainer.steps.skipped import Skips, Suspects
+from funrl.trainer.steps.step import NotFiniteError, train_step
+from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, own_batch
+
+
+class UpdateMonitor(NamedTuple):
+    """Records of what updates take and leave out.
+
+    Attributes:
+      clock: measures the phases, "update_policy" and so on.
+      skips: takes note of updates whose loss or gradient is not finite, which are left out; None: that is an error.
+    """
+
+    clock: Clock
+    skips: Skips | None = None
+
+
+def learn(
+    roles: Mapping[str, Role],
+    states: Mapping[str, RoleState],
+    rows: Rows,
+    plan: UpdatePlan = UpdatePlan(),  # noqa: B008  (immutable)
+    *,
+    frozen: Mapping[str, trees.Tree] | None = None,
+    monitor: UpdateMonitor | None = None,
+) -> tuple[dict[str, RoleState], dict[str, float]]:
+    """Update every role that has a loss, in the order of `roles`, on each mini-batch; the same rows on every mesh.
+
+    Args:
+      roles: those without a loss, and those whose first step is a later one, are passed over.
+      states: of the roles that learn; donated.
+      rows: scored, with advantages. They move where another assignment to ranks is better balanced, once a pass.
+      plan: division of the rows into updates.
+      frozen: weights of the base and of the companions, where roles have some.
+      monitor: clock of the phases, and guard of updates that are not finite.
+
+    Returns: the states after it, and the metrics' means over the updates that were made.
+
+    Raises:
+      NotFiniteError: naming step and role, where no `monitor.skips` is given; that update was not made.
+    """
+    monitor = monitor or UpdateMonitor(Clock(rows.mesh.device))
+    states = dict(states)
+    learning = {name: role for name, role in roles.items() if role.loss is not None and plan.step >= role.first_step}
+    if not learning:
+        return states, {}
+    if plan.cost is None:
+        plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
+    values: dict[str, list[Tensor]] = {}
+    for number in range(plan.epochs):
+        epoch = epoch_of(rows, plan, number)
+        rows = moved(rows, epoch.to, rows.mesh)
+        totals = denominators(learning, rows, epoch.parts)
+        most_rows = sizes_of(rows.lengths, plan.token_budget, token_ranks(rows.mesh))[1]
+        for part, packing, total in zip(epoch.parts, epoch.packings, totals, strict=True):
+            pieces = MiniBatch(rows, part, packing, most_rows)
+            for name, role in learning.items():
+                update = _Update(f"step {plan.step}, {name}", name, role, pieces)
+                states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
+                for key, value in metrics.items():
+                    values.setdefault(key, []).append(value)
+    return states, means(values)
+
+
+def epoch_of(rows: Rows, plan: UpdatePlan, number: int) -> Epoch:
+    """The assignment of one pass: that by which the rows were placed, where it is of this division; else a new one."""
+    placed = rows.epoch
+    if placed is not None and placed.number == number and placed.plan == plan:
+        return placed
+    return plan_epoch(rows.lengths, rows.mesh, plan, number)
+
+
+class MiniBatch(NamedTuple):
+    """Rows of one update.
+
+    Attributes:
+      rows: all rows of the step.
+      part: numbers of those of the update.
+      packing: of these, into micro-batches.
+      most_rows: that a micro-batch can have.
+    """
+
+    rows: Rows
+    part: np.ndarray
+    packing: Packing
+    most_rows: int
+
+    def batches(self, role: Role) -> Iterator[Batch]:
+        """This rank's micro-batches with what the role's loss reads."""
+        assert role.loss is not None
+        fields = row_fields_of(role.loss)
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
+            yield piece.batch
+
+
+class _Update(NamedTuple):
+    """One update of one role; `what` names it in messages."""
+
+    what: str
+    name: str
+    role: Role
+    pieces: MiniBatch
+
+
+def _updated(
+    update: _Update,
+    state: RoleState,
+    total: tuple[tuple[Tensor, ...], Tensor],
+    frozen: Mapping[str, trees.Tree] | None,
+    monitor: UpdateMonitor,
+) -> tuple[RoleState, dict[str, Tensor]]:
+    """The state after an update, and its metrics; the same state and no metrics where the update is left out."""
+    role = update.role
+    pieces = update.pieces
+    denominators_of_loss, tokens = total
+    with monitor.clock.phase(f"update_{update.name}"):
+        try:
+            state, metrics = train_step(
+                role, state, pieces.batches(role), denominators_of_loss, tokens, update.what, frozen
+            )
+        except NotFiniteError as error:
+            if monitor.skips is None:
+                raise
+            odd = odd_term(role, state.params, pieces.batches(role), frozen)
+            places = error.suspects if odd is None else (odd.micro_batch,)
+            numbers = rows_of_micro_batches(places, pieces.packing, pieces.part, pieces.rows)
+            suspects = Suspects(numbers, None if odd is None else odd.text)
+            monitor.skips.add(error, update.what, update.name, pieces.rows, pieces.part, suspects)
+            return state, {}
+    if monitor.skips is not None:
+        monitor.skips.made(update.name)
+    return state, metrics
+
+
+def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
+    """Numbers of the rows of some of this rank's micro-batches."""
+    own = [places for places, _ in packing.own(rows.index)]
+    return np.concatenate([part[:0], *(part[own[i]] for i in which)])
+
+
+def denominators(
+    roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]
+) -> list[dict[str, tuple[tuple[Tensor, ...], Tensor]]]:
+    """Of each mini-batch and role, the denominators of its loss and the number of tokens that it trains on.
+
+    They are sums over the rows of all ranks, in one collective.
+
+    Args:
+      parts: numbers of the rows of each mini-batch.
+    """
+    mine: list[Tensor] = []
+    counts: list[int] = []
+    for part in parts:
+        here = with_rows_spread(own_batch(rows, part[rows.owner[part] == rows.index]))
+        for role in roles.values():
+            assert role.loss is not None
+            masked = here._replace(mask=getattr(here, role.mask))
+            sums = [*role.loss.denominators(masked), masked.mask.count_nonzero()]
+            mine += [x.double().reshape(()) for x in sums]
+            counts.append(len(sums))
+    summed = psum(torch.stack(mine).to(rows.mesh.device), rows.mesh, rows.mesh.row_axes).split(counts)
+    each = iter([(tuple(part[:-1].unbind()), part[-1]) for part in summed])
+    return [{name: next(each) for name in roles} for _ in parts]
+
+
+def means(values: Mapping[str, list[Tensor]]) -> dict[str, float]:
+    """The mean of each metric's values; they leave the device together."""
+    if not values:
+        return {}
+    averages = torch.stack([torch.stack([x.double() for x in numbers]).mean() for numbers in values.values()])
+    return {name: value.item() for name, value in zip(values, averages.cpu(), strict=True)}

@@ -1,0 +1,214 @@
+"""Assignment of a batch's rows to ranks and forward passes: packed end to end, with few sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.batch import Batch, as_dict, schema_of
+from funrl.compiled_kernels.varlen_attention import segment_offsets
+from funrl.data.micro_batch import Slots, pack_tokens, slots
+from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.models import Placed
+from funrl.seeds import derived_seed
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE as MULTIPLE
+from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan
+
+BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
+SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
+PARTS_OF_A_ROW = 4  # numbers of sequences that a row takes up: a triple has three, and pairs begin with odd ones
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward pass.
+
+    Attributes:
+      rows: places of the rows among this rank's own, in the order of their tokens; none where it only keeps pace.
+      at: where each token is from.
+      batch: the per-token fields of the rows, [1, N, ...]; the mask is false at padding. Fields such as ragged ones
+        have the rows in the order of their segments.
+    """
+
+    rows: Tensor
+    at: Slots
+    batch: Batch
+
+
+def mini_batches(rows: int, count: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
+    """Numbers of all rows in a random order, in `count` parts of about the same size; the same on every mesh."""
+    generator = torch.Generator().manual_seed(derived_seed(seed, step, epoch))
+    order = torch.randperm(rows, generator=generator)
+    return [part.numpy() for part in order.tensor_split(count) if len(part)]  # a filter may leave fewer rows than parts
+
+
+def plan_epoch(lengths: np.ndarray, mesh: Mesh, plan: UpdatePlan, number: int = 0) -> Epoch:
+    """Divide one pass into mini-batches, and assign a rank and a micro-batch to every row; the same on every rank.
+
+    Args:
+      lengths: [B] tokens of each row.
+      mesh: whose ranks share the rows.
+      plan: division of the step's rows, with a cost.
+      number: of the pass, from 0.
+    """
+    assert plan.cost is not None
+    ranks = mesh.size(mesh.row_axes)
+    parts = mini_batches(len(lengths), plan.minibatches, plan.seed, plan.step, number)
+    sizes, most_rows = sizes_of(lengths, plan.token_budget, token_ranks(mesh))
+    packings = [pack(lengths[part], ranks, sizes, most_rows, cost=plan.cost) for part in parts]
+    to = np.zeros(len(lengths), dtype=np.int64)
+    for part, packing in zip(parts, packings, strict=True):
+        to[part] = packing.rank
+    return Epoch(number, parts, packings, to, plan)
+
+
+def ranks_of_groups(lengths: np.ndarray, group: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> np.ndarray:
+    """[B] a rank for each row such that those of one group are together, and the ranks have about equal work."""
+    totals = np.bincount(np.unique(group, return_inverse=True)[1], lengths)
+    sizes, _ = sizes_of(totals, token_budget)
+    return pack(lengths, ranks, sizes, len(lengths), example=group, cost=cost).rank
+
+
+def pack_in_place(
+    lengths: np.ndarray, owner: np.ndarray, ranks: int, token_budget: int, cost: RowCost, split: int = 1
+) -> Packing:
+    """Micro-batches of rows that stay on their ranks, for passes that learn nothing."""
+    sizes, most = sizes_of(lengths, token_budget, split, SCORE_PARTS)
+    return pack_owned(lengths, owner, ranks, sizes, most, cost)
+
+
+def own_micro_batches(
+    rows: Rows,
+    token_budget: int,
+    cost: RowCost = RowCost(),  # noqa: B008  (immutable)
+    mask: str = "mask",
+    row_fields: Collection[str] = (),
+) -> Iterator[MicroBatch]:
+    """The micro-batches of all rows on the ranks that have them, for passes that learn nothing; each made when it is
+    asked for.
+
+    Every data rank gets the same number of them, because a forward pass may hold collectives over data. One without
+    rows is padding, and has no influence on any loss.
+
+    Args:
+      token_budget: tokens of a rank in a forward pass; a longer row raises it.
+      cost: how the work of a row grows with its length.
+      mask: field that becomes the mask.
+      row_fields: fields per row that are wanted too, as numbers per token.
+    """
+    ranks, split = rows.mesh.size(rows.mesh.row_axes), token_ranks(rows.mesh)
+    packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
+    most = sizes_of(rows.lengths, token_budget, split, SCORE_PARTS)[1]
+    yield from packed(rows, packing, None, most, mask, row_fields)
+
+
+def packed(
+    rows: Rows,
+    packing: Packing,
+    part: np.ndarray | None,
+    max_rows: int,
+    mask: str = "mask",
+    row_fields: Collection[str] = (),
+) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of a packing.
+
+    Args:
+      part: numbers of the rows that the packing is of; None: all.
+      mask, row_fields: as in `own_micro_batches`.
+    """
+    lengths, own = rows.lengths, rows.own
+    host_mask = getattr(rows.batch, mask).cpu()  # once for all: no micro-batch waits for the device
+    # Ranks of `expert` exchange the tokens of a micro-batch: it has one size on all of them.
+    alike = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()
+    for (places, _), size in zip(packing.own(rows.index), alike, strict=True):
+        numbers = places if part is None else part[places]
+        places = np.searchsorted(own, numbers)
+        made = micro_batch(rows.batch, lengths[own], places, size, max_rows, host_mask, rows.mesh)
+        yield made._replace(batch=made.batch._replace(**_spread_rows(rows, made, row_fields)))
+
+
+def _spread_rows(rows: Rows, made: MicroBatch, names: Collection[str]) -> dict[str, Tensor]:
+    """Fields per row on the tokens of a micro-batch [1, N, ...]: each token has its row's number, padding has 0."""
+    found = {}
+    for name in names:
+        x_B = rows.batch.get(name)
+        if x_B is not None:
+            own = torch.from_numpy(rows.own).to(x_B.device)[made.rows.to(x_B.device)]
+            table = torch.cat([x_B.new_zeros(1, *x_B.shape[1:]), x_B[own]])  # segments are numbered from 1
+            found[name] = table[made.at.segments.to(x_B.device).long()].to(made.batch.mask.device)
+    return found
+
+
+def token_ranks(mesh: Mesh) -> int:
+    """Ranks of a mesh that share the tokens of a forward pass."""
+    return mesh.size(mesh.token_axes) // mesh.size(mesh.row_axes)
+
+
+def sizes_of(
+    lengths: np.ndarray, token_budget: int, split: int = 1, parts: int = BUDGET_PARTS
+) -> tuple[tuple[int, ...], int]:
+    """Sizes of micro-batches, by parts of the token budget, and how many rows one has at most.
+
+    Args:
+      lengths: tokens of each row.
+      token_budget: tokens of one rank.
+      split: ranks that share a micro-batch's tokens, equally.
+    """
+    sizes = packed_sizes(token_budget * split, int(lengths.max(initial=1)), MULTIPLE * split, parts)
+    return sizes, sizes[-1] // MULTIPLE + MULTIPLE
+
+
+@functools.lru_cache(maxsize=64)
+def row_cost(placed: Placed) -> RowCost:
+    """The growth of a row's work with its length in a model."""
+    cost = placed.model.abilities.cost
+    return RowCost(cost.pair_share(trees.count(placed.model.shapes)), cost.window)
+
+
+def micro_batch(
+    batch: Batch,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+    size: int,
+    max_rows: int,
+    host_mask: Tensor,
+    mesh: Mesh = SINGLE,
+) -> MicroBatch:
+    """Some rows end to end in [1, `size`], the shortest first.
+
+    Args:
+      batch: its per-token fields are of this rank's rows.
+      lengths: [b] tokens of each of these.
+      rows: their places, at most `max_rows`, which fixes the shape of `offsets`.
+      host_mask: [b, T] of these rows, on the host; it becomes the mask.
+      mesh: whose ranks share its tokens, if it has such.
+    """
+    device, schema = batch.tokens.device, schema_of(batch)
+    fields = {n: x for n, x in as_dict(batch).items() if schema[n].kind.per_token and n != "mask"}
+    owned = {n: x for n, x in as_dict(batch).items() if not schema[n].kind.per_token and not schema[n].kind.everywhere}
+    if not len(batch.tokens):  # a rank without rows computes padding
+        fields = {n: x.new_zeros(1, 1, *x.shape[2:]) for n, x in fields.items()}
+        host_mask = host_mask.new_zeros(1, 1)
+    rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
+    at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
+    mask_1N = pack_tokens(host_mask, at, False)
+    own = size // token_ranks(mesh)
+    trained = mask_1N[0, 1 + int(mesh.index("sequence")) * own :][:own].nonzero().squeeze(-1)
+    at = at.to(device)
+    laid = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
+    inner = laid.get("segments")
+    if inner is None:
+        segments, offsets = at.segments, at.offsets
+    else:  # the row's own sequences, numbered on from row to row
+        segments = torch.where(at.used, inner + PARTS_OF_A_ROW * (at.segments - 1), 0)
+        offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
+    laid |= {"positions": laid.get("positions", at.positions), "segments": segments, "offsets": offsets}
+    laid |= {name: x.to(device, non_blocking=True) for name, x in (("mask", mask_1N), ("trained", trained))}
+    laid |= {n: schema[n].kind.select(x, torch.from_numpy(rows)) for n, x in owned.items()}
+    return MicroBatch(torch.from_numpy(rows).to(device, non_blocking=True), at, Batch(schema, **laid))

@@ -1,0 +1,96 @@
+"""The term of a loss that gives a number that is not finite, found by running the loss once more, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.guarding import defined_at, name_of
+from funrl.algos.masks import where_masked
+from funrl.algos.metrics import PieceError
+from funrl.batch import Batch, recording
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.step import present_scores
+
+FAR = 20.0  # nats from the old policy; a ratio of it is 5e8
+USUAL = (
+    "the numbers that go into it are of usual size, so its formula does it: a root, a logarithm or a division at 0, "
+    "such as a ratio of 1 that is subtracted from 1; clamp its argument above 0. A lower --lr does not prevent it"
+)
+STEEP = (
+    "no number that went in is odd: a lower --lr or --max_grad_norm, or a warm-up (--lr_warmup_steps), may prevent it"
+)
+
+
+class OddTerm(NamedTuple):
+    """A term that gives a number that is not finite.
+
+    Attributes:
+      micro_batch: the first of this rank's in which it does, by its number.
+      text: for the user.
+    """
+
+    micro_batch: int
+    text: str
+
+
+def odd_term(
+    role: Role, params: trees.Tree, micro_batches: Iterable[Batch], frozen: Mapping[str, trees.Tree] | None = None
+) -> OddTerm | None:
+    """The first term whose loss, or whose derivative by what the model gives, is not finite on this rank; None: none.
+
+    Collective: all ranks run all micro-batches, without a gradient through the model.
+
+    Args:
+      params, micro_batches, frozen: as in `train_step`.
+    """
+    found = None
+    for number, rows in enumerate(micro_batches):
+        with torch.no_grad():
+            present = present_scores(params, role, rows, frozen)
+        if found is None:
+            text = _odd_term_of(role, present.x, present.rows)
+            found = None if text is None else OddTerm(number, text)
+    return found
+
+
+def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
+    """Words for the first odd term of a loss on one micro-batch."""
+    assert role.loss is not None
+    if not where_masked(x_BT, rows.mask).isfinite().all():
+        return f"the {role.metric.split('/')[0]}'s own numbers are not finite before any term of its loss: {STEEP}"
+    x_BT = x_BT.detach().requires_grad_()
+    written = {name: x.detach() for name in ("entropy", "topk_logp", "divergence") if (x := rows.get(name)) is not None}
+    leaves = [x_BT, *(x.requires_grad_() for x in written.values() if x.is_floating_point())]
+    watched, seen = recording(rows._replace(**written))
+    try:
+        with torch.enable_grad():
+            role.loss.numerators(x_BT, watched)
+    except PieceError:
+        return None
+    for term, place, _, loss_BT in seen.terms:
+        odd_BT, what = ~where_masked(loss_BT, rows.mask).isfinite(), "loss"
+        if not odd_BT.any() and loss_BT.requires_grad:
+            total = where_masked(loss_BT, rows.mask).sum()
+            grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+            odd = [~g.isfinite() for g in grads if g is not None]
+            odd_BT = torch.stack([x if x.dim() == 2 else x.any(-1) for x in odd]).any(0)
+            what = "derivative, where its loss is finite,"
+        if odd_BT.any():
+            of = f", {place} that are added" if place else ""
+            advice = _advice(x_BT.detach()[odd_BT], rows, odd_BT)
+            count = int(odd_BT.sum())
+            where = f"{count} token{'s' * (count > 1)}"
+            return f"term {name_of(term)}{of}{defined_at(term)}: its {what} is not finite on {where}; {advice}"
+    return None
+
+
+def _advice(x_N: Tensor, rows: Batch, odd_BT: Tensor) -> str:
+    """The cause by the size of what went in, on the odd tokens."""
+    old_BT = rows.get("old_logp")
+    far = old_BT is not None and bool(((x_N - old_BT[odd_BT]).abs() > FAR).any())
+    return STEEP if far else USUAL

@@ -1,0 +1,187 @@
+"""Roles: what each model does in a run. Scoring and learning are two loops over them.
+
+| role | its model gives | field of the batch | learns |
+|---|---|---|---|
+| policy | log-probability, entropy, collision probability | old_logp, old_entropy, sum_pi_squared | yes |
+| critic | values | value | yes |
+| implicit_reward | log-probability | implicit_logp | yes |
+| reference | log-probability | ref_logp | no |
+| teacher | log-probability, its most probable tokens | teacher_logp, teacher_topk, teacher_topk_logp | no |
+| teacher, reference | hidden states, beside the policy in the step | divergence | no |
+| reward_model | a value at the end of a completion | part of score | only by `reward_model` runs |
+| process_reward_model | a value at the end of every step | token_reward, or part of score | only by runs of its name |
+
+A role of another name may be added by hand: it is a `Role` in the dict like these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from funrl import trees
+from funrl.algos.core import Algorithm, Divergence, Loss, reads
+from funrl.algos.reading import run_advantage
+from funrl.fields import FIELDS
+from funrl.models.lora import on_base, trained_part
+from funrl.models.placed import Placed, Teacher
+from funrl.optim import Transformation
+from funrl.trainer.steps.router_losses import RouterLosses
+
+# Of each role: field of the batch -> what its model calls it.
+WRITES: Mapping[str, Mapping[str, str]] = {
+    "policy": {"old_logp": "logp", "old_entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
+    "critic": {"value": "values"},
+    "implicit_reward": {"implicit_logp": "logp"},
+    "reference": {"ref_logp": "logp"},
+    "teacher": {"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
+    "reward_model": {},  # they read completions in the source, before there are scores
+    "process_reward_model": {},
+}
+READERS = ("reward_model", "process_reward_model")
+FROZEN = ("reference", "teacher", *READERS)  # where the algorithm gives them no loss
+VALUES = ("critic", *READERS)  # a value head instead of an unembedding
+BASE = "base"  # of the frozen weights, those that adapters stand on, and that a role without any is
+LOSS_METRICS = {"policy": "actor/pg_loss", "critic": "critic/vf_loss"}  # of the others: ROLE/loss
+TOPK = 64
+
+
+class Companion(NamedTuple):
+    """A frozen role whose model runs beside one that learns, in the same micro-batches.
+
+    Attributes:
+      name: of the frozen role.
+      placed: its model on its devices.
+      divergence: of the role that learns from it.
+    """
+
+    name: str
+    placed: Placed
+    divergence: Divergence
+
+    def teacher(self, frozen: Mapping[str, trees.Tree]) -> Teacher:
+        """The role as `token_scores` takes it; `frozen` are this rank's weights that do not learn, by name.
+
+        A reference beside adapters has no weights of its own: it is the base.
+        """
+        own = frozen.get(self.name)
+        params = on_base(self.placed.model, frozen[BASE], None) if own is None else own
+        return Teacher(self.placed, params, self.divergence.beta, self.divergence.temperature)
+
+
+class Role(NamedTuple):
+    """The part of one model in a run.
+
+    Attributes:
+      placed: the model on its devices.
+      writes: field of the batch -> what the model calls it ("logp", "entropy", "sum_pi_squared", "topk", "topk_logp",
+        "values"); computed once for every batch, before the advantages. Empty: it scores nothing.
+      loss: what it minimises; None: it is frozen.
+      optimizer: how.
+      mask: field of the batch that says which tokens it learns from.
+      first_step: the first step in which it learns.
+      temperature: its log-probabilities are those of logits divided by this.
+      topk: how many of its most probable tokens it writes.
+      metric: name of its loss among the metrics, such as "actor/pg_loss"; its gradient's norm is "actor/grad_norm".
+      watch_entropy: whether its mean entropy is among the metrics of an update.
+      companion: what its loss reads the `divergence` from; None: it reads none.
+      router: coefficients of the losses of its routers, where its model has experts and gives probabilities.
+      on_base: whether its weights are those of the run's base, with adapters of its own beside them where it learns.
+    """
+
+    placed: Placed
+    writes: Mapping[str, str] = {}
+    loss: Loss | None = None
+    optimizer: Transformation | None = None
+    mask: str = "mask"
+    first_step: int = 1
+    temperature: float = 1.0
+    topk: int = TOPK
+    metric: str = "actor/pg_loss"
+    watch_entropy: bool = False
+    companion: Companion | None = None
+    on_base: bool = False
+    router: RouterLosses = RouterLosses()
+
+    @property
+    def stored(self) -> trees.Tree:
+        """Layouts of its own weights, which are those in `RoleState`, between steps."""
+        return trained_part(self.placed.model, self.placed.stored)
+
+    @property
+    def compute(self) -> trees.Tree:
+        """Layouts of its own weights while their layer runs."""
+        return trained_part(self.placed.model, self.placed.compute)
+
+    @property
+    def partial(self) -> trees.Tree:
+        """`Placed.partial` of its own weights."""
+        return trained_part(self.placed.model, self.placed.partial)
+
+    def whole(self, own: trees.Tree, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
+        """Weights as `placed` takes them.
+
+        Args:
+          own: its own weights; None where all of them are the base's.
+          frozen: weights of the run that do not learn, by name.
+        """
+        return on_base(self.placed.model, frozen[BASE], own) if self.on_base else own
+
+
+class RoleState(NamedTuple):
+    """State of a role that learns: this rank's shards of its own weights, and its optimizer's state."""
+
+    params: trees.Tree
+    opt_state: trees.Tree
+
+
+def weights_of(
+    roles: Mapping[str, Role], states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]
+) -> dict[str, trees.Tree]:
+    """Weights of every role as its model takes them.
+
+    Args:
+      states: of the roles that learn.
+      frozen: weights of the run that do not learn, by name.
+    """
+    own = {**frozen, **{name: state.params for name, state in states.items()}}
+    return {name: role.whole(own.get(name), frozen) for name, role in roles.items()}
+
+
+def row_fields_of(loss: Loss) -> tuple[str, ...]:
+    """The fields per row that a loss reads, which its micro-batches are to have."""
+    found = loss.reads
+    return tuple(name for name in FIELDS.extended(loss.fields).rows() if name in found.required | found.optional)
+
+
+def fields_read(algorithm: Algorithm) -> frozenset[str]:
+    """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
+    found = reads(algorithm).required
+    return found.union(*(algorithm.schema[name].made_of for name in found))
+
+
+def role_names(algorithm: Algorithm) -> tuple[str, ...]:
+    """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
+    fields = fields_read(algorithm)
+    writers = {algorithm.schema[field].writer for field in fields} & set(WRITES)
+    if algorithm.divergence is not None:  # which the step computes with that role beside the policy
+        writers.add(algorithm.divergence.role)
+    return tuple(
+        name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses)
+    )
+
+
+def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
+    """The fields that a role writes for an algorithm, with what its model calls them."""
+    read = fields_read(algorithm) | reads(algorithm).optional
+    return {field: of for field, of in WRITES.get(name, {}).items() if field in read}
+
+
+def reads_scores(algorithm: Algorithm) -> bool:
+    """True if an algorithm goes by rewards; the others take prompts without any. What an advantage chain reads counts
+    where a loss reads what it makes."""
+    found = reads(*algorithm.losses.values(), algorithm.filter, fields=algorithm.fields)
+    chain = algorithm.advantage
+    if chain is not None and (found.required | found.optional) & run_advantage(chain).makes:
+        found |= reads(chain)
+    return bool({"score", "scores", "greedy_score"} & (found.required | found.optional))

@@ -1,0 +1,27 @@
+"""The state of a run: everything that changes from step to step, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from funrl import trees
+from funrl.trainer.steps.roles import RoleState
+
+
+class State(NamedTuple):
+    """A tree: every leaf has a name, such as "roles/policy/params/layers/0/attn/q".
+
+    Attributes:
+      roles: of every role that learns, its weights and its optimizer's state.
+      advantage: state of the advantage chain, such as a KL controller's coefficient.
+      source: where the source is in its data.
+      step: steps that are done.
+      version: of the weights that the engine has; each load makes it one more.
+    """
+
+    roles: Mapping[str, RoleState]
+    advantage: Any = ()
+    source: trees.Tree = ()
+    step: int = 0
+    version: int = 0

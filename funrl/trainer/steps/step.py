@@ -1,0 +1,284 @@
+"""One update of one model: a pure function of static shapes.
+
+Gradients are exact whatever the split: the denominators of a loss depend on masks alone, so they are taken over the
+whole mini-batch first, and the numerators of every micro-batch are divided by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
+from funrl.algos.masks import where_masked
+from funrl.batch import Batch
+from funrl.mesh.collectives import pmax, psum
+from funrl.mesh.sums import psum_tree, sum_rest
+from funrl.optim import apply_updates_, global_norm
+from funrl.processes.heartbeat import beat
+from funrl.trainer.steps.roles import Role, RoleState
+from funrl.trainer.steps.router_bias import move_biases_
+from funrl.trainer.steps.router_losses import (
+    ROUTER_COUNTS,
+    Choices,
+    counts_metric,
+    load_metrics,
+    router_numerators,
+    token_count,
+)
+
+
+class NotFiniteError(ArithmeticError):
+    """A loss or a gradient that is not finite. It was not applied.
+
+    Attributes:
+      suspects: this rank's micro-batches whose own loss is not finite, by their numbers in the update.
+    """
+
+    def __init__(self, message: str, suspects: Sequence[int] = ()):
+        super().__init__(message)
+        self.suspects = tuple(suspects)
+
+
+def train_step(
+    role: Role,
+    state: RoleState,
+    micro_batches: Iterable[Batch],
+    denominators: Sequence[Tensor],
+    tokens: Tensor,
+    what: str = "update",
+    frozen: Mapping[str, trees.Tree] | None = None,
+) -> tuple[RoleState, dict[str, Tensor]]:
+    """One optimizer step on a mini-batch, in place: the state is donated.
+
+    Args:
+      role: one that learns.
+      micro_batches: this rank's rows of the mini-batch, packed.
+      denominators: of the role's loss, over the rows of all ranks.
+      tokens: how many are trained on, over the rows of all ranks. Where there is none, nothing moves, not even the
+        optimizer's momentum.
+      what: name of the update, for the message of an error.
+      frozen: this rank's weights that do not learn, by name: the base and the companion of the role, if it has them.
+
+    Returns: the state after it, and the metrics' values, which are still on the device.
+
+    Raises:
+      NotFiniteError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
+    """
+    each, load = list[Tensor](), list[Tensor]()
+    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each, load)
+    norm = global_norm(grads, role.stored, role.placed.mesh)
+    told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
+    if not (math.isfinite(told[0].item()) and math.isfinite(told[1].item())):
+        text = f"{what}: the gradient's norm is {told[1].item():.4g} and the loss {told[0].item():.4g}"
+        raise NotFiniteError(text, [i for i, value in enumerate(each) if not math.isfinite(value.item())])
+    metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
+    if told[2].item() == 0:
+        return state, metrics
+    assert role.optimizer is not None
+    with torch.no_grad():
+        updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
+        params = apply_updates_(state.params, updates)
+    if load and role.router.bias_rate:
+        move_biases_(params, load[0], role.router.bias_rate)
+    return RoleState(params, opt_state), metrics
+
+
+def gradient(
+    role: Role,
+    params: trees.Tree,
+    micro_batches: Iterable[Batch],
+    denominators: Sequence[Tensor],
+    frozen: Mapping[str, trees.Tree] | None = None,
+    each: list[Tensor] | None = None,
+    load: list[Tensor] | None = None,
+) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
+    """The gradient of a role's loss by its own weights over a mini-batch, summed over micro-batches and ranks.
+
+    Args:
+      each: given the loss on each of this rank's micro-batches.
+      load: given how often each expert was chosen, over all ranks, [L, E]; nothing where there are none.
+
+    Returns: the gradient tree, as these weights are stored; the metrics' values; the loss.
+    """
+    grads, found, chosen = None, None, None
+    if role.router.wanted:
+        micro_batches = list(micro_batches)
+        chosen = _choices(role, params, micro_batches, frozen)
+    for rows in micro_batches:
+        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(
+            params, role, rows, denominators, frozen, chosen
+        )
+        grads = grad if grads is None else _accumulate(grads, grad)
+        del grad  # before the next one is made
+        if each is not None:
+            each.append(value.detach())
+        beat()
+        found = _joined(found, numerators, metrics)
+    assert found is not None
+    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh, role.partial)
+    denominators = (*denominators, *(() if chosen is None else chosen.denominators))
+    if load is not None and ROUTER_COUNTS in sums[1]:
+        load += sums[1][ROUTER_COUNTS]
+    return grads, *_values(role, sums, found[1], metrics, denominators)
+
+
+@torch.no_grad()
+def loss_value(
+    role: Role,
+    params: trees.Tree,
+    micro_batches: Iterable[Batch],
+    denominators: Sequence[Tensor],
+    frozen: Mapping[str, trees.Tree] | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The metrics' values and the loss of a role over some rows; the arguments are those of `gradient`."""
+    found = None
+    for rows in micro_batches:
+        _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
+        found = _joined(found, numerators, metrics)
+    assert found is not None
+    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.row_axes)
+    return _values(role, sums, found[1], metrics, denominators)
+
+
+def objective(
+    params: trees.Tree,
+    role: Role,
+    rows: Batch,
+    denominators: Sequence[Tensor],
+    frozen: Mapping[str, trees.Tree] | None = None,
+    chosen: Choices | None = None,
+) -> tuple[Tensor, tuple[tuple[Tensor, ...], dict[str, Metric]]]:
+    """A role's loss on some rows of a mini-batch, and its numerators and metrics.
+
+    A role with an unembedding is asked for log-probabilities, and for what else of the present policy its loss reads,
+    such as the divergence from its companion; one with a value head for values. Where sampled rows have no old
+    log-probabilities, this is the only update on them: the present ones are the old ones.
+
+    Args:
+      chosen: the experts that the whole mini-batch chooses: the losses of routers are added.
+    """
+    loss = role.loss
+    assert loss is not None
+    found = present_scores(params, role, rows, frozen)
+    numerators, metrics = loss.numerators(found.x, found.rows)
+    seen = dict(found.metrics)
+    if found.load is not None:
+        seen |= counts_metric(found.load, role.placed.mesh)
+        if chosen is not None:
+            more, told = router_numerators(role.router, found.load, chosen, role.placed.mesh)
+            numerators, seen, denominators = (*numerators, *more), seen | told, (*denominators, *chosen.denominators)
+    return value_of(numerators, tuple(denominators)), (numerators, metrics | seen)
+
+
+class Present(NamedTuple):
+    """The numbers that a model as it is trained gives for some rows.
+
+    Attributes:
+      x: [B, T] log-probabilities or values, which its loss is a function of.
+      rows: with the other fields that only the step writes.
+      metrics: of these numbers.
+      load: of the experts, where there are some.
+    """
+
+    x: Tensor
+    rows: Batch
+    metrics: dict[str, Metric]
+    load: Any = None
+
+
+def present_scores(
+    params: trees.Tree, role: Role, rows: Batch, frozen: Mapping[str, trees.Tree] | None = None
+) -> Present:
+    """Run a role's model on some rows of a mini-batch; the arguments are those of `objective`."""
+    loss, placed, frozen = role.loss, role.placed, frozen or {}
+    assert loss is not None
+    params = role.whole(params, frozen)
+    if placed.model.unembed is None:
+        return Present(placed.values(params, rows), rows, {})
+    read = fields_of(loss)
+    want = ("logp", "entropy") if role.watch_entropy or "entropy" in read else ("logp",)
+    ids = rows.get("teacher_topk") if "topk_logp" in read else None
+    teacher = None if role.companion is None else role.companion.teacher(frozen)
+    scores = placed.token_scores(params, rows, want, role.temperature, ids, teacher)
+    logp_BT, seen = scores.logp, dict[str, Metric]()
+    assert logp_BT is not None
+    if role.watch_entropy and scores.entropy is not None:
+        seen["actor/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
+    if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:
+        rows = rows._replace(old_logp=logp_BT.detach())
+        seen |= engine_gap(rows)
+    rows = rows._replace(entropy=scores.entropy, topk_logp=scores.topk_logp, divergence=scores.divergence)
+    return Present(logp_BT, rows, seen, scores.load)
+
+
+def _choices(
+    role: Role, params: trees.Tree, micro_batches: Sequence[Batch], frozen: Mapping[str, trees.Tree] | None
+) -> Choices:
+    """The experts that a mini-batch chooses, counted before its gradient is taken, where that takes a pass of its own.
+
+    Every rank has as many micro-batches.
+    """
+    mesh = role.placed.mesh
+    tokens = token_count(micro_batches, mesh)
+    if len(micro_batches) == 1 or not role.router.balance:
+        return Choices(None, tokens)
+    whole = role.whole(params, frozen or {})
+    counts_LE = sum(role.placed.choices(whole, rows) for rows in micro_batches)
+    assert isinstance(counts_LE, Tensor)
+    return Choices(psum(counts_LE, mesh, mesh.token_axes), tokens)
+
+
+@functools.cache
+def fields_of(loss: Loss) -> frozenset[str]:
+    """The fields of the batch that a loss reads."""
+    found = reads(loss)
+    return found.required | found.optional
+
+
+def engine_gap(batch: Batch) -> dict[str, Metric]:
+    """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest."""
+    given = batch.get("demonstration")  # tokens that no engine sampled
+    mask_BT = batch.mask if given is None else batch.mask & ~given
+    gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), mask_BT)
+    return {
+        "rollout/logprob_gap_mean": token_mean_of(gap_BT, mask_BT),
+        "rollout/logprob_gap_max": Max(gap_BT.max() if gap_BT.numel() else gap_BT.new_zeros(())),
+    }
+
+
+def _joined(found: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:
+    """Sums (numerators, parts of metrics) and largest values, with those of one more micro-batch."""
+    mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
+    most = {k: v.value for k, v in metrics.items() if isinstance(v, Max)}
+    if found is None:
+        return mine, most
+    return trees.map(torch.add, found[0], mine), trees.map(torch.maximum, found[1], most)
+
+
+def _values(
+    role: Role, sums: Any, peaks: dict[str, Tensor], metrics: dict[str, Metric], denominators: Sequence[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The metrics' values and the loss.
+
+    Args:
+      sums, peaks: of `_joined`; the sums are over all ranks.
+      metrics: of any micro-batch, for their kinds.
+    """
+    (numerators, parts), mesh = sums, role.placed.mesh
+    values = {name: type(metrics[name])(*part).value for name, part in parts.items()}
+    if peaks:
+        names, most = zip(*peaks.items(), strict=True)
+        values |= dict(zip(names, pmax(torch.stack(most), mesh, mesh.row_axes), strict=True))
+    return load_metrics(values), value_of(numerators, tuple(denominators))
+
+
+def _accumulate(total: trees.Tree, more: trees.Tree) -> trees.Tree:
+    torch._foreach_add_(trees.leaves(total), trees.leaves(more))
+    return total

@@ -1,0 +1,182 @@
+"""Rows on their ranks: what every rank knows of all rows, and the tokens of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.across import ALONE
+from funrl.batch import Batch, as_dict, declare, kind_of, map_fields, map_kinds, narrowed, schema_of, with_across
+from funrl.data.packing import Packing, RowCost
+from funrl.fields import Field
+from funrl.kinds import Value
+from funrl.mesh.mesh import Mesh, single
+from funrl.mesh.rows import across, hand_over, move_rows
+
+
+class UpdatePlan(NamedTuple):
+    """Division of a step's rows into updates and forward passes.
+
+    Attributes:
+      step, seed: the number of the step and the seed of the run; they choose the mini-batches.
+      epochs: passes over the rows.
+      minibatches: optimizer steps a pass.
+      token_budget: tokens of one rank in a forward pass; a longer row raises it.
+      cost: growth of a row's work with its length; None: as in the model that learns last.
+    """
+
+    step: int = 1
+    seed: int = 0
+    epochs: int = 1
+    minibatches: int = 1
+    token_budget: int = 16384
+    cost: RowCost | None = None
+
+
+class Epoch(NamedTuple):
+    """Assignment of the rows in one pass over them.
+
+    Attributes:
+      number: of the pass, from 0.
+      parts: numbers of the rows of each mini-batch.
+      packings: of each mini-batch, by places in its numbers.
+      to: [B] the rank that trains each row.
+      plan: the division that this is a pass of.
+    """
+
+    number: int
+    parts: list[np.ndarray]
+    packings: list[Packing]
+    to: np.ndarray
+    plan: UpdatePlan
+
+
+class Rows(NamedTuple):
+    """Rows of a step, numbered 0 to B - 1.
+
+    Attributes:
+      batch: fields whose kind is `everywhere` have all rows [B], alike on every rank; the others have this rank's own
+        rows, in the order of their numbers, whole numbers per token in `TOKEN_INT`. Ranks that differ in other axes
+        than those of rows hold the same.
+      owner: [B] the rank that has each row, by its index over the row axes of `mesh`.
+      mesh: whose ranks hold the rows.
+      epoch: the pass by whose assignment the rows were placed, so that it need not be planned again; None: by none.
+    """
+
+    batch: Batch
+    owner: np.ndarray
+    mesh: Mesh
+    epoch: Epoch | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] tokens of each row."""
+        return self.batch.length.cpu().numpy()
+
+    @property
+    def index(self) -> int:
+        """This rank's index over the row axes."""
+        return int(self.mesh.index(self.mesh.row_axes))
+
+    @property
+    def own(self) -> np.ndarray:
+        """Numbers of this rank's rows, ascending."""
+        return np.flatnonzero(self.owner == self.index)
+
+    def local(self, numbers: np.ndarray) -> np.ndarray:
+        """Places among this rank's rows of some of them, by their numbers."""
+        return np.searchsorted(self.own, numbers)
+
+    def with_fields(self, **fields: Value | None) -> Rows:
+        return self._replace(batch=narrowed(self.batch._replace(**fields)))
+
+    def declaring(self, fields: Mapping[str, Field]) -> Rows:
+        """The rows with declarations of further fields."""
+        return self._replace(batch=declare(self.batch, fields))
+
+
+def rows_of(batch: Batch, owner: np.ndarray | None = None, mesh: Mesh | None = None) -> Rows:
+    """Rows of a batch, by default all of them this rank's own; its sums go over all ranks' rows."""
+    mesh = mesh or single()
+    owner = np.zeros(len(batch.tokens), dtype=np.int64) if owner is None else owner
+    return Rows(with_across(narrowed(batch), across(owner, mesh, mesh.row_axes)), owner, mesh)
+
+
+def split_rows(batch: Batch, owner: np.ndarray, mesh: Mesh) -> Rows:
+    """The rows of a batch that every rank has whole, each rank keeping its own."""
+    own = torch.from_numpy(np.flatnonzero(owner == int(mesh.index(mesh.row_axes)))).to(batch.tokens.device)
+    return rows_of(map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, own), batch), owner, mesh)
+
+
+def take(rows: Rows, numbers: np.ndarray) -> Rows:
+    """Some rows, in the given order; one may come several times. They stay on their ranks."""
+    owner = rows.owner[numbers]
+    return rows_of(_chosen(rows, numbers, numbers[owner == rows.index]), owner, rows.mesh)
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, one part after the other, on one mesh."""
+    if len(parts) == 1:
+        return parts[0]
+    fields = [as_dict(part.batch) for part in parts]
+    width = max(part.batch.tokens.shape[1] for part in parts)
+
+    def joined(name: str, _: Value) -> Value:
+        kind = kind_of(parts[0].batch, name)
+        return kind.concatenate([kind.fit(values[name], width) for values in fields])
+
+    batch = map_fields(joined, parts[0].batch)
+    return rows_of(batch, np.concatenate([part.owner for part in parts]), parts[0].mesh)
+
+
+def moved(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
+    """The rows on the ranks that `to` [B] names by their index over the row axes of a mesh, over the same processes."""
+    same = rows.mesh.sizes == mesh.sizes
+    if same and np.array_equal(rows.owner, to):
+        return rows
+    fields = as_dict(rows.batch)
+    kinds = {name: kind for name in fields if not (kind := kind_of(rows.batch, name)).everywhere}
+    own = {name: fields[name] for name in kinds}
+    if same:
+        result = move_rows(own, rows.lengths, rows.owner, to, mesh, mesh.row_axes, kinds)
+    else:
+        result = hand_over(own, rows.lengths, rows.owner, rows.mesh, to, mesh, kinds)
+    return rows_of(Batch(schema_of(rows.batch), **{**fields, **result.fields}), to, mesh)
+
+
+def widened(rows: Rows, multiple: int = 8) -> Rows:
+    """The rows in the width of the longest row of all ranks, rounded up."""
+    width = -(-int(rows.lengths.max(initial=1)) // multiple) * multiple
+    return rows._replace(batch=map_kinds(lambda kind, x: kind.fit(x, width), rows.batch))
+
+
+def on_cpu(rows: Rows) -> Rows:
+    """The rows where every sum has one order. A GPU may add in another order on every rank, and ranks that differ in a
+    last bit may keep other rows."""
+    return mapped(rows, lambda x: x.cpu())
+
+
+def mapped(rows: Rows, fn: Callable[[Tensor], Tensor]) -> Rows:
+    """The rows with `fn` of every tensor."""
+    return rows._replace(batch=map_fields(lambda _, x: trees.map(fn, x), rows.batch))
+
+
+def own_batch(rows: Rows, numbers: np.ndarray) -> Batch:
+    """Some of this rank's rows as a batch of their own, in the given order."""
+    return with_across(_chosen(rows, numbers, numbers), ALONE)
+
+
+def _chosen(rows: Rows, numbers: np.ndarray, own: np.ndarray) -> Batch:
+    """The batch of some rows, in the given order.
+
+    Args:
+      numbers: of the rows.
+      own: those of them that this rank has.
+    """
+    everywhere, here = torch.from_numpy(np.asarray(numbers)), torch.from_numpy(rows.local(own))
+    return map_kinds(lambda kind, x: kind.select(x, everywhere if kind.everywhere else here), rows.batch)

@@ -1,0 +1,64 @@
+"""Every benchmark runs, at its smallest size, and prints its table. `tests/examples` runs the examples."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from funrl.compiled_kernels.kernel_library import library_problem
+
+ROOT = Path(__file__).parents[2]
+NUMBER = r"\d[\d,.]*"
+PROGRAMS = {  # program: its flags, and a line of its table
+    "algos": ("--rows=16 --tokens=64 --rounds=1", rf"^rloo +{NUMBER} +{NUMBER}"),
+    "certificate": ("--rounds=2 --embed=64 --layers=1 --lines=3", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
+    "checkpoint": ("--gb=0.01 --rounds=2 --step_s=0.1", rf"^write +{NUMBER} s +{NUMBER} GB/s"),
+    "data_plane": ("--rows=256 --longest=256 --budget=512 --ranks 4", rf"^ppo +4 +\d+ .* {NUMBER} s$"),
+    "decode_kernel": (
+        "--models=4x256 --dtypes=float32 --batches=1 --new_tokens=4 --repeats=1", rf"^ +4x256 +float32 +1 +{NUMBER}",
+    ),
+    "dry_run_memory": ("--shapes=5M", rf"^\| 6.\d M \| dp1 \| {NUMBER} .* %"),
+    "generate": (
+        "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
+    ),
+    "generate_gpu": (
+        "--device=cpu --layers=1 --batches=1 --new=4 --prompt=8 --repeats=2", rf"^ +1 \| tokens/s: .* {NUMBER}",
+    ),
+    "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),
+    "layer": ("--tokens=16 --embed=64 --vocab=64 --turns=1", rf"^compiled +{NUMBER} +{NUMBER}"),
+    "long": ("--tokens=256 --ranks=1,2", rf"^ +256 +2 ranks +{NUMBER} +{NUMBER}$"),
+    "lora": ("--layers=1 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
+    "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),
+    "reshard": ("--tree=1mb --rounds=2 --lines=1", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
+    "scheduler": ("--ranks=2 --rows=32 --stride=256", rf"^2, 64 \| ideal {NUMBER}"),
+    "speculate": (
+        "--warmstart_steps=1 --rows=1 --drafts=0,2 --sizes=1x128 --repeats=1",
+        rf"^ +loops, 1x128 .* drafts of 2: {NUMBER}",
+    ),
+    "step": (
+        "--layers=1 --embed=64 --vocab=64 --prompts=2 --samples=2 --prompt_tokens=4 --new_tokens=4 --turns=1",
+        rf"^total +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
+    ),
+}  # fmt: skip
+PARTS = {"weightless"}  # of the others
+COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
+
+
+def test_every_program_is_in_the_table():
+    assert {file.stem for file in (ROOT / "benchmarks").glob("*.py")} == {*PROGRAMS, *PARTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_benchmark_prints_its_table(name, tmp_path):
+    if name in COMPILED and (problem := library_problem()):
+        pytest.skip(f"the compiled decoding step is not available: {problem}")
+    arguments, line = PROGRAMS[name]
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search(line, done.stdout, re.MULTILINE), done.stdout

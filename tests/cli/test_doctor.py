@@ -1,0 +1,86 @@
+"""`funrl doctor` says what is there, and of a command line whether it would run."""
+
+import re
+
+import pytest
+
+from funrl.cli import main as cli
+from funrl.cli.doctor import collective_rates, experiment_of, rates
+
+
+def call(capsys, *words):
+    return cli.main(["funrl", "doctor", *words]), capsys.readouterr().out
+
+
+def test_doctor_is_listed(capsys):
+    assert cli.main(["funrl", "--help"]) == 0
+    assert "funrl doctor [NAME --flag=value ...]" in capsys.readouterr().out
+
+
+def test_a_machine_and_its_rates(capsys):
+    status, out = call(capsys)
+    assert status == 0 and "would" not in out
+    for name in (
+        "CPU",
+        "processor",
+        "matrix products",
+        "GPU",
+        "communication",
+        "C\\+\\+ kernels",
+        "torch",
+        "vllm",
+        "matrix product, float32",
+    ):
+        assert re.search(rf"^  {name} +\S", out, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["funrl", "dr_grpo", "--steps=2"], None),
+        (["ppo", "--setps=2"], "--setps is not a flag; did you mean --steps?"),
+        (["grpo", "--mesh=dp0"], "must be at least 1"),
+        (["sft", "--data=nowhere.jsonl"], "--data: nowhere.jsonl: no such file"),
+        (["pppo"], "pppo: no recipe has this name; did you mean ppo?"),
+        (["run"], "run: no recipe has this name"),
+        (["a.py:f"], "'a.py:f' is not an experiment or a recipe"),
+    ],
+)
+def test_a_command_line_would_run_or_not(words, says, capsys, monkeypatch):
+    monkeypatch.setattr("funrl.cli.doctor.MEASURED_S", 0.0)
+    status, out = call(capsys, *words)
+    last = out.splitlines()[-1]
+    assert (status, last) == (0, "  would run") if says is None else status == 1 and says in last
+
+
+def test_a_run_directory_in_use_is_seen_and_left_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("funrl.cli.doctor.MEASURED_S", 0.0)
+    (tmp_path / "config.json").write_text("{}")
+    status, out = call(capsys, "ppo", f"--run_dir={tmp_path}")
+    assert status == 1 and "would not run" in out
+    assert call(capsys, "ppo", f"--run_dir={tmp_path / 'new'}")[0] == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_an_experiment_has_the_defaults_of_its_file(monkeypatch):
+    seen = []
+    monkeypatch.setattr("funrl.cli.run.main", lambda *args, **defaults: seen.append((*args, defaults)) or 0)
+    for name in cli.experiment_names():
+        with pytest.raises(SystemExit):
+            cli.main(["funrl", name])
+        assert seen[-1] == (name, experiment_of(name).defaults)
+    assert len(seen) == len(cli.experiment_names())
+
+
+@pytest.mark.gloo
+def test_ranks_of_a_mesh_are_measured():
+    assert collective_rates({"data": 1, "expert": 1, "sequence": 1, "tensor": 1}, "cpu") == []
+    [(name, text)] = collective_rates({"data": 2, "expert": 1, "sequence": 1, "tensor": 1}, "cpu")
+    assert name == "all-reduce over dp2" and float(text.split()[0]) > 0
+
+
+def test_rates_are_of_the_device(monkeypatch):
+    monkeypatch.setattr("funrl.cli.doctor.MEASURED_S", 0.0)
+    found = dict(rates("cpu"))
+    assert float(found["memory, read and written"].split()[0]) > 0
+    assert "512 x 512, cpu" in found["matrix product, float32"]

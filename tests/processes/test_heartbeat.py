@@ -1,0 +1,326 @@
+"""Signs of life: whoever waits says for whom, within a heartbeat, and a timeout names the rank that did not arrive."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from funrl.mesh import collectives
+from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.mesh import parse
+from funrl.processes import heartbeat, lookout, store_signs
+from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RECORD_BYTES, RUNNING, Heart, Order, Sign, decoded
+from funrl.processes.store_signs import Alone
+
+SIGN = Sign(1, 1, 0.0, 3, 7, 40, -1, NOBODY, RUNNING, 0, "generate", "all_reduce over data", "host7")
+WAITING = SIGN._replace(waiting=1, phase="reward")
+
+
+@pytest.mark.parametrize(
+    ("signs", "silent", "ranks"),
+    [
+        ({0: WAITING, 1: SIGN, 2: WAITING}, (), [1]),
+        ({0: WAITING, 1: SIGN, 2: SIGN._replace(phases=8)}, (), [1]),  # 2 computes, and is farther
+        ({0: SIGN, 1: SIGN._replace(collectives=39)}, (), [1]),  # on devices nobody is seen to wait
+        ({0: WAITING, 1: WAITING}, (), [0, 1]),
+        ({0: WAITING, 1: WAITING, 2: SIGN}, {1}, [1]),  # it was stopped in the collective
+        ({0: WAITING, 1: SIGN._replace(status=ENDED)}, (), [0]),
+    ],
+)
+def test_who_is_waited_for(signs, silent, ranks):
+    assert lookout.late(signs, silent) == ranks
+
+
+def test_a_lookout_speaks_after_a_heartbeat_without_progress_and_then_ever_less_often():
+    watch, signs = lookout.Lookout(10.0, "; the end"), {0: WAITING, 1: SIGN}
+    said = {}
+    for second in range(100):
+        signs = {rank: sign._replace(ticks=second) for rank, sign in signs.items()}
+        if text := watch.look(signs, float(second)):
+            said[second] = text
+    assert list(said) == [10, 20, 40, 80]
+    assert said[10] == (
+        "no progress for 10 s: the run waits for rank 1 on host7 (step 3, generate, last all_reduce over data); the end"
+    )
+    goes_on = {rank: sign._replace(beats=2, ticks=100) for rank, sign in signs.items()}
+    assert watch.look(goes_on, 100.0) is None
+    assert "rank 0 on host7 (step 3, reward, in all_reduce over data), which does not answer" in str(
+        watch.look(goes_on | {1: goes_on[1]._replace(ticks=110, waiting=1)}, 111.0)
+    )
+
+
+def test_a_rank_that_does_not_answer_stalls_and_one_that_makes_no_progress_does_not():
+    watch, signs = lookout.Lookout(10.0, stalled_s=60.0), {0: WAITING, 1: SIGN}
+    said = [watch.look({0: WAITING._replace(ticks=2 + second), 1: SIGN}, float(second)) for second in range(60)]
+    assert watch.stalled(signs) == []
+    assert "; after 60 s without an answer the run ends (--stalled_after)" in str(said[10])
+    watch.look({0: WAITING._replace(ticks=99), 1: SIGN}, 60.0)
+    assert watch.stalled(signs) == [1]
+    assert watch.stall([1], signs) == (
+        "no answer for 60 s (--stalled_after) from rank 1 on host7 (step 3, generate, last all_reduce over data): the "
+        "process is stopped, swapped out or in a call that holds it"
+    )
+    assert watch.stalled({1: SIGN._replace(status=ENDED)}) == [] == lookout.Lookout(10.0).stalled(signs)
+
+
+def test_time_in_which_the_watcher_itself_is_stopped_stalls_nobody():
+    """As after Ctrl-Z and fg: the launcher goes on before its ranks have given a sign."""
+    watch = lookout.Lookout(10.0, stalled_s=60.0)
+    watch.look({0: SIGN}, 0.0)
+    watch.look({0: SIGN}, 3600.0)
+    assert watch.stalled({0: SIGN}) == []
+
+
+def test_a_rank_that_has_not_begun_does_not_stall():
+    """Its interpreter may be loading for minutes from a slow disk."""
+    watch, sign = lookout.Lookout(10.0, stalled_s=60.0), NOT_BEGUN._replace(host="host7")
+    for second in range(100):
+        watch.look({0: sign}, float(second))
+    assert watch.stalled({0: sign}) == []
+
+
+def test_of_many_ranks_a_line_names_a_few():
+    text = lookout.named_ranks(range(9), dict.fromkeys(range(9), SIGN))
+    assert text.count("host7") == 4 and text.endswith(" and 5 more")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "whole", "dead", "replica"),
+    [
+        ([0, 0, 1, 1], [4, 4, 4, 4], [], 0), ([0, 0, 1, 1], [4, 4, 4, 4], [1], 1), ([0, 1], [4, 4], [0, 1], NOBODY),
+        ([0, 0, 1, 1], [4, 3, 4, 4], [], 1), ([0, 1], [3, 4], [], 1), ([0, 0], [4, 4], [1], NOBODY),
+        ([0, 1], [-1, -1], [], NOBODY), ([NOBODY, NOBODY], [4, 4], [], NOBODY),
+    ],
+)  # fmt: skip
+def test_who_saves_the_state_of_a_run_that_fails(replicas, whole, dead, replica):
+    signs = {rank: SIGN._replace(replica=r, whole=w) for rank, (r, w) in enumerate(zip(replicas, whole, strict=True))}
+    assert lookout.rescuers(signs, dead, False) == Order(replica, False)
+
+
+@pytest.mark.timed
+def test_a_rank_writes_where_it_is():
+    record = bytearray(RECORD_BYTES)
+    with heartbeat.alive(Heart(record, Alone(None))):
+        heartbeat.at_step(5)
+        heartbeat.name_group("g", "data+tensor", True)
+        with heartbeat.phase("score_policy"):
+            heartbeat.entered("all_reduce", "g")
+            inside = decoded(record)
+            heartbeat.left()
+        after = decoded(record)
+        begin = time.perf_counter()
+        for _ in range(10_000):
+            heartbeat.entered("all_reduce", "g")
+            heartbeat.left()
+        assert time.perf_counter() - begin < 1  # 10 us for both, on a machine that is busy too
+    assert (inside.step, inside.phase, inside.phases, inside.collectives) == (5, "score_policy", 1, 1)
+    assert (inside.collective, inside.waiting, inside.status) == ("all_reduce over data+tensor", 1, RUNNING)
+    assert (after.phase, after.waiting) == ("after score_policy", 0)
+    assert decoded(record).status == ENDED and inside.beats < after.beats < decoded(record).beats
+
+
+def stopped(rank):
+    """A program in which one rank is stopped while the others wait for it."""
+
+    def program(m):
+        heartbeat.at_step(2)
+        with heartbeat.phase("update_policy"):
+            if m.rank == rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            collectives.psum(torch.ones(1), m, "tensor")
+            collectives.psum(torch.ones(1), m, "data")
+
+    return program
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "rank"), [("dp2", 0), ("dp2", 1), ("dp3", 1), ("dp2,tp2", 3)])
+@pytest.mark.timed
+def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        launch(stopped(rank), parse(mesh), "cpu", timeout=timedelta(seconds=2), heartbeat_s=1.0)
+    assert time.monotonic() - begin < 8
+    said, late = capfd.readouterr().err, f"rank {rank} on {os.uname().nodename} (step 2, update_policy"
+    assert f"no progress for 1 s: the run waits for {late}), which does not answer" in said
+    assert "the run ends when a rank has waited 2 s (--timeout)" in said
+    text = str(caught.value)
+    assert f"has waited 2 s for {late}), which did not arrive; --timeout says" in text
+    assert "Traceback" not in text and "gloo" not in text.lower()
+
+
+@pytest.mark.gloo
+def test_a_rank_that_is_stopped_ends_the_run_long_before_the_timeout():
+    with pytest.raises(WorkerError) as caught:
+        launch(stopped(1), parse("dp2"), "cpu", timeout=timedelta(minutes=1), stalled_s=3.0)
+    said = rf"no answer for 3 s \(--stalled_after\) from rank 1 on {os.uname().nodename} \(step 2, update_policy"
+    assert re.match(said, str(caught.value))
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """A file of the lines that are said, which ranks see too: they may wait for one instead of for some time."""
+    file, say = tmp_path / "told", lookout.say
+    file.touch()
+
+    def also_written(text):
+        say(text)
+        with file.open("a") as out:
+            out.write(f"{text}\n")
+
+    monkeypatch.setattr(lookout, "say", also_written)
+    return file
+
+
+def waited(condition):
+    """Wait until something is so, two minutes at most; what the condition gave at last."""
+    end = time.monotonic() + 120
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.gloo
+def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(told, capfd):
+    line = re.compile(
+        r"^no progress for \d+ s: the run waits for rank 1 on \S+ \(before the first step, reward\); "
+        r"the run ends when a rank has waited 10 minutes \(--timeout\)$",
+        re.MULTILINE,
+    )
+
+    def program(m):
+        with heartbeat.phase("reward"):
+            if m.rank == 1:
+                waited(lambda: line.search(told.read_text()))
+        return collectives.psum(torch.ones(1), m, "data").item()
+
+    assert launch(program, parse("dp2"), "cpu", heartbeat_s=1.0) == 2
+    assert line.search(capfd.readouterr().err)
+
+
+def test_a_single_rank_says_what_it_does(told, capfd):
+    def program(_):
+        with heartbeat.phase("reward"):
+            return waited(lambda: "the run waits for rank 0 on" in told.read_text())
+
+    assert launch(program, parse(""), "cpu", heartbeat_s=1.0)
+    assert re.search(r"no progress for \d+ s: the run waits for rank 0 on", capfd.readouterr().err)
+
+
+WAIT_S = 6  # in a collective: time to come to it, also on a machine that is busy
+
+
+def free_port():
+    """A port that nothing listens at, below those that the system itself gives away in the meantime."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no free port below 32000")
+
+
+def in_the_store(rank):
+    """True if the store has a rank's record of the phase that both ranks are in."""
+    store, key = dist.distributed_c10d._get_default_store(), f"{store_signs.PREFIX}/{rank}"
+    return store.check([key]) and decoded(bytes(store.get(key))).phase == "generate"
+
+
+def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S):
+    """Fork a rank that finds its place in the environment, as torchrun and srun set it; its process."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        with open(errors, "w") as file:
+            os.dup2(file.fileno(), 2)
+            sys.stderr = file
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            try:
+                timeout = timedelta(seconds=wait_s)
+                launch(program, parse("dp2"), "cpu", timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s)
+            except (WorkerError, MemoryError) as error:
+                print(f"{type(error).__name__}: {error}", file=file, flush=True)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("late", "how", "said"),
+    [
+        (1, "stops", ["the run waits for rank 1 on", "(step 3, generate", "which did not arrive; --timeout says"]),
+        (0, "stops", ["the process that keeps the run's rendezvous does not answer", f"has waited {WAIT_S} s in vain"]),
+        pytest.param(1, "hangs", ["rank 0 ends, as rank 1 has failed"], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timed
+def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, how, said, tmp_path):
+    """The first rank keeps the store here, as under srun. A rank that hangs could be waiting for its device."""
+
+    def program(m):
+        heartbeat.at_step(3)
+        with heartbeat.phase("generate"):
+            collectives.psum(torch.ones(1), m, "data")
+            assert waited(lambda: in_the_store(0) and in_the_store(1))
+            collectives.psum(torch.ones(1), m, "data")  # the store answers until both have seen that
+            if m.rank == late:
+                if how == "stops":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                raise MemoryError("no room")
+            if how == "hangs":
+                time.sleep(60)
+            collectives.psum(torch.ones(1), m, "data")
+
+    port = free_port()
+    pids = [started_elsewhere(rank, port, program, tmp_path / str(rank)) for rank in range(2)]
+    ended = waited(lambda: os.waitpid(pids[1 - late], os.WNOHANG)[0] != 0)
+    for pid in pids[late : late + 1] if ended else pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    err = (tmp_path / str(1 - late)).read_text()
+    assert ended
+    assert [text for text in said if text not in err] == [], err
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (1, ["no answer for 3 s (--stalled_after) from rank 1 on", "rank 0 ends, as rank 1 does not answer"]),
+        pytest.param(
+            0, ["rank 1 ends, as the process that keeps the run's rendezvous does not answer (--stalled_after)"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_of_another_launcher_end_when_one_does_not_answer(late, said, tmp_path):
+    def program(m):
+        heartbeat.at_step(3)
+        with heartbeat.phase("generate"):
+            heartbeat.last_words(lambda *_: f"rank {m.rank} saves", m.rank)
+            heartbeat.holds(2)
+            collectives.psum(torch.ones(1), m, "data")
+            assert waited(lambda: in_the_store(0) and in_the_store(1))
+            collectives.psum(torch.ones(1), m, "data")
+            if m.rank == late:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            collectives.psum(torch.ones(1), m, "data")
+
+    port = free_port()
+    pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
+    ended = waited(lambda: os.waitpid(pids[1 - late], os.WNOHANG)[0] != 0)
+    for pid in pids[late : late + 1] if ended else pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    err = (tmp_path / str(1 - late)).read_text()
+    assert ended, err
+    said = [*said, f"rank {1 - late}: rank {1 - late} saves"]  # the second one alone, where it cannot ask the first
+    assert [text for text in said if text not in err] == [], err

@@ -1,0 +1,86 @@
+"""Charts: short numbers, round ticks, thinned curves, and zeros on a logarithmic axis."""
+
+import math
+
+import pytest
+
+from funrl.track.report import charts
+from funrl.track.report.figures import TIME, Chart
+
+
+def test_numbers_are_short():
+    minus = "\N{MINUS SIGN}"
+    cases = {
+        0: "0",
+        1: "1",
+        0.8312: "0.831",
+        0.5: "0.5",
+        12.345: "12.3",
+        123.4: "123",
+        1234.5: "1234",
+        12345: "12.3k",
+        2.5e6: "2.5M",
+        3e9: "3G",
+        3.21e-7: "3.2e-7",
+        1e-4: "1e-4",
+        0.99999: "1",
+        100: "100",
+        -0.25: f"{minus}0.25",
+        -1e-7: f"{minus}1e-7",
+        math.nan: "not finite",
+    }
+    assert {value: charts.number(value) for value in cases} == cases
+
+
+@pytest.mark.parametrize(
+    "values", [(0.0, 1.0), (0.98, 1.02), (-3.0, 8.0), (5.0, 5.0), (-2.0, -2.0), (0.0, 0.0), (1e-9, 3e-9)]
+)
+def test_linear_ticks_are_round_even_and_enclose(values):
+    axis = charts.linear_axis(values)
+    assert axis.low <= min(values) and max(values) <= axis.high * (1 + 1e-12) and 2 <= len(axis.ticks) <= 8
+    steps = [b - a for a, b in zip(axis.ticks, axis.ticks[1:], strict=False)]
+    assert max(steps) == pytest.approx(min(steps))
+    mantissa = steps[0] / 10 ** math.floor(math.log10(steps[0]) + 1e-9)
+    assert min(abs(mantissa - mantissa_of_tick) for mantissa_of_tick in (1, 2, 2.5, 5)) < 1e-6
+    labels = [label for _, label in axis.labels()]
+    assert len(set(labels)) == len(labels)
+
+
+def test_log_axis_puts_zero_on_the_edge():
+    axis = charts.log_axis([0.0, 2e-7, 5e-4])
+    assert (axis.low, axis.high) == pytest.approx((1e-7, 1e-3)) and axis.place(0.0) == 0.0
+    assert axis.place(1e-5) == pytest.approx(0.5)
+
+
+def test_drawing_keeps_spikes_and_smoothing_keeps_constants():
+    points = [(i, 1.0) for i in range(5000)]
+    points[1234] = (1234, 99.0)
+    kept = charts.thinned(points)
+    assert len(kept) <= charts.MOST_POINTS and {points[0], points[-1], (1234, 99.0)} <= set(kept)
+    assert all(
+        value == pytest.approx(3.0) for _, value in charts.smooth_curve([(i, 3.0) for i in range(100)], least=0.1)
+    )
+    line = charts.smooth_curve([(i, float(i)) for i in range(90)])  # a line stays itself where the window is whole
+    assert line[45] == (45, pytest.approx(45.0)) and line[0][1] == pytest.approx(1.5)
+
+
+def test_stacked_layers_end_at_their_sum():
+    layers = [charts.Series("a", [(1, 1.0), (2, 1.0)]), charts.Series("b", [(1, 2.0), (2, 3.0)], 1)]
+    figure = charts.stack_figure(TIME, layers)
+    second, first = (commands for _, commands in figure.paths)  # the higher layer is below the lower one
+    # The axis ends at 4: a is 1 high (y = 750), b reaches 3 and 4 (y = 250 and 0).
+    assert first == "M0 750L500 750L500 750L1000 750L1000 1000L0 1000Z"
+    assert second == "M0 250L500 250L500 0L1000 0L1000 1000L0 1000Z"
+    assert figure.pointer["values"] == [["1", "1"], ["2", "3"]] and figure.pointer["places"] == [0.25, 0.75]
+
+
+def test_zeros_lie_on_the_lower_edge_of_a_logarithmic_axis_smoothed_or_not():
+    chart = Chart("gap", "nats", log=True)
+    measured = charts.Series("measured", [(i, 1e-5) for i in range(60)])
+    zeros = charts.Series("zeros", [(i, 0.0) for i in range(60)], colour=1)
+    figure = charts.line_figure(chart, [measured, zeros], (0, 59))
+    assert figure is not None
+    for style, commands in figure.paths:
+        if style.endswith("c1"):
+            assert {place.split()[1] for place in commands[1:].split("L")} == {"1000"}
+    assert charts.line_figure(chart, [charts.Series("none", [])], (0, 1)) is None

@@ -1,0 +1,254 @@
+"""Every flag, in every kind of run: another number, another file, another amount of work, a line, or a refusal.
+
+How a flag is changed, and what it should change, is in its declaration: type, bounds, `example` and `effect`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import re
+import shutil
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_flags_act import CHANGES, TESTED
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.cli.run import main
+from funrl.data.tokenizer import character_tokenizer
+from funrl.models import decoder_model, with_value_head
+from funrl.models.huggingface import directories as hf
+from funrl.tasks import arithmetic
+from funrl.trainer.settings.declaration import EFFECTS
+from funrl.trainer.settings.settings import settings_flags
+
+CHARACTERS = "0123456789+=\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"()[]{}/-_*#"
+PROMPTS = [f"{a}+{b}=" for a in range(3, 10) for b in range(11, 16)]
+REWARD = """
+def reward(prompt, completion, **fields):
+    return sum(map(completion.count, "12345abcde")) / 4 - 0.25 * completion.count("+")
+
+def other(prompt, completion, **fields):
+    return float(len(completion))
+
+def odd(prompt, completion, **fields):
+    return float(len(set(completion)) % 2)
+
+def weigh(prompts, step, metrics):
+    return [float(place % 2) for place in range(len(prompts))]
+"""
+COMMON = {
+    "device": "cpu", "batch_prompts": 2, "steps": 3, "save_every": 0, "dtype": "float64", "compile": "off",
+    "eval_prompts": 2, "lr": 0.05, "eval_every": 2,
+}  # fmt: skip
+OF_PROMPTS = {"reward_workers": 0, "samples_per_prompt": 3, "max_new_tokens": 5}
+TIMES = re.compile(r"time_s/|perf/|memory/")
+
+ENDS = (  # what a run says that cannot go on with other samples or scores
+    "--max_refills",
+    "rescale the reward function",
+)
+
+
+class Kind(NamedTuple):
+    """A kind of run: the program, flags, and the data that it is given."""
+
+    program: str
+    flags: dict[str, Any]
+    data: str = "prompts"
+
+
+KINDS = {
+    "critic, reference": Kind("ppo", {}),
+    "reference": Kind("grpo", {}),
+    "implicit rewards": Kind("prime", {"max_refills": 9, "reward": "r.py:odd"}),
+    "filter, adapters, scorer": Kind("dapo", {"max_refills": 2, "lora_rank": 2, "reward_model": "scorer"}),
+    "teacher": Kind("distillation", {"teacher": "other", "kind": "forward"}),
+    "texts": Kind("sft", {}, "demonstrations"),
+    "embedded task, experts": Kind("sft", {"task": "arithmetic_moe", "warmstart_steps": 0}, ""),
+    "pairs": Kind("dpo", {}, "pairs"),
+    "labelled": Kind("kto", {}, "labelled"),
+    "reward model": Kind("reward_model", {}, "pairs"),
+}
+
+
+class Outcome(NamedTuple):
+    """Everything of a run that a flag may change; see `EFFECTS`."""
+
+    status: int
+    numbers: list[Any]
+    files: list[str]
+    text: str
+    work: collections.Counter
+
+
+class Counting(TorchDispatchMode):
+    """Count the operations by name and shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        shapes = tuple(tuple(x.shape) for x in args if isinstance(x, torch.Tensor))
+        self.counts[str(function), shapes] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models, data, a reward and everything else that a flag may name."""
+    made = tmp_path_factory.mktemp("flags")
+    tokenizer = character_tokenizer(CHARACTERS)
+    sizes = {"vocab": len(CHARACTERS) + 2, "embed": 16, "layers": 1, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
+    model = decoder_model(dataclasses.replace(arithmetic.model_config(), max_positions=128, **sizes))
+    for seed, (name, one) in enumerate(
+        {"model": model, "other": model, "scorer": with_value_head(model), "scorer2": with_value_head(model)}.items()
+    ):
+        weights = one.init(torch.Generator().manual_seed(seed))
+        noise = torch.Generator().manual_seed(seed)
+        for x in trees.leaves(weights):  # so that some tokens are far more probable, and scores are not all 0
+            x += 0.3 * torch.randn(x.shape, generator=noise) if x.ndim > 1 else 0
+        hf.save(made / name, one, weights, tokenizer)
+    records = {
+        "prompts": [{"prompt": p, "answer": "1"} for p in PROMPTS],
+        "demonstrations": [{"prompt": p, "completion": "123"} for p in PROMPTS],
+        "pairs": [{"prompt": p, "chosen": "123", "rejected": "45"} for p in PROMPTS],
+        "labelled": [{"prompt": p, "completion": "123", "label": n % 2 == 0} for n, p in enumerate(PROMPTS)],
+    }
+    for name, lines in records.items():
+        for prefix in ("", "1"):
+            changed = [line | {"prompt": prefix + line["prompt"], "question": line["prompt"] + "0"} for line in lines]
+            (made / f"{name}{prefix}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    (made / "r.py").write_text(REWARD)
+    (made / "chat.jinja").write_text("{% for message in messages %}:{{ message['content'] }}{% endfor %}")
+    (made / "judge.txt").write_text("{{completion}}=")
+    (made / "tools.json").write_text('[{"type": "function"}]')
+    return made
+
+
+def base_flags(kind, folder):
+    """The flags of the run that every flag changes."""
+    flags = COMMON | ({} if kind.data == "" else {"model": folder / "model"}) | {"run_dir": folder / "run"}
+    if kind.data == "prompts":
+        flags |= {"prompts": folder / "prompts.jsonl", "reward": f"{folder}/r.py:reward"}
+    elif kind.data:
+        flags |= {"data": folder / f"{kind.data}.jsonl"}
+    flags |= OF_PROMPTS if kind.data == "prompts" else {}
+    return flags | {
+        name: folder / x if name in ("reward_model", "teacher", "reward") else x for name, x in kind.flags.items()
+    }
+
+
+def named_files(kind, folder):
+    """Values of the flags that name files, which a declaration cannot know."""
+    data = kind.data or "prompts"
+    return {
+        "model": "other", "teacher": "scorer2", "reward_model": "scorer2", "process_reward_model": "scorer",
+        "judge": "other", "prompts": "prompts1.jsonl", "data": f"{data}1.jsonl", "eval_data": f"{data}1.jsonl",
+        "reward": "r.py:other", "curriculum": "r.py:weigh", "few_shot": "demonstrations1.jsonl:1",
+        "chat_template": "chat.jinja", "tools": "tools.json", "judge_template": "judge.txt", "run_dir": "elsewhere",
+    }  # fmt: skip
+
+
+MESHES = {"mesh": "dp1,tp1", "generate_mesh": "tp2", "fields": "prompt:question"}  # one rank is one rank by any name
+
+
+def other_values(flag, base, kind, folder):
+    """Texts of values to change a flag to: by its declaration, and by the value that it has."""
+    files, now = named_files(kind, folder), base.get(flag.name, flag.default)
+    if flag.name in files:
+        return [f"{folder}/{files[flag.name]}"]
+    if text := flag.example or MESHES.get(flag.name, ""):
+        return [text]
+    if flag.type is bool:
+        return [str(not now).lower()]
+    choices = [re.split(", ?", found[2]) for b in flag.bounds if (found := re.match("(one|some) of ([^;]*)", b.text))]
+    if choices:
+        return [choice for choice in choices[0] if choice != now]
+    assert flag.type is not str, f"--{flag.name} needs an `example` in its declaration, or a file here"
+    start = 0 if now is None else now
+    numbers = (
+        (1, 0, 2, start + 1, 2 * start + 1) if flag.type is int else (0.5, 0.97, start + 0.1, start / 2, 1e6, 1e-6)
+    )
+    return [str(x) for x in dict.fromkeys(numbers) if x != now and not flag.problem(x)]
+
+
+def outcome(program, flags, folder, counting=False):
+    """Run a command line in this process."""
+    for name in ("run", "elsewhere"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    shown, mode = io.StringIO(), Counting()
+    argv = [program, *(f"--{name}={value}" for name, value in flags.items())]
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), mode if counting else shown_only():
+        status = main(program, argv)
+    written = [path for name in ("run", "elsewhere") for path in sorted((folder / name).rglob("*")) if path.is_file()]
+    names = sorted({re.sub(r"tfevents.*|/d/.*", "", str(path.relative_to(folder))) for path in written})
+    return Outcome(status, [x for path in written for x in numbers_in(path)], names, shown.getvalue(), mode.counts)
+
+
+def shown_only():
+    return contextlib.nullcontext()
+
+
+def numbers_in(path):
+    """The numbers and texts of a file of a run, without times and memory."""
+    if path.name == "metrics.jsonl":
+        lines = map(json.loads, path.read_text().splitlines())
+        return [str({name: x for name, x in line.items() if not TIMES.search(name)}) for line in lines]
+    if path.name in ("samples.jsonl", "eval_samples.jsonl"):
+        return [path.read_text()]
+    return [hashlib.sha256(path.read_bytes()).hexdigest()] if path.name == "model.safetensors" else []
+
+
+def what_it_does(flag, base, changed):
+    """What a change of a flag did, as one of `EFFECTS`, "line", "refused" or "failed"; "" for nothing."""
+    lines = [line for line in changed.text.splitlines() if f"--{flag.name}" in line]
+    if changed.status == 2:
+        return "refused" if lines else f"refused without its name: {changed.text.strip()[-300:]}"
+    if changed.status and any(said in changed.text for said in ENDS):
+        return "line"
+    if changed.status:
+        return f"failed: {changed.text.strip()[-300:]}"
+    if any(line not in base.text for line in lines):
+        return "line"
+    if changed.numbers != base.numbers and flag.effect != "output":
+        return "numbers"
+    if changed.files != base.files:
+        return "files"
+    if changed.work and changed.work != base.work:
+        return "work"
+    return "output" if flag.effect == "output" and changed.text != base.text else ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_no_flag_is_taken_without_a_word(name, folder):
+    kind = KINDS[name]
+    flags = base_flags(kind, folder)
+    base = outcome(kind.program, flags, folder)
+    assert base.status == 0, base.text
+    again, counted = outcome(kind.program, flags, folder), outcome(kind.program, flags, folder, counting=True)
+    assert (again.numbers, again.files) == (base.numbers, base.files), "the same run twice"
+    base = base._replace(work=counted.work)
+    silent = {}
+    for flag in settings_flags().values():
+        if flag.name == "compile" and name != "texts":
+            continue  # once is enough: it takes twenty seconds
+        found = dict[str, str]()
+        for text in other_values(flag, flags, kind, folder):
+            changed = outcome(kind.program, flags | {flag.name: text}, folder, counting=flag.effect == "work")
+            found[text] = what_it_does(flag, base, changed)
+            if found[text] in ("line", "refused", *EFFECTS):
+                break
+        allowed = {"line", "refused", flag.effect} | ({"files", "numbers"} if flag.effect != "work" else {"numbers"})
+        if not allowed & set(found.values()) and not (
+            flag.effect in ("ranks", "event") and flag.name in {*TESTED, *CHANGES}
+        ):
+            silent[flag.name] = found
+    assert not silent, silent

@@ -1,0 +1,91 @@
+"""Runs of a model that no engine generates with: it learns from texts on meshes, and what it cannot do is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import funrl
+from funrl.cli.run import main
+from funrl.mesh.mesh import MeshError
+from funrl.tasks import arithmetic
+from funrl.trainer.settings.declaration import SettingsError
+
+NEXT = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"], "hidden_size": 16,
+    "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+FLAGS = ("--device=cpu", "--compile=off", "--dtype=float64", "--batch_prompts=4", "--eval_prompts=4", "--lr=1e-2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random model with the tokenizer of the embedded task."""
+    tokenizer = arithmetic.tokenizer()
+    torch.manual_seed(0)
+    path = str(tmp_path_factory.mktemp("next"))
+    config = transformers.AutoConfig.for_model("qwen3_next", vocab_size=len(tokenizer), bos_token_id=1, **NEXT)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
+    data = tmp_path / "texts.jsonl"
+    texts = [{"prompt": f"{i}+{i + 3}=", "completion": str(2 * i + 3)[::-1]} for i in range(16)]
+    data.write_text("\n".join(map(json.dumps, texts)))
+    rows, weights, samples = {}, {}, {}
+    for mesh, more in (("dp1", ()), ("dp2", ("--fsdp",)), ("tp2", ("--split_residual=on",))):
+        run = tmp_path / mesh
+        flags = (
+            *FLAGS,
+            f"--model={folder}",
+            f"--data={data}",
+            f"--eval_data={data}",
+            "--steps=2",
+            f"--mesh={mesh}",
+            f"--run_dir={run}",
+        )
+        assert main("sft", ["sft", *flags, *more]) == 0
+        rows[mesh] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        weights[mesh] = load_file(run / "model/model.safetensors")
+        samples[mesh] = (run / "samples.jsonl").read_text()
+    assert len(samples["dp1"].splitlines()) >= 8 and samples["dp1"] == samples["dp2"] == samples["tp2"]
+    before = load_file(f"{folder}/model.safetensors")
+    name = "model.layers.1.linear_attn.in_proj_qkvz.weight"
+    assert (weights["dp1"][name].float() - before[name]).abs().max() > 1e-4
+    for mesh in ("dp2", "tp2"):
+        for one, row in zip(rows["dp1"], rows[mesh], strict=True):
+            assert row["train/loss"] == pytest.approx(one["train/loss"], abs=1e-9)
+            assert row["train/grad_norm"] == pytest.approx(one["train/grad_norm"], abs=1e-9)
+        for key, x in weights["dp1"].items():
+            assert (weights[mesh][key] - x).abs().max() < 1e-7, key
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tp2/model")
+
+
+@pytest.mark.parametrize(
+    "recipe,flags,message",
+    [
+        ("grpo", {}, "layers of a qwen3_next keep a state and no pages.*give texts to learn from, as to sft or dpo"),
+        ("grpo", {"engine": "hf"}, "layers of a qwen3_next keep a state and no pages"),
+        ("sft", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
+        ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_the_run(recipe, flags, message, folder, tmp_path):
+    more = {"reward": lambda prompt, completion: 1.0, "prompts": [{"prompt": "1+2="}]} if recipe == "grpo" else {}
+    with pytest.raises((SettingsError, MeshError), match=message):
+        funrl.train(recipe, model=folder, device="cpu", run_dir=str(tmp_path / "run"), steps=1, **more, **flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_completes_nothing(folder):
+    with pytest.raises(SettingsError, match="it can be trained and scored, but not generate"):
+        funrl.generate(folder, ["1+2="])

@@ -1,0 +1,142 @@
+"""Figures of the source that say how it reads: sizes, density and parameters, by package.
+
+    python tools/measure.py             # a table of funrl/
+    python tools/measure.py --functions # also each function and statement that exceeds a bound
+
+`tests/test_house.py` holds the figures of `BOUNDS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MOST_PARAMETERS = 6
+MOST_POSITIONAL = 3  # arguments of a call of a function of funrl, and those of a function that has more than these
+VAGUE = ("found", "one", "told", "made", "said", "how", "at", "g")  # locals that say nothing about what they hold
+
+
+class Figures(NamedTuple):
+    """Counts over some files.
+
+    Attributes:
+      dense: statements that assign several unrelated values.
+      wide: functions with more than `MOST_PARAMETERS` parameters.
+      crowded: calls with more than `MOST_PARAMETERS` positional arguments.
+      skips: lines that the formatter may not touch.
+      vague: functions with a local of `VAGUE`.
+    """
+
+    files: int = 0
+    lines: int = 0
+    statements: int = 0
+    functions: int = 0
+    dense: int = 0
+    wide: int = 0
+    crowded: int = 0
+    skips: int = 0
+    vague: int = 0
+
+    def __add__(self, other: Figures) -> Figures:  # type: ignore[override]
+        return Figures(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def figures_of(file: Path) -> Figures:
+    """Count one file."""
+    text = file.read_text()
+    nodes = list(ast.walk(ast.parse(text)))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return Figures(
+        files=1,
+        lines=text.count("\n"),
+        statements=sum(isinstance(node, ast.stmt) for node in nodes),
+        functions=len(functions),
+        dense=sum(is_dense(node) for node in nodes),
+        wide=sum(parameters_of(node) > MOST_PARAMETERS for node in functions),
+        crowded=sum(isinstance(node, ast.Call) and len(node.args) > MOST_PARAMETERS for node in nodes),
+        skips=len(re.findall(r"#\s*fmt:\s*(?:skip|off)", text)),
+        vague=sum(bool(vague_locals(node)) for node in functions),
+    )
+
+
+def is_dense(node: ast.AST) -> bool:
+    """True for `a, b = x, y`, but for a swap: each value has a name of its own, so each can have a line of its own."""
+    if not isinstance(node, ast.Assign):
+        return False
+    target = node.targets[0]
+    if not isinstance(target, ast.Tuple) or not isinstance(node.value, ast.Tuple):
+        return False
+    names = {ast.unparse(name) for name in target.elts}
+    values = {ast.unparse(value) for value in node.value.elts}
+    return not names & values
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters of a function, without self and cls."""
+    arguments = node.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def vague_locals(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Names of `VAGUE` that a function binds."""
+    bound = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
+    return bound & set(VAGUE)
+
+
+def excesses(root: Path = ROOT) -> Iterator[str]:
+    """Each place that exceeds a bound, with its file and line."""
+    for file in sorted((root / "funrl").rglob("*.py")):
+        place = file.relative_to(root)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if is_dense(node):
+                yield f"{place}:{getattr(node, 'lineno', 0)}: several values in one assignment"
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if (count := parameters_of(node)) > MOST_PARAMETERS:
+                    yield f"{place}:{node.lineno}: {node.name} has {count} parameters"
+                if names := vague_locals(node):
+                    yield f"{place}:{node.lineno}: {node.name} has locals named {', '.join(sorted(names))}"
+            elif isinstance(node, ast.Call) and len(node.args) > MOST_PARAMETERS:
+                yield f"{place}:{node.lineno}: a call with {len(node.args)} positional arguments"
+
+
+def by_package(root: Path = ROOT) -> dict[str, Figures]:
+    """Figures of each folder of funrl."""
+    totals: dict[str, Figures] = {}
+    for file in sorted((root / "funrl").rglob("*.py")):
+        folder = file.parent.relative_to(root).as_posix()
+        totals[folder] = totals.get(folder, Figures()) + figures_of(file)
+    return totals
+
+
+def table(totals: dict[str, Figures]) -> str:
+    """The figures in columns, with a row for their sum; dense statements and vague functions per 100 functions."""
+    whole = sum(totals.values(), Figures())
+    header = ("", *Figures._fields, "dense/100", "vague/100")
+    rows = [header]
+    for name, figures in (*totals.items(), ("all", whole)):
+        functions = max(figures.functions, 1)
+        shares = (f"{100 * figures.dense / functions:.0f}", f"{100 * figures.vague / functions:.0f}")
+        rows.append((name, *(f"{number:,}" for number in figures), *shares))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0])] + [x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True)])
+        for row in rows
+    )
+
+
+def main() -> int:
+    root = next((Path(text) for text in sys.argv[1:] if not text.startswith("-")), ROOT)
+    print(table(by_package(root)))
+    if "--functions" in sys.argv:
+        print("\n".join(excesses(root)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
