@@ -71,7 +71,7 @@ def inference_flags(name: str) -> list[Flag]:
     shared = [table[one]._replace(requires="", kinds=RUN_KINDS) for one in names]
     texts = {one: table[one].text for one in SAMPLED[2:]} | SAMPLED_TEXTS
     sampling = [
-        table[f"eval_{one}"]._replace(name=one, group="rollout", kinds=RUN_KINDS, text=texts[one]) for one in SAMPLED
+        table[f"eval_{one}"]._replace(name=one, group="sampling", kinds=RUN_KINDS, text=texts[one]) for one in SAMPLED
     ]
     return [*own, *shared, *sampling]
 
