@@ -36,9 +36,8 @@ from funrl.cost.tracing.hardware import hardware_of
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.flags.arguments import find_recipe, full_source, recipe_name
-from funrl.mesh.launch import check_devices, device_type, launch
+from funrl.mesh.launch import Waiting, check_devices, device_type, launch
 from funrl.mesh.mesh import Mesh, parse
-from funrl.mesh.text import wanted_devices
 from funrl.models import Model, ModelConfig
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
@@ -312,7 +311,7 @@ def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
     Raises:
       SettingsError: a mesh cannot be chosen.
     """
-    if wanted_devices(chosen.devices.mesh) is not None:
+    if chosen.devices.train.wanted is not None:
         if built:
             raise SettingsError(
                 f"mesh={chosen.devices.mesh!r}: it is chosen for the embedded task's model or a directory; name one"
@@ -346,10 +345,8 @@ def _run(
                     program,
                     job.sizes,
                     job.device,
-                    timeout=timeout,
                     before=rewards,
-                    heartbeat_s=chosen.waiting.heartbeat,
-                    stalled_s=chosen.waiting.stalled_after,
+                    waiting=Waiting(timeout, chosen.waiting.heartbeat, chosen.waiting.stalled_after),
                 )
             except BaseException:
                 leave_nothing(owned)

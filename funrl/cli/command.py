@@ -23,7 +23,6 @@ from funrl.flags.arguments import (
 from funrl.flags.foreign.aliases import check_names, names_given
 from funrl.flags.foreign.renaming import NameContext
 from funrl.loading import locate
-from funrl.mesh.text import wanted_devices
 from funrl.processes.environment import ranks_of_node
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.settings.chat_checks import check_chats
@@ -118,7 +117,7 @@ def with_mesh(command: Command) -> Command:
     Raises:
       ValueError: this machine does not have N devices, or the run fits no mesh of them.
     """
-    settings, wanted = command.settings, wanted_devices(command.settings.devices.mesh)
+    settings, wanted = command.settings, command.settings.devices.train.wanted
     node = ranks_of_node() if settings.devices.fsdp and settings.devices.fsdp_axes is None else None
     if wanted is None and node is None:
         return command

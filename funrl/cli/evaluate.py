@@ -32,7 +32,7 @@ from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.data.prompts import Example
 from funrl.flags.foreign.renaming import NameContext
-from funrl.mesh.launch import launch
+from funrl.mesh.launch import Waiting, launch
 from funrl.mesh.mesh import Mesh
 from funrl.processes.environment import read_environment
 from funrl.rewards.call import Reward
@@ -272,7 +272,7 @@ def _own_names(data: str) -> Any:
 def launched(program: Callable[..., Any], job: Job) -> Any:
     """Run a program on all ranks of a job and return what rank 0 returned."""
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
-    return launch(program, job.sizes, job.device, timeout=timeout, before=functools.partial(open_rewards, job))
+    return launch(program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=Waiting(timeout))
 
 
 class TableObserver:

@@ -20,7 +20,7 @@ from funrl.cli.command import Command
 from funrl.cli.run import PLAIN
 from funrl.cli.usages import COMMANDS, read_places
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
@@ -122,7 +122,7 @@ def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
     program = functools.partial(_rank, job, run_dir, step)
     try:
-        done = launch(program, job.sizes, job.device, PLAIN, timeout)
+        done = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
     except (WorkerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2

@@ -115,7 +115,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     Args:
       inputs: digests of the run's files, as the first rank knows them.
     """
-    from funrl.mesh.launch import WorkerError, launch
+    from funrl.mesh.launch import Waiting, WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
 
     job, status, outcome, problem = _job(command), 0, None, ""
@@ -128,10 +128,12 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
                 job.sizes,
                 job.device,
                 PLAIN,
-                datetime.timedelta(minutes=settings.waiting.timeout),
                 before=rewards,
-                heartbeat_s=settings.waiting.heartbeat,
-                stalled_s=settings.waiting.stalled_after,
+                waiting=Waiting(
+                    datetime.timedelta(minutes=settings.waiting.timeout),
+                    settings.waiting.heartbeat,
+                    settings.waiting.stalled_after,
+                ),
             )
         if outcome.error:  # which every rank knows
             status, problem = 1, f"error: {outcome.error}" if first else ""

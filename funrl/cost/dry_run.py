@@ -41,7 +41,6 @@ from funrl.cost.tracing.estimate import (
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.supervised import TEXT_FIELDS
-from funrl.mesh import mesh as meshes
 from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model
 from funrl.models.errors import ModelError
@@ -84,7 +83,8 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     Raises:
       ValueError: the first thing that cannot work.
     """
-    sizes, settings = meshes.parse(settings.devices.mesh), located(settings)
+    sizes = settings.devices.train.chosen
+    settings = located(settings)
     model = plain_model(settings)
     kind = run_kind(algorithm, settings.examples.data)
     settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")

@@ -21,7 +21,6 @@ from funrl.cost.tracing.hardware import HARDWARE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.mesh.text import wanted_devices
 from funrl.processes.environment import ranks_of_node
 from funrl.trainer.settings.settings import Settings, with_flags
 
@@ -44,7 +43,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     def costs(settings: Settings, hardware: Hardware) -> Estimate:
         return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
 
-    if wanted_devices(settings.devices.mesh) is not None:
+    if settings.devices.train.wanted is not None:
         return searched(settings, algorithm, costs, line)
     node = ranks_of_node() or RANKS_PER_NODE  # of a run that is asked about from elsewhere
     settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)

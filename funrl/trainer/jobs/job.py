@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.algos.core import Algorithm, reads
-from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
@@ -189,7 +188,8 @@ def job_of(
 
 def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
-    sizes, device = meshes.parse(settings.devices.mesh), settings.devices.device or device_type()
+    sizes = settings.devices.train.chosen
+    device = settings.devices.device or device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
     check_devices(sizes, device)

@@ -157,8 +157,8 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
       sizes: of the train mesh.
       memory: bytes that one rank may use.
     """
-    if settings.devices.generate_mesh is not None:
-        return meshes.parse(settings.devices.generate_mesh)
+    if settings.devices.generate is not None:
+        return settings.devices.generate.sizes
     world, item = Mesh(sizes).world, 8 if settings.models.dtype == "float64" else 4
     fits = trees.count(model.shapes) * item <= memory / 4
     alone = dict.fromkeys(AXES, 1) | {"data": world}
