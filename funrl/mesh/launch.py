@@ -50,7 +50,7 @@ Before = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class Waiting(NamedTuple):
-    """How long ranks wait for each other.
+    """Limits of the waiting of ranks for each other.
 
     Attributes:
       timeout: how long a rank waits for another in a collective, of any group, before that is an error.
