@@ -14,8 +14,8 @@ import numpy as np
 from funrl.algos.core import Algorithm
 from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.flags.config_file import flag_text
-from funrl.flags.foreign.aliases import check_names
-from funrl.flags.foreign.renaming import NameContext
+from funrl.flags.foreign.answers import check_names
+from funrl.flags.foreign.meaning import NameContext
 from funrl.models import Model
 from funrl.rewards.call import Reward, described_function
 from funrl.rollout.sampling_parameters import Sampling

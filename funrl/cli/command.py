@@ -20,8 +20,8 @@ from funrl.flags.arguments import (
     full_source,
     names_of_arguments,
 )
-from funrl.flags.foreign.aliases import check_names, names_given
-from funrl.flags.foreign.renaming import NameContext
+from funrl.flags.foreign.answers import check_names, names_given
+from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
 from funrl.mesh.text import wanted_devices
 from funrl.processes.environment import ranks_of_node

@@ -31,7 +31,7 @@ from funrl.api.python import RECORDS
 from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.data.prompts import Example
-from funrl.flags.foreign.renaming import NameContext
+from funrl.flags.foreign.meaning import NameContext
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh
 from funrl.processes.environment import read_environment

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from funrl.flags import parser as flags
-from funrl.flags.foreign.aliases import check_names, names_given
-from funrl.flags.foreign.renaming import NameContext
+from funrl.flags.foreign.answers import check_names, names_given
+from funrl.flags.foreign.meaning import NameContext
 from funrl.trainer.settings.declaration import RUN_KINDS, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
 

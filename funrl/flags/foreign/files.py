@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from funrl.flags.config_file import load_yaml
-from funrl.flags.foreign.aliases import DOTTED, flag_in
+from funrl.flags.foreign.answers import DOTTED, flag_in
 from funrl.trainer.settings.declaration import SettingsError
 
 IGNORED = ("defaults", "hydra", "ray_kwargs", "global_profiler", "_target_")  # parts of a Hydra file without a meaning
