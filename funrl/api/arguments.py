@@ -37,7 +37,7 @@ def with_keywords(keywords: type, flags: Iterable[Flag] = ()) -> Callable[[Funct
 
     def named(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, ...), annotation=kind)
             for name, kind in inspect.get_annotations(keywords).items()

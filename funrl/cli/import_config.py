@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from funrl.cli.usages import COMMANDS, read_places
+from funrl.cli.line import read_words
+from funrl.cli.usages import COMMANDS
 from funrl.flags.arguments import full_source, names_of_arguments, recipe_names
 from funrl.flags.foreign import verl
 from funrl.flags.foreign.estimators import recipe_of
@@ -97,36 +97,39 @@ class _Source(NamedTuple):
 def import_config(argv: Sequence[str]) -> int:
     """Run `funrl import`; return the exit status."""
     flags = [
-        Flag("to", None, str, True, "the file to write"),
-        Flag("recipe", None, str, True, f"of TRL's trainer: {', '.join(TRAINERS)}"),
-        Flag("devices", 1, int, False, "GPUs that TRL's run has", bounds=(at_least(1),)),
-        Flag("records", None, int, True, "records of the training data, which epochs count", bounds=(at_least(1),)),
-        Flag("partial", False, bool, False, "leave out, or take the nearest of, what has no equal here"),
+        Flag("to", None, str, optional=True, text="the file to write"),
+        Flag("recipe", None, str, optional=True, text=f"of TRL's trainer: {', '.join(TRAINERS)}"),
+        Flag("devices", 1, int, optional=False, text="GPUs that TRL's run has", bounds=(at_least(1),)),
+        Flag(
+            "records",
+            None,
+            int,
+            optional=True,
+            text="records of the training data, which epochs count",
+            bounds=(at_least(1),),
+        ),
+        Flag("partial", False, bool, optional=False, text="leave out, or take the nearest of, what has no equal here"),
     ]
-    try:
-        (path,), values = read_places(flags, argv, COMMANDS["import"].usage)
-        found = imported(path, values["recipe"], values["devices"], values["records"])
-        if found.lost and not values["partial"]:
-            raise SettingsError(_refusal(path, found))
-        _write(found, values["to"])
-    except (SettingsError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    (path,), line = read_words(flags, argv, COMMANDS["import"].usage)
+    config = imported(path, line.values["recipe"], line.values["devices"], records=line.values["records"])
+    if config.lost and not line.values["partial"]:
+        raise SettingsError(_refusal(path, config))
+    _write(config, line.values["to"])
     return 0
 
 
-def _refusal(path: str, found: Imported) -> str:
-    several = "values have" if len(found.lost) > 1 else "value has"
-    lines = [f"  {row.theirs}: {row.difference}" for row in found.lost]
-    return "\n".join([f"{path}: {len(found.lost)} {several} no equal here; --partial writes the rest", *lines])
+def _refusal(path: str, config: Imported) -> str:
+    several = "values have" if len(config.lost) > 1 else "value has"
+    lines = [f"  {row.theirs}: {row.difference}" for row in config.lost]
+    return "\n".join([f"{path}: {len(config.lost)} {several} no equal here; --partial writes the rest", *lines])
 
 
-def _write(found: Imported, to: str | None) -> None:
+def _write(config: Imported, to: str | None) -> None:
     """Print the file, or write it and print its table."""
-    table = [f"read as {found.source}", "", *difference_table(found.rows)]
-    if found.lost:
-        table += ["", "another run than theirs:", *(f"  {row.theirs}: {row.difference}" for row in found.lost)]
-    text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(found.flags)]) + "\n"
+    table = [f"read as {config.source}", "", *difference_table(config.rows)]
+    if config.lost:
+        table += ["", "another run than theirs:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
+    text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(config.flags)]) + "\n"
     if to is None:
         print(text, end="")
         return
@@ -134,7 +137,7 @@ def _write(found: Imported, to: str | None) -> None:
         raise SettingsError(f"--to={to}: is there already; give another name")
     Path(to).write_text(text, encoding="utf-8")
     print("\n".join(table))
-    more = f" with --{', --'.join(found.needed)}" if found.needed else ""
+    more = f" with --{', --'.join(config.needed)}" if config.needed else ""
     print(f"\nfunrl --config={to}{more} runs it; the table is in the file too")
 
 

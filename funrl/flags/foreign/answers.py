@@ -129,7 +129,7 @@ def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[Nam
 
 
 def _name_of_verl(name: str) -> str:
-    """The full name of verl's of which this is all or the last part; "" where there is none, or a recipe has it."""
+    """The full name of verl's that this is, or whose last part it is; "" where there is none, or a recipe has it."""
     if name in VERL or "." in name:
         return name if name in VERL else ""
     full = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")

@@ -23,7 +23,7 @@ from funrl.flags.foreign.meaning import (
 from funrl.flags.foreign.schedules import ACTOR, makes_several_updates
 from funrl.flags.foreign.values import DifferentError, is_none, is_same
 
-ROLLOUTS = "actor_rollout_ref.rollout"
+VERL_ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 ESTIMATORS = {  # of adv_estimator
@@ -78,7 +78,7 @@ def _recipe(text: str, context: NameContext) -> str:
 def _is_only_completion(text: str, context: NameContext) -> bool:
     """verl's estimator makes something else of a prompt's only completion, and prompts have one."""
     estimator = context.theirs.get("algorithm.adv_estimator", "grpo").lower()
-    return estimator in RAW_ALONE and is_same(context.theirs.get(f"{ROLLOUTS}.n", "2"), "1")
+    return estimator in RAW_ALONE and is_same(context.theirs.get(f"{VERL_ROLLOUT}.n", "2"), "1")
 
 
 def _is_undivided(text: str, context: NameContext) -> bool:
@@ -92,7 +92,8 @@ estimator_recipe = first_of(
         different("of a prompt's only completion verl's advantage is the reward, here it is 0", experiment=_recipe),
     ),
     (
-        *(recipe_is(*LOSS_RECIPES.values()), _is_undivided),
+        recipe_is(*LOSS_RECIPES.values()),
+        _is_undivided,
         different("{recipe} divides by the deviation of the group", experiment=_recipe),
     ),
     (
@@ -175,7 +176,9 @@ def _uses_kl_loss(text: str, context: NameContext) -> bool:
 
 kl_in_loss = first_of(
     (
-        *(negated(_uses_kl_loss), takes("kl_coef"), negated(takes("kl_target"))),
+        negated(_uses_kl_loss),
+        takes("kl_coef"),
+        negated(takes("kl_target")),
         becomes(kl_coef="0.0"),
     ),
     (negated(_uses_kl_loss), becomes()),
@@ -246,20 +249,25 @@ def _divides_by_limit(text: str, context: NameContext) -> bool:
 
 aggregation = first_of(
     (
-        *(recipe_is("grpo"), among("token-mean")),
+        recipe_is("grpo"),
+        among("token-mean"),
         becomes("verl takes it of each mini-batch, as here", per_sequence="false"),
     ),
     (
-        *(recipe_is("grpo"), among("seq-mean-token-mean")),
+        recipe_is("grpo"),
+        among("seq-mean-token-mean"),
         becomes("verl takes it of each mini-batch, as here", per_sequence="true"),
     ),
     (
-        *(recipe_is("sapo"), negated(_is_own_reduction), negated(_adds_terms)),
+        recipe_is("sapo"),
+        negated(_is_own_reduction),
+        negated(_adds_terms),
         no_effect("verl's sapo takes the mean of each completion whatever it is"),
     ),
     (recipe_is("dr_grpo"), _is_own_reduction, _divides_by_limit, becomes("dr_grpo divides by --max_new_tokens")),
     (
-        *(recipe_is("dr_grpo"), _is_own_reduction),
+        recipe_is("dr_grpo"),
+        _is_own_reduction,
         different(
             lambda text, context: (
                 "verl divides by the width of the padded batch unless loss_scale_factor is given, "
@@ -328,7 +336,8 @@ def _policy_path(text: str, context: NameContext) -> str:
 
 critic_model = first_of(
     (
-        *(recipe_is("ppo", "vapo"), lambda text, context: text != _policy_path(text, context)),
+        recipe_is("ppo", "vapo"),
+        lambda text, context: text != _policy_path(text, context),
         different(lambda text, context: f"the critic begins as the policy, {_policy_path(text, context)}"),
     ),
     becomes("the critic begins as the policy"),

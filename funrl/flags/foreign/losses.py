@@ -72,7 +72,8 @@ _GROUPED_LOSS = first_of(
     (among("grpo"), becomes(per_sequence="true")),
     (among("dapo"), _makes_updates, different(_denominators, per_sequence="false")),
     (
-        *(among("bnpo"), accumulates),
+        among("bnpo"),
+        accumulates,
         different(
             "TRL's bnpo is a mean of the means of micro-batches, here a mean over all tokens", per_sequence="false"
         ),
@@ -173,7 +174,8 @@ delta = first_of(
 )
 scale_rewards = first_of(
     (
-        *(equal("group", "true"), recipe_is("grpo", "dapo", "gspo", "cispo", "sapo")),
+        equal("group", "true"),
+        recipe_is("grpo", "dapo", "gspo", "cispo", "sapo"),
         first_of((takes("std_eps"), becomes(std_eps="1e-4")), becomes("TRL adds 1e-4 to the deviation of a group")),
     ),
     (equal("none", "false"), recipe_is("dr_grpo"), becomes()),
@@ -267,7 +269,8 @@ lmbda = first_of(
 )
 gkd_temperature = first_of(
     (
-        *(recipe_is("gkd"), negated(equal("1"))),
+        recipe_is("gkd"),
+        negated(equal("1")),
         different("TRL samples at it and takes the divergence at 1, here both are one", temperature="{text}"),
     ),
     same("temperature"),

@@ -233,7 +233,7 @@ def choice(ours: str, values: Mapping[str, str], reason: str, difference: str = 
 
     Args:
       values: theirs to ours.
-      reason: what is said of any other value.
+      reason: the message for any other value.
     """
     return first_of(
         (

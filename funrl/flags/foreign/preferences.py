@@ -156,7 +156,8 @@ label_smoothing = first_of(
     (recipe_is(*CONTRASTS), equal("0"), becomes()),
     (recipe_is(*CONTRASTS), different("{recipe} has no --smoothing")),
     (
-        *(takes("smoothing"), lambda text, context: not _loss_types(context) & SMOOTHED),
+        takes("smoothing"),
+        lambda text, context: not _loss_types(context) & SMOOTHED,
         no_effect(f"TRL reads it in {', '.join(sorted(SMOOTHED))} alone"),
     ),
     argument("smoothing", "its labels are taken as they are"),
@@ -213,7 +214,8 @@ use_weighting = first_of(
 length_alpha = optional(argument("length_alpha", "it has none"))  # LD-DPO's factor of the longer completion's end
 unpaired_loss = first_of(
     (
-        *(among("kto"), accumulates),
+        among("kto"),
+        accumulates,
         different("TRL takes the reference point of every micro-batch, here it is that of the step", loss="kto"),
     ),
     (among("kto"), same("loss")),
@@ -223,7 +225,8 @@ unpaired_loss = first_of(
 contrast_loss = first_of(
     (among("hinge", "ipo"), different("cpo has no {text}; its loss is TRL's sigmoid")),
     (
-        *(recipe_is("cpo"), _has("alpha")),
+        recipe_is("cpo"),
+        _has("alpha"),
         different("alpha bends the rewards of alphapo alone (loss_type=alphapo)"),
     ),
 )
@@ -231,13 +234,15 @@ contrast_loss = first_of(
 cpo_alpha = first_of(
     (recipe_is("simpo", "alphapo"), equal("0"), becomes()),
     (
-        *(recipe_is("simpo", "alphapo"), lambda text, context: context.theirs.get("loss_type") != "alphapo"),
+        recipe_is("simpo", "alphapo"),
+        lambda text, context: context.theirs.get("loss_type") != "alphapo",
         different("{recipe} has no likelihood beside its contrast (cpo_alpha=0)"),
     ),
     (recipe_is("simpo", "alphapo"), becomes()),
     (negated(takes("likelihood_coef")), different("{recipe} has no --likelihood_coef")),
     (
-        *(negated(equal("0")), accumulates),
+        negated(equal("0")),
+        accumulates,
         different(
             "TRL's likelihood is a mean of the means over tokens of micro-batches, here the mean over all of a step",
             likelihood_coef="{text}",

@@ -59,7 +59,8 @@ def lr_warmup(text: str, context: NameContext) -> Meaning:
     note = ""
     if steps <= 0 and ratio > 0:
         total = _total_steps(context)
-        steps, note = Fraction(math.floor(ratio * total)), f"{number_text(ratio)} of {total} steps"
+        steps = Fraction(math.floor(ratio * total))
+        note = f"{number_text(ratio)} of {total} steps"
     if steps <= 0:
         return Meaning({})
     updates = updates_of_batch(context)

@@ -70,8 +70,8 @@ def trl_batch(context: NameContext) -> dict[str, str]:
 
 def batch_size(text: str, context: NameContext) -> Meaning:
     """Batch size per device, accumulation, and batches per generation, which only together give the size of a step."""
-    rows, accumulated = _rows_per_device(context), _accumulation(context)
-    counts = f"{rows} a device x {accumulated} accumulated x {context.ranks} devices with rows of their own"
+    accumulated = f"{_rows_per_device(context)} a device x {_accumulation(context)} accumulated"
+    counts = f"{accumulated} x {context.ranks} devices with rows of their own"
     if context.texts or context.recipe == "gkd":
         return Meaning(trl_batch(context), f"{counts}; what is accumulated is decided by --token_budget")
     note = f"TRL counts completions: {counts}; here prompts, of {_samples(context)} completions each"
@@ -102,7 +102,7 @@ def _has_max_steps(text: str, context: NameContext) -> bool:
 
 
 def _count_note(updates: Fraction) -> str:
-    return f"TRL counts optimizer steps, of which a step here makes {updates}" if updates != 1 else ""
+    return f"TRL counts optimizer steps; a step here makes {updates}" if updates != 1 else ""
 
 
 def max_steps(text: str, context: NameContext) -> Meaning:

@@ -87,7 +87,8 @@ def _computes_in_bf16(text: str, context: NameContext) -> bool:
 _DTYPE = first_of(
     (among("bfloat16", "torch.bfloat16"), becomes("weights that learn stay float32", dtype="bfloat16")),
     (
-        *(among("float32", "torch.float32"), _computes_in_bf16),
+        among("float32", "torch.float32"),
+        _computes_in_bf16,
         becomes("of the weights; passes compute in what bf16 says"),
     ),
     (among("float32", "torch.float32"), becomes(dtype="float32")),
@@ -182,7 +183,8 @@ def _adapters(text: str, context: NameContext) -> Meaning:
 
 def _rank(text: str, context: NameContext) -> Meaning:
     """The rank of adapters, with TRL's scale where none is given."""
-    rank, alpha = PEFT_DEFAULTS["lora_r"], PEFT_DEFAULTS["lora_alpha"]
+    rank = PEFT_DEFAULTS["lora_r"]
+    alpha = PEFT_DEFAULTS["lora_alpha"]
     flags = {"lora_rank": context.theirs.get("lora_r", rank)}
     if context.ours.get("lora_alpha") is None:
         flags["lora_alpha"] = alpha
@@ -268,7 +270,7 @@ TRL: dict[str, NameRule] = {
         ),
         same("max_grad_norm"),
     ),
-    "seed": same("seed", difference="the numbers that are drawn are others"),
+    "seed": same("seed", difference="its random numbers are others"),
     "optim": choice(
         "optimizer",
         {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw": "adamw"},

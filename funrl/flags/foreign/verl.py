@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from funrl.flags.foreign import estimators
-from funrl.flags.foreign.estimators import CORRECTION, MODEL, ROLLOUTS
+from funrl.flags.foreign.estimators import CORRECTION, MODEL, VERL_ROLLOUT
 from funrl.flags.foreign.meaning import (
     Effect,
     Meaning,
@@ -54,11 +54,11 @@ DEFAULTS = {  # of its ppo_trainer.yaml, where they differ from those here or de
     f"{ACTOR}.kl_loss_coef": "0.001",
     f"{ACTOR}.kl_loss_type": "low_var_kl",
     f"{ACTOR}.grad_clip": "1.0",
-    f"{ROLLOUTS}.n": "1",
-    f"{ROLLOUTS}.dtype": "bfloat16",
-    f"{ROLLOUTS}.val_kwargs.do_sample": "false",
-    f"{ROLLOUTS}.temperature": "1.0",
-    f"{ROLLOUTS}.tensor_model_parallel_size": "2",
+    f"{VERL_ROLLOUT}.n": "1",
+    f"{VERL_ROLLOUT}.dtype": "bfloat16",
+    f"{VERL_ROLLOUT}.val_kwargs.do_sample": "false",
+    f"{VERL_ROLLOUT}.temperature": "1.0",
+    f"{VERL_ROLLOUT}.tensor_model_parallel_size": "2",
     "critic.optim.lr": "1e-5",
     "critic.cliprange_value": "0.5",
     "algorithm.adv_estimator": "gae",
@@ -80,16 +80,16 @@ DEFAULTS = {  # of its ppo_trainer.yaml, where they differ from those here or de
 }
 _BUDGET = "micro-batches are packed to --token_budget tokens, whatever their rows; this decides memory alone"
 _SHARDED = "what is sharded and kept on the host is --fsdp_axes, --fsdp_models and --offload"
-FIXED = {  # names of which a run has one value
+FIXED = {  # names that have one value in every run, with it and the reason
     "data.shuffle": ("true", "prompts come in a shuffled order, by --seed"),
     "data.train_max_samples": ("-1", "all records are used; give a file of some"),
     "data.tool_config_path": ("null", "episodes have one turn"),
     "data.custom_cls.path": ("null", "records are read as docs/data.md says"),
-    f"{ROLLOUTS}.do_sample": ("true", "completions are sampled"),
-    f"{ROLLOUTS}.multi_turn.enable": ("false", "episodes have one turn"),
-    f"{ROLLOUTS}.ignore_eos": ("false", "a completion ends at its end"),
-    f"{ROLLOUTS}.repetition_penalty": ("1", "give --repetition_penalty"),
-    f"{ROLLOUTS}.quantization": ("null", "the engine's weights are the trainer's"),
+    f"{VERL_ROLLOUT}.do_sample": ("true", "completions are sampled"),
+    f"{VERL_ROLLOUT}.multi_turn.enable": ("false", "episodes have one turn"),
+    f"{VERL_ROLLOUT}.ignore_eos": ("false", "a completion ends at its end"),
+    f"{VERL_ROLLOUT}.repetition_penalty": ("1", "give --repetition_penalty"),
+    f"{VERL_ROLLOUT}.quantization": ("null", "the engine's weights are the trainer's"),
     f"{ACTOR}.optim.betas": ("0.9,0.999", "AdamW's averages have 0.9 and 0.999"),
     f"{ACTOR}.optim.optimizer": ("adamw", "verl's other optimizers have no equal; --optimizer has adamw and muon"),
     f"{ACTOR}.optim.min_lr_ratio": ("0", "--lr_schedule ends at 0"),
@@ -155,7 +155,7 @@ def is_of_verl(name: str) -> bool:
 def _mesh(text: str, context: NameContext) -> Meaning:
     """The devices, divided into rows, splits of rows, and tensors."""
     devices = context.number("trainer.nnodes", "1") * context.number("trainer.n_gpus_per_node", "8")
-    tensor = context.number(f"{ROLLOUTS}.tensor_model_parallel_size", "2")
+    tensor = context.number(f"{VERL_ROLLOUT}.tensor_model_parallel_size", "2")
     split = context.number(f"{ACTOR}.ulysses_sequence_parallel_size", "1")
     sequence = f",sp{whole(split, '--mesh')}" if split > 1 else ""
     flags = {"mesh": f"dp{whole(devices / split, '--mesh')}{sequence}"}
@@ -171,7 +171,7 @@ def _files(text: str, context: NameContext) -> str:
 
 
 def _samples_to_evaluate(text: str, context: NameContext) -> bool:
-    return context.is_on(f"{ROLLOUTS}.val_kwargs.do_sample")
+    return context.is_on(f"{VERL_ROLLOUT}.val_kwargs.do_sample")
 
 
 def _evaluation(ours: str, greedy: str) -> NameRule:
@@ -188,7 +188,7 @@ def _top_k(ours: str) -> NameRule:
 
 
 def _eval_temperature(text: str, context: NameContext) -> str:
-    return context.theirs.get(f"{ROLLOUTS}.val_kwargs.temperature", "0")
+    return context.theirs.get(f"{VERL_ROLLOUT}.val_kwargs.temperature", "0")
 
 
 def _is_never(text: str, context: NameContext) -> bool:
@@ -289,32 +289,32 @@ VERL: dict[str, NameRule] = {
     "reward_model.model.path": _REWARD_MODEL,
     "reward.reward_model.enable": becomes(),
     "reward.reward_model.model_path": _REWARD_MODEL,
-    f"{ROLLOUTS}.n": same("samples_per_prompt"),
-    f"{ROLLOUTS}.temperature": same("temperature"),
-    f"{ROLLOUTS}.top_p": same("top_p"),
-    f"{ROLLOUTS}.top_k": _top_k("top_k"),
-    f"{ROLLOUTS}.val_kwargs.n": same("eval_samples"),
-    f"{ROLLOUTS}.val_kwargs.do_sample": first_of(
+    f"{VERL_ROLLOUT}.n": same("samples_per_prompt"),
+    f"{VERL_ROLLOUT}.temperature": same("temperature"),
+    f"{VERL_ROLLOUT}.top_p": same("top_p"),
+    f"{VERL_ROLLOUT}.top_k": _top_k("top_k"),
+    f"{VERL_ROLLOUT}.val_kwargs.n": same("eval_samples"),
+    f"{VERL_ROLLOUT}.val_kwargs.do_sample": first_of(
         (is_on, becomes(eval_temperature=_eval_temperature)), becomes(eval_temperature="0")
     ),
-    f"{ROLLOUTS}.val_kwargs.temperature": _evaluation("eval_temperature", "0"),
-    f"{ROLLOUTS}.val_kwargs.top_p": _evaluation("eval_top_p", "1.0"),
-    f"{ROLLOUTS}.val_kwargs.top_k": _evaluation("eval_top_k", "0"),
-    f"{ROLLOUTS}.name": first_of(
+    f"{VERL_ROLLOUT}.val_kwargs.temperature": _evaluation("eval_temperature", "0"),
+    f"{VERL_ROLLOUT}.val_kwargs.top_p": _evaluation("eval_top_p", "1.0"),
+    f"{VERL_ROLLOUT}.val_kwargs.top_k": _evaluation("eval_top_k", "0"),
+    f"{VERL_ROLLOUT}.name": first_of(
         (among("vllm", "hf"), same("engine")),
         no_effect("there is no {text}, the native engine generates; --engine has vllm, vllm_server and hf too"),
     ),
-    f"{ROLLOUTS}.dtype": choice(
+    f"{VERL_ROLLOUT}.dtype": choice(
         "dtype",
         {"bfloat16": "bfloat16", "float32": "float32"},
         "--dtype has these",
         "of training and generation; master weights are float32",
     ),
-    f"{ROLLOUTS}.max_num_seqs": same("decode_rows"),
-    f"{ROLLOUTS}.gpu_memory_utilization": no_effect("the cache's size is --kv_cache_gb, in 1e9 bytes"),
-    f"{ROLLOUTS}.tensor_model_parallel_size": _mesh,
-    f"{ROLLOUTS}.log_prob_micro_batch_size_per_gpu": no_effect("scoring is packed to --score_token_budget tokens"),
-    f"{ROLLOUTS}.log_prob_max_token_len_per_gpu": same("score_token_budget"),
+    f"{VERL_ROLLOUT}.max_num_seqs": same("decode_rows"),
+    f"{VERL_ROLLOUT}.gpu_memory_utilization": no_effect("the cache's size is --kv_cache_gb, in 1e9 bytes"),
+    f"{VERL_ROLLOUT}.tensor_model_parallel_size": _mesh,
+    f"{VERL_ROLLOUT}.log_prob_micro_batch_size_per_gpu": no_effect("scoring is packed to --score_token_budget tokens"),
+    f"{VERL_ROLLOUT}.log_prob_max_token_len_per_gpu": same("score_token_budget"),
     f"{ACTOR}.ppo_mini_batch_size": becomes(
         "verl gives the prompts of one, here it is how many there are", minibatches=minibatch_count
     ),
