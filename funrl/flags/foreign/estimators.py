@@ -19,6 +19,8 @@ from funrl.flags.foreign.meaning import (
     recipe_is,
     same,
     takes,
+    text_given,
+    turned_on,
 )
 from funrl.flags.foreign.schedules import ACTOR, makes_several_updates
 from funrl.flags.foreign.values import DifferentError, is_none, is_same
@@ -81,10 +83,6 @@ def _is_only_completion(text: str, context: NameContext) -> bool:
     return estimator in RAW_ALONE and is_same(context.theirs.get(f"{VERL_ROLLOUT}.n", "2"), "1")
 
 
-def _is_undivided(text: str, context: NameContext) -> bool:
-    return not context.is_on("algorithm.norm_adv_by_std_in_grpo", "true")
-
-
 estimator_recipe = first_of(
     (recipe_is(*OTHER), different(lambda text, context: OTHER[context.recipe], experiment=_recipe)),
     (
@@ -93,7 +91,7 @@ estimator_recipe = first_of(
     ),
     (
         recipe_is(*LOSS_RECIPES.values()),
-        _is_undivided,
+        negated(turned_on("algorithm.norm_adv_by_std_in_grpo", "true")),
         different("{recipe} divides by the deviation of the group", experiment=_recipe),
     ),
     (
@@ -155,25 +153,18 @@ dual_clip = first_of(
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def _given_kind(context: NameContext) -> str:
-    return context.theirs.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
+_given_kind = text_given(f"{ACTOR}.kl_loss_type", "low_var_kl")
 
 
 def _kl_kind(text: str, context: NameContext) -> str:
     """The estimator of the KL, "" where verl's has no equal."""
-    kind = _given_kind(context)
+    kind = _given_kind(text, context)
     name = KL_ESTIMATORS.get(kind.rstrip("+"), "")
     return name + "+" * (kind.endswith("+") and bool(name))
 
 
-def _kl_coef(text: str, context: NameContext) -> str:
-    return context.theirs.get(f"{ACTOR}.kl_loss_coef", "0.001")
-
-
-def _uses_kl_loss(text: str, context: NameContext) -> bool:
-    return context.is_on(f"{ACTOR}.use_kl_loss")
-
-
+_kl_coef = text_given(f"{ACTOR}.kl_loss_coef", "0.001")
+_uses_kl_loss = turned_on(f"{ACTOR}.use_kl_loss")
 kl_in_loss = first_of(
     (
         negated(_uses_kl_loss),
@@ -188,7 +179,7 @@ kl_in_loss = first_of(
         lambda text, context: not _kl_kind(text, context),
         different(
             lambda text, context: (
-                f"kl_loss_type={_given_kind(context)}: --kl_kind has k1, k2, k3 and abs, and each with +"
+                f"kl_loss_type={_given_kind(text, context)}: --kl_kind has k1, k2, k3 and abs, and each with +"
             ),
             kl_coef=_kl_coef,
         ),
@@ -214,10 +205,7 @@ def _kl_control(text: str, context: NameContext) -> Meaning:
     return Meaning(flags, "an adaptive one counts nats a token")
 
 
-def _uses_kl_reward(text: str, context: NameContext) -> bool:
-    return context.is_on("algorithm.use_kl_in_reward")
-
-
+_uses_kl_reward = turned_on("algorithm.use_kl_in_reward")
 reward_kl = first_of(
     (takes("kl_target"), _uses_kl_reward, _kl_control),
     (takes("kl_target"), becomes(kl_coef="0.0")),
@@ -239,12 +227,11 @@ def _adds_terms(text: str, context: NameContext) -> bool:
     return _uses_kl_loss(text, context) or not is_same(entropy, "0")
 
 
-def _limit(context: NameContext) -> str:
-    return context.theirs.get("data.max_response_length", "512")
+_limit = text_given("data.max_response_length", "512")
 
 
 def _divides_by_limit(text: str, context: NameContext) -> bool:
-    return is_same(context.theirs.get(f"{ACTOR}.loss_scale_factor", "none"), _limit(context))
+    return is_same(context.theirs.get(f"{ACTOR}.loss_scale_factor", "none"), _limit(text, context))
 
 
 aggregation = first_of(
@@ -271,7 +258,7 @@ aggregation = first_of(
         different(
             lambda text, context: (
                 "verl divides by the width of the padded batch unless loss_scale_factor is given, "
-                f"here by --max_new_tokens (loss_scale_factor={_limit(context)})"
+                f"here by --max_new_tokens (loss_scale_factor={_limit(text, context)})"
             )
         ),
     ),
@@ -299,7 +286,7 @@ rollout_correction = first_of(
             "`importance_weights()` or `reject_ratio()` in a FILE.py, docs/algorithms.md"
         ),
     ),
-    (lambda text, context: context.is_on(f"{CORRECTION}.bypass_mode"), becomes(sampled_by=sampler)),
+    (turned_on(f"{CORRECTION}.bypass_mode"), becomes(sampled_by=sampler)),
 )
 
 

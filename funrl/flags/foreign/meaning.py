@@ -209,6 +209,16 @@ def takes(argument: str) -> Test:
     return lambda text, context: argument in context.arguments
 
 
+def turned_on(name: str, default: str = "false") -> Test:
+    """Another name of theirs is on. Raises: DifferentError."""
+    return lambda text, context: context.is_on(name, default)
+
+
+def text_given(name: str, default: str) -> Callable[[str, NameContext], str]:
+    """The text of another name of theirs."""
+    return lambda text, context: context.theirs.get(name, default)
+
+
 def argument(ours: str, reason: str) -> NameRule:
     """An argument of the recipe.
 

@@ -30,6 +30,8 @@ from funrl.flags.foreign.meaning import (
     optional,
     same,
     switch,
+    text_given,
+    turned_on,
 )
 from funrl.flags.foreign.schedules import ACTOR, lr_schedule, lr_warmup, minibatch_count, total_epochs
 from funrl.flags.foreign.values import is_none, is_same, items, whole
@@ -170,8 +172,8 @@ def _files(text: str, context: NameContext) -> str:
     return ",".join(items(text))
 
 
-def _samples_to_evaluate(text: str, context: NameContext) -> bool:
-    return context.is_on(f"{VERL_ROLLOUT}.val_kwargs.do_sample")
+_eval_temperature = text_given(f"{VERL_ROLLOUT}.val_kwargs.temperature", "0")
+_samples_to_evaluate = turned_on(f"{VERL_ROLLOUT}.val_kwargs.do_sample")
 
 
 def _evaluation(ours: str, greedy: str) -> NameRule:
@@ -185,10 +187,6 @@ def _evaluation(ours: str, greedy: str) -> NameRule:
 
 def _top_k(ours: str) -> NameRule:
     return first_of((among("-1"), becomes(**{ours: "0"})), same(ours))
-
-
-def _eval_temperature(text: str, context: NameContext) -> str:
-    return context.theirs.get(f"{VERL_ROLLOUT}.val_kwargs.temperature", "0")
 
 
 def _is_never(text: str, context: NameContext) -> bool:
@@ -233,13 +231,10 @@ def _offload(text: str, context: NameContext) -> Meaning:
     return Meaning({"offload": ",".join(parts)} if parts else {})
 
 
-def _cuts(text: str, context: NameContext) -> str:
-    return context.theirs.get("data.truncation", "error")
-
-
+_cuts = text_given("data.truncation", "error")
 _LONG_PROMPTS = first_of(
     (
-        lambda text, context: context.is_on("data.filter_overlong_prompts"),
+        turned_on("data.filter_overlong_prompts"),
         becomes("verl drops such prompts before it would cut them", long_prompts="drop"),
     ),
     (lambda text, context: _cuts(text, context) == "error", becomes(long_prompts="error")),
@@ -295,7 +290,8 @@ VERL: dict[str, NameRule] = {
     f"{VERL_ROLLOUT}.top_k": _top_k("top_k"),
     f"{VERL_ROLLOUT}.val_kwargs.n": same("eval_samples"),
     f"{VERL_ROLLOUT}.val_kwargs.do_sample": first_of(
-        (is_on, becomes(eval_temperature=_eval_temperature)), becomes(eval_temperature="0")
+        (is_on, becomes(eval_temperature=text_given(f"{VERL_ROLLOUT}.val_kwargs.temperature", "0"))),
+        becomes(eval_temperature="0"),
     ),
     f"{VERL_ROLLOUT}.val_kwargs.temperature": _evaluation("eval_temperature", "0"),
     f"{VERL_ROLLOUT}.val_kwargs.top_p": _evaluation("eval_top_p", "1.0"),
