@@ -91,10 +91,11 @@ def write_deepseek(config: Config) -> dict[str, Any]:
     Raises:
       ModelError: it has no name for a part of the model.
     """
-    latent, experts = config.latent, config.experts
+    latent = config.attention.latent
+    experts = config.mlp.experts
     if latent is None or experts is None:
         missing = "latent" if latent is None else "experts"
-        raise ModelError(f"a {config.family} config.json needs {missing}, which is None")
+        raise ModelError(f"a {config.source.family} config.json needs {missing}, which is None")
     softmax = experts.scoring == "softmax"
     return {
         "head_dim": latent.rope,

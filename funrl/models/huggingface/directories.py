@@ -204,7 +204,7 @@ def load(
     """
     model = check_directory(path) if model is None else model
     mesh = single() if mesh is None else mesh
-    stored_dtype: torch.dtype = getattr(torch, model.config.dtype)
+    stored_dtype: torch.dtype = getattr(torch, model.config.source.dtype)
     if layouts is None:
         layouts = trees.map(lambda x: whole_layout(x.shape, mesh), model.shapes)
     weights = dict(read_weights(path, model, dtype or stored_dtype, wanted=dict(trees.named(layouts)), mesh=mesh))
@@ -323,7 +323,7 @@ def check_savable(model: Model) -> None:
 
 def has_token_classifier(config: ModelConfig) -> bool:
     """True if transformers has a token classifier of this family, which can hold two labels."""
-    return config.family in FAMILIES and FAMILIES[config.family].token_classifier is not None
+    return config.source.family in FAMILIES and FAMILIES[config.source.family].token_classifier is not None
 
 
 def write(
@@ -338,8 +338,8 @@ def write(
     """
     folder, config = Path(path), model.config
     folder.mkdir(parents=True, exist_ok=True)
-    dtype, partials, shards, total = config.dtype, [], [], 0
-    for shard in _split(by_expert(fused(config.family, names_of(model), named_weights)), max_shard_bytes):
+    dtype, partials, shards, total = config.source.dtype, [], [], 0
+    for shard in _split(by_expert(fused(config.source.family, names_of(model), named_weights)), max_shard_bytes):
         dtype = str(max(shard.values(), key=Tensor.numel).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
         partials[-1].write_bytes(b"")
@@ -361,7 +361,7 @@ def write(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     padding = getattr(tokenizer, "pad_token_id", None)
-    if padding is not None and (config.pad is None or model.value is not None):
+    if padding is not None and (config.special_tokens.pad is None or model.value is not None):
         raw["pad_token_id"] = padding
     if model.value is not None:
         labels = ("wrong", "right") if len(model.shapes[HEAD]) == 2 else ("reward",)
@@ -370,8 +370,8 @@ def write(
         raw.pop("num_labels", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (folder / GENERATION).unlink(missing_ok=True)  # another model's
-    if config.generation and model.value is None:
-        (folder / GENERATION).write_text(json.dumps(json.loads(config.generation), indent=2) + "\n")
+    if config.source.generation and model.value is None:
+        (folder / GENERATION).write_text(json.dumps(json.loads(config.source.generation), indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -402,7 +402,7 @@ def _architecture(model: Model) -> str:
     config = model.config
     if model.value is not None:
         return _class_of_heads(model)
-    return architecture(config) if isinstance(config, ModuleConfig) else FAMILIES[config.family].architecture
+    return architecture(config) if isinstance(config, ModuleConfig) else FAMILIES[config.source.family].architecture
 
 
 def _class_of_heads(model: Model) -> str:
@@ -413,11 +413,11 @@ def _class_of_heads(model: Model) -> str:
 
         name = classifier_name(config, tokens)
     else:
-        family = FAMILIES[config.family]
+        family = FAMILIES[config.source.family]
         name = family.token_classifier if tokens else family.classifier
     if name is None:
         kind = "token" if tokens else "sequence"
-        raise ModelError(f"transformers has no {kind} classifier for {config.family}: it cannot hold a reward")
+        raise ModelError(f"transformers has no {kind} classifier for {config.source.family}: it cannot hold a reward")
     return name
 
 
@@ -426,7 +426,7 @@ def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
 
     Files for transformers' own code may have older names than it has now.
     """
-    stored = stored_in(model.config.family, names_of(model))
+    stored = stored_in(model.config.source.family, names_of(model))
     if not isinstance(model.config, ModuleConfig):
         return stored
     from funrl.models.huggingface.skeletons import CPU, names_in_files, skeleton

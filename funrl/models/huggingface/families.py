@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
+from funrl.models.flat import flat_fields
 from funrl.models.huggingface import deepseek, qwen3_next
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -92,15 +93,15 @@ def _bias(got: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_bias(config: Config) -> dict[str, Any]:
-    return {"attention_bias": config.output_bias}
+    return {"attention_bias": config.attention.output_bias}
 
 
 def _write_qwen3(config: Config) -> dict[str, Any]:
-    return _write_bias(config) | (_write_upper(config) if config.windows is not None else {})
+    return _write_bias(config) | (_write_upper(config) if config.attention.windows is not None else {})
 
 
 def _write_qwen2(config: Config) -> dict[str, Any]:
-    return _write_upper(config) if config.windows is not None else {}
+    return _write_upper(config) if config.attention.windows is not None else {}
 
 
 def _write_upper(config: Config) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _write_window(config: Config) -> dict[str, Any]:
     Raises:
       ModelError: there are several sizes.
     """
-    sizes = {w for w in config.windows or () if w is not None}
+    sizes = {w for w in config.attention.windows or () if w is not None}
     if len(sizes) > 1:
         raise ModelError(f"windows has sizes {sorted(sizes)}, config.json can say only one")
     return {"sliding_window": next(iter(sizes), None)}
@@ -123,7 +124,7 @@ def _write_window(config: Config) -> dict[str, Any]:
 
 def layer_types(config: Config) -> list[str]:
     """The kind of each layer, as config.json says it."""
-    return [FULL if config.window(i) is None else SLIDING for i in range(config.layers)]
+    return [FULL if config.attention.window(i) is None else SLIDING for i in range(config.layers)]
 
 
 def _read_olmo2(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +138,8 @@ def _read_smollm3(got: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_smollm3(config: Config) -> dict[str, Any]:
     layers = range(config.layers)
-    windows = {} if config.windows is None else {"use_sliding_window": True} | _write_window(config)
-    rotates = [int(config.rotates is None or config.rotates[i]) for i in layers]
+    windows = {} if config.attention.windows is None else {"use_sliding_window": True} | _write_window(config)
+    rotates = [int(config.rope.rotates is None or config.rope.rotates[i]) for i in layers]
     return _write_bias(config) | windows | {"layer_types": layer_types(config), "no_rope_layers": rotates}
 
 
@@ -170,8 +171,9 @@ def _read_granite(got: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_granite(config: Config) -> dict[str, Any]:
-    scale = config.head**-0.5 if config.attention_scale is None else config.attention_scale
-    values = {theirs: getattr(config, ours) for ours, theirs in _MULTIPLIERS.items()}
+    scale = config.attention.head**-0.5 if config.attention.scale is None else config.attention.scale
+    fields = flat_fields(config)
+    values = {theirs: fields[ours] for ours, theirs in _MULTIPLIERS.items()}
     return _write_bias(config) | values | {"attention_multiplier": scale}
 
 
@@ -191,14 +193,14 @@ def _read_gemma2(got: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_gemma2(config: Config) -> dict[str, Any]:
-    scale = config.head**-0.5 if config.attention_scale is None else config.attention_scale
+    scale = config.attention.head**-0.5 if config.attention.scale is None else config.attention.scale
     return _write_bias(config) | _write_window(config) | {
         "hidden_act": GELU,
         "hidden_activation": GELU,
         "layer_types": layer_types(config),
         "query_pre_attn_scalar": round(scale**-2),
-        "attn_logit_softcapping": config.attention_cap,
-        "final_logit_softcapping": config.logit_cap,
+        "attn_logit_softcapping": config.attention.cap,
+        "final_logit_softcapping": config.scales.logit_cap,
     }  # fmt: skip
 
 
@@ -207,9 +209,9 @@ def _read_gemma3(got: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_gemma3(config: Config) -> dict[str, Any]:
-    if config.local_rope_theta is None:
+    if config.rope.local_theta is None:
         raise ModelError("a gemma3_text config.json needs local_rope_theta, which is None")
-    return _write_gemma2(config) | {"rope_local_base_freq": config.local_rope_theta}
+    return _write_gemma2(config) | {"rope_local_base_freq": config.rope.local_theta}
 
 
 def _gemma2_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
@@ -236,9 +238,9 @@ def _read_experts(got: Mapping[str, Any], mlp: str, normalized: bool) -> Experts
 
 
 def _experts(config: Config) -> Experts:
-    if config.experts is None:
-        raise ModelError(f"a {config.family} config.json needs experts, which is None")
-    return config.experts
+    if config.mlp.experts is None:
+        raise ModelError(f"a {config.source.family} config.json needs experts, which is None")
+    return config.mlp.experts
 
 
 def _write_experts(config: Config, count: str) -> dict[str, Any]:
@@ -253,8 +255,8 @@ def _read_qwen3_moe(got: Mapping[str, Any]) -> dict[str, Any]:
 def _write_qwen3_moe(config: Config) -> dict[str, Any]:
     counts = _write_experts(config, "num_experts")
     experts = _experts(config)
-    window = _write_window(config) | {"use_sliding_window": config.windows is not None}
-    return _write_bias(config) | (window if config.windows is not None else {}) | counts | {
+    window = _write_window(config) | {"use_sliding_window": config.attention.windows is not None}
+    return _write_bias(config) | (window if config.attention.windows is not None else {}) | counts | {
         "moe_intermediate_size": experts.mlp,
         "norm_topk_prob": experts.normalized,
         "mlp_only_layers": list(experts.dense),

@@ -25,7 +25,7 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
-from funrl.models.huggingface.config import DTYPES, ModuleConfig, architecture
+from funrl.models.huggingface.config import DTYPES, ModuleConfig, architecture, token_ids
 from funrl.models.huggingface.names import names_of
 from funrl.models.huggingface.skeletons import (
     CPU,
@@ -39,7 +39,7 @@ from funrl.models.huggingface.skeletons import (
     windows_expected,
     windows_of_calls,
 )
-from funrl.models.model import Abilities, Inputs, Layer, LayerCost, Model, ModelCost, Output
+from funrl.models.model import Abilities, Inputs, Layer, LayerCost, Model, ModelCost, Output, Source, SpecialTokens
 
 
 class ModuleContext(NamedTuple):
@@ -76,7 +76,6 @@ def module_config(raw: Mapping[str, Any]) -> ModuleConfig:
         heads = getattr(theirs, "num_attention_heads", None) or 1
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(f"transformers' config of {name!r} is not that of a causal language model: {error}") from error
-    eos = getattr(theirs, "eos_token_id", None)
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}, supported are {list(DTYPES)}")
@@ -90,11 +89,12 @@ def module_config(raw: Mapping[str, Any]) -> ModuleConfig:
         mlp=getattr(theirs, "intermediate_size", None) or 4 * embed,
         tied=bool(getattr(theirs, "tie_word_embeddings", True)),
         max_positions=getattr(theirs, "max_position_embeddings", None) or 2048,
-        dtype=dtype,
-        family=name,
-        bos=getattr(theirs, "bos_token_id", None),
-        eos=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
-        pad=getattr(theirs, "pad_token_id", None),
+        source=Source(dtype, name),
+        special_tokens=SpecialTokens(
+            bos=getattr(theirs, "bos_token_id", None),
+            eos=token_ids(getattr(theirs, "eos_token_id", None)),
+            pad=getattr(theirs, "pad_token_id", None),
+        ),
         raw=json.dumps(dict(raw)),
     )
 

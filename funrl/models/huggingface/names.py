@@ -66,7 +66,7 @@ def names_of(model: Model) -> Names:
     config = model.config
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     own = isinstance(config, ModuleConfig)
-    theirs = _module_names(config) if own else _decoder_names(shapes, config.family)
+    theirs = _module_names(config) if own else _decoder_names(shapes, config.source.family)
     merged = (lambda _, shape: shape) if own else _hf_shape
     for name, shape in shapes.items():
         weight = name.removesuffix(FIRST).removesuffix(SECOND)

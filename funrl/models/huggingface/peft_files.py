@@ -36,7 +36,7 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
     for name in (*PROJECTIONS, *OF_SOME):
         if name in there:
             found[there[name]] = (*found.get(there[name], ()), name)
-    family = FAMILIES.get(model.config.family)
+    family = FAMILIES.get(model.config.source.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         own = [part.split(".")[-2] for part in parts]
         if set(own) <= found.keys():
@@ -131,7 +131,7 @@ def _factors(model: Model, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
             first, second = (own[name.removesuffix(FIRST) + end] for end in (FIRST, SECOND))
             there = names[name][0].removesuffix(".lora_A.weight")
             found[there] = first.flatten(1), second.flatten(0, -2)
-    family = FAMILIES.get(model.config.family)
+    family = FAMILIES.get(model.config.source.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         ends = [part.removesuffix(".weight") for part in parts]
         whole = whole.removesuffix(".weight")

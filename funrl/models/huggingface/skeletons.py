@@ -271,7 +271,7 @@ def classifier_name(config: ModuleConfig, tokens: bool) -> str | None:
         if tokens
         else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     )
-    found = names.get(config.family)
+    found = names.get(config.source.family)
     return found if found is None or isinstance(found, str) else found[0]
 
 
