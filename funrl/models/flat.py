@@ -14,7 +14,7 @@ from funrl.models.model import ModelConfig
 C = TypeVar("C", bound=ModelConfig)
 
 # flat name -> the record of the tree and the field of it
-PLACES: Mapping[str, tuple[str, str]] = {
+TREE_PATHS: Mapping[str, tuple[str, str]] = {
     "dtype": ("source", "dtype"),
     "family": ("source", "family"),
     "generation": ("source", "generation"),
@@ -48,7 +48,7 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "logit_divisor": ("scales", "logit_divisor"),
     "logit_cap": ("scales", "logit_cap"),
 }
-_RECORDS = {record for record, _ in PLACES.values()}
+_RECORDS = {record for record, _ in TREE_PATHS.values()}
 
 
 def flat_fields(config: ModelConfig) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def by_record(
     own: dict[str, Any] = {}
     records: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
-        if name in PLACES:
-            record, field = PLACES[name]
+        if name in TREE_PATHS:
+            record, field = TREE_PATHS[name]
             records.setdefault(record, {})[field] = value
         elif name not in ("qk_norm", "qk_norm_over"):
             own[name] = value
@@ -102,7 +102,7 @@ def by_record(
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The flat form of a tree of mappings."""
     fields = {name: value for name, value in tree.items() if not (name in _RECORDS and isinstance(value, Mapping))}
-    for name, (record, field) in PLACES.items():
+    for name, (record, field) in TREE_PATHS.items():
         if isinstance(values := tree.get(record), Mapping):
             fields[name] = values[field]
     if isinstance(attention := tree.get("attention"), Mapping):

@@ -48,7 +48,7 @@ class SpecialTokens:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFiles:
     """Facts about the files of a model. What it computes does not depend on them.
 
     Attributes:
@@ -81,7 +81,7 @@ class ModelConfig:
     tied: bool = False
     max_positions: int = 2048
     special_tokens: SpecialTokens = SpecialTokens()
-    source: Source = Source()
+    source: ModelFiles = ModelFiles()
 
     def __post_init__(self) -> None:
         check_sizes(vocab=self.vocab, embed=self.embed, layers=self.layers)

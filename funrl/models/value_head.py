@@ -14,7 +14,10 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs, Layer, Model, ModelConfig, Output
 
-HEAD, BIAS = HEADS = ("value", "value_bias")  # names of its weights
+# names of its weights
+HEAD = "value"
+BIAS = "value_bias"
+HEADS = (HEAD, BIAS)
 
 
 def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
@@ -87,7 +90,8 @@ def _apply(
 
 def _value(params: trees.Tree, hidden_BTD: Tensor) -> Tensor:
     """[B, T] in float32 or wider."""
-    wide, bias = torch.promote_types(hidden_BTD.dtype, torch.float32), params.get(BIAS)
+    wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
+    bias = params.get(BIAS)
     logits = F.linear(hidden_BTD.to(wide), params[HEAD].to(wide), None if bias is None else bias.to(wide))
     return logits[..., -1] - logits[..., 0] if logits.shape[-1] == 2 else logits.squeeze(-1)
 

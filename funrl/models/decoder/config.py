@@ -14,7 +14,7 @@ from funrl.models.decoder.layers import DecoderLayer, Mixer, Mlp, Norm, Rope, Ro
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.flat import by_record
-from funrl.models.model import LayerCost, ModelConfig, ModelCost, Source, SpecialTokens, check_sizes
+from funrl.models.model import LayerCost, ModelConfig, ModelCost, ModelFiles, SpecialTokens, check_sizes
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ _RECORDS = {
     "norm": NormConfig,
     "scales": ScaleConfig,
     "special_tokens": SpecialTokens,
-    "source": Source,
+    "source": ModelFiles,
 }
 
 

@@ -16,7 +16,8 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
-from funrl.models.huggingface.families import FAMILIES, FULL, SLIDING, HFFamily
+from funrl.models.huggingface.families import FAMILIES, HFFamily
+from funrl.models.huggingface.family_fields import FULL, SLIDING
 from funrl.models.huggingface.fp8_files import fp8_blocks
 from funrl.models.model import MOST_LAYERS, ModelConfig, check_sizes
 
@@ -172,7 +173,8 @@ def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
     """The base and the stretching of rotary frequencies; where the family has them, the base of local layers too."""
     # transformers 5 writes everything into rope_parameters; 4 wrote rope_theta and rope_scaling.
     name = "rope_parameters" if got.get("rope_parameters") else "rope_scaling"
-    rope, local = got.get(name) or {}, got.get("rope_local_base_freq")
+    rope = got.get(name) or {}
+    local = got.get("rope_local_base_freq")
     per_layer = any(isinstance(value, Mapping) for value in rope.values())
     if local is None:
         if per_layer:
@@ -290,10 +292,18 @@ LARGEST_SIZES = {
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
 POSITIVE = (
-    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "embedding_multiplier", "residual_multiplier",
-    "attention_multiplier", "logits_scaling", "routed_scaling_factor", "attn_logit_softcapping",
-    "final_logit_softcapping", "partial_rotary_factor",
-)  # fmt: skip
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_local_base_freq",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "routed_scaling_factor",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "partial_rotary_factor",
+)
 COUNTS = (
     "sliding_window",
     "sliding_window_pattern",
@@ -303,14 +313,27 @@ COUNTS = (
     "full_attention_interval",
 )
 SWITCHES = (
-    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention",
-    "norm_topk_prob", "rope_interleave",
-)  # fmt: skip
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "use_bidirectional_attention",
+    "norm_topk_prob",
+    "rope_interleave",
+)
 NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:8])
 ROPE_FIELDS = (
-    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
-)  # fmt: skip
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+)
 
 
 def check_config_fields(raw: Mapping[str, Any]) -> None:

@@ -51,5 +51,5 @@ def sampling_defaults(config: ModelConfig) -> dict[str, float]:
     if not config.source.generation:
         return {}
     raw = json.loads(config.source.generation)
-    found = {name: raw[name] for name in SAMPLING if raw.get(name) is not None}
-    return found | {"temperature": found.get("temperature", 1.0) if raw.get("do_sample") else 0.0}
+    defaults = {name: raw[name] for name in SAMPLING if raw.get(name) is not None}
+    return defaults | {"temperature": defaults.get("temperature", 1.0) if raw.get("do_sample") else 0.0}

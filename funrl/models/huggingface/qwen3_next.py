@@ -9,8 +9,9 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.errors import ModelError
+from funrl.models.huggingface.family_fields import FULL
 
-FULL, LINEAR = "full_attention", "linear_attention"
+LINEAR = "linear_attention"
 NEXT_DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 256,
