@@ -24,7 +24,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import LowRank
 from funrl.models.model import Adapters, Inputs, Layer, LayerContext, Lora, Model, ModelConfig, Output
-from funrl.models.value_head import BIAS, HEAD
+from funrl.models.value_head import HEAD, HEAD_BIAS
 
 # behind the name of a weight, those of its factors
 FIRST = "_lora_a"
@@ -33,7 +33,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
 # Split over tensor ranks by their in dims: they have one out dim, others one in dim.
 SUMMED = ("o", "down", "shared_down", "out")
-WHOLE = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
+REPLICATED = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
 
 
 def with_lora(model: Model, lora: Lora) -> Model:
@@ -72,7 +72,7 @@ def full_rank(model: Model, targets: Collection[str]) -> int:
 
 def is_trained(name: str) -> bool:
     """True of the name of a weight that learns, in the tree of a model with adapters."""
-    return name in (HEAD, BIAS) or name.endswith((FIRST, SECOND))
+    return name in (HEAD, HEAD_BIAS) or name.endswith((FIRST, SECOND))
 
 
 def plain_name(name: str) -> str:
@@ -181,7 +181,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
             b = part[name.removesuffix(FIRST) + SECOND]
             if weight in SUMMED:
                 b = pbroadcast(b, mesh, "tensor")
-            elif split or weight not in WHOLE:
+            elif split or weight not in REPLICATED:
                 a = pbroadcast(a, mesh, "tensor")
             weights[weight] = LowRank(weights[weight], a, b, scale)
     return weights

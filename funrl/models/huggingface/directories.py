@@ -48,7 +48,7 @@ FLOATS = tuple(FILE_DTYPES)
 LOADED_BYTES = 512 << 20  # of a rank's weights that are read and exchanged together
 # classes of models with a value head
 SEQUENCES = "ForSequenceClassification"
-TOKENS = "ForTokenClassification"
+TOKEN_CLASSIFIER = "ForTokenClassification"
 
 
 def load_model(path: str | Path, code: str = "native") -> Model:
@@ -394,11 +394,14 @@ def _directory(path: str | Path) -> Path:
 
 def _head_of(raw: Mapping[str, Any]) -> tuple[int, bool] | None:
     """The labels of the classifier that a config.json describes, and whether its head has a bias; None: it is none."""
-    kind = next((str(kind) for kind in raw.get("architectures") or [] if str(kind).endswith((SEQUENCES, TOKENS))), None)
+    kind = next(
+        (str(kind) for kind in raw.get("architectures") or [] if str(kind).endswith((SEQUENCES, TOKEN_CLASSIFIER))),
+        None,
+    )
     if kind is None:
         return None
     labels = raw.get("num_labels") or len(raw.get("id2label") or (0, 1))
-    tokens = kind.endswith(TOKENS)
+    tokens = kind.endswith(TOKEN_CLASSIFIER)
     if labels != 1 and not (tokens and labels == 2):  # transformers' default is two
         supported = "one (a reward) or two (a step is wrong, or right)" if tokens else "one (a reward)"
         raise ModelError(f"{kind} has {labels} labels, supported is {supported}")

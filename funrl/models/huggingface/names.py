@@ -15,7 +15,7 @@ from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
 from funrl.models.model import Model
-from funrl.models.value_head import BIAS, HEAD
+from funrl.models.value_head import HEAD, HEAD_BIAS
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
 _OF_HEADS = (
@@ -46,11 +46,11 @@ _LAYER = {
     "expert_up": "mlp.experts.up_proj.weight",
     "expert_down": "mlp.experts.down_proj.weight",
 }
-HEAD_NAMES = {HEAD: "score.weight", BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
+HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
-EMBED = "model.embed_tokens.weight"
+EMBED_NAME = "model.embed_tokens.weight"
 UNEMBED = "lm_head.weight"
-_TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
+_TOP = {"embed": EMBED_NAME, "norm": "model.norm.weight", "unembed": UNEMBED}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
 

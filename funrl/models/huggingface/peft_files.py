@@ -22,8 +22,8 @@ from funrl.models.value_head import is_token_classifier
 
 ALL_LINEAR = "all-linear"  # every projection of the layers
 BEGIN = "base_model.model."  # of every name in the file
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def projections(model: Model) -> dict[str, tuple[str, ...]]:
@@ -94,12 +94,12 @@ def write_peft(
         tensors |= {f"{BEGIN}{name}.lora_A.weight": a, f"{BEGIN}{name}.lora_B.weight": b}
     tensors |= {BEGIN + there: own[name] for name, there in HEAD_NAMES.items() if name in own}
     tensors = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
-    partial = folder / f".{WEIGHTS}.partial"
+    partial = folder / f".{ADAPTER_WEIGHTS}.partial"
     partial.write_bytes(b"")
     mode = partial.stat().st_mode  # the umask's; safetensors makes files that only their owner reads
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(mode)
-    os.replace(partial, folder / WEIGHTS)
+    os.replace(partial, folder / ADAPTER_WEIGHTS)
     ranks = {name.rpartition(".")[2]: len(a) for name, (a, _) in factors.items()}
     others = {name: rank for name, rank in sorted(ranks.items()) if rank != lora.rank}
     raw = {
@@ -120,7 +120,7 @@ def write_peft(
         "use_dora": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
