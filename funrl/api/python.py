@@ -139,7 +139,7 @@ def generate(
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
     if (problem := no_engine(described)) is not None:
         raise SettingsError(f"model={stored.directory!r}: {problem}")
-    stop = tuple(sorted({*described.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    stop = tuple(sorted({*described.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     fields: dict[str, Any] = {"stop": stop} | sampling_of_model(described.config, "temperature" in values) | values
     if not examples:
         return []

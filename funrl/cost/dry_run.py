@@ -96,7 +96,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
         task = Texts("dry run", (), (), texts_kind(algorithm), None)
     else:
         task = Task("dry run", (), (), (), (1.0,), None, new_tokens(settings))
-    sampling, _ = samplings(settings, new_tokens(settings), model.config.eos, model.config)
+    sampling, _ = samplings(settings, new_tokens(settings), model.config.special_tokens.eos, model.config)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)

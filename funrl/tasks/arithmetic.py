@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -194,16 +193,17 @@ def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
       model: one of `MODELS`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large together as the
         other's mlp.
     """
-    from funrl.models.decoder.config import Config  # here, for flags are read without torch
+    from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch
     from funrl.models.decoder.routing import Experts
+    from funrl.models.flat import with_fields
 
-    dense = Config(
+    dense = decoder_config(
         vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
     )  # fmt: skip
     if model == "arithmetic":
         return dense
-    return replace(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
+    return with_fields(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
 
 
 def _prompts(pairs: np.ndarray) -> list[Prompt]:

@@ -26,7 +26,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
-from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
@@ -62,7 +62,7 @@ def test_a_pretrained_model_tells_the_story_that_transformers_tells(packed):
     model, params = hf.load(folder)
     tokenizer, peer = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tokenizer("Once upon a time").input_ids, tokenizer("Tom and Lily saw a big").input_ids]
-    how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.eos)
+    how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.special_tokens.eos)
     ours = rows(completed(load(native_engine(model, packed=packed), params), prompts, how))
     for prompt, row in zip(prompts, ours, strict=True):
         theirs = peer.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0, len(prompt) :].tolist()
@@ -314,7 +314,9 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "static"), [("llama", False), ("qwen3", True)])
 def test_tensor_parallel_ranks_draw_what_one_device_draws(name, static):
-    config = CONFIGS[name] if name == "llama" else Config(**SMALL | {"kv_heads": 1}, family="qwen3", qk_norm=True)
+    config = (
+        CONFIGS[name] if name == "llama" else decoder_config(**SMALL | {"kv_heads": 1}, family="qwen3", qk_norm=True)
+    )
     requests = requests_of(PROMPTS, Sampling(max_new_tokens=12, stop=(3, 17), samples=2), 0)
 
     def program(mesh):

@@ -85,7 +85,7 @@ def test_a_prompt_of_another_kind_is_an_error():
 def test_the_text_fits_the_tokenizer_and_the_model():
     tokenizer, config = a.tokenizer(), a.model_config()
     assert len(tokenizer) == config.vocab
-    assert (tokenizer.pad_token_id, (tokenizer.eos_token_id,)) == (config.pad, config.eos)
+    assert (tokenizer.pad_token_id, (tokenizer.eos_token_id,)) == (config.special_tokens.pad, config.special_tokens.eos)
     longest = 0
     for prompt, completion in a.demonstrations(0, 300):
         ids = tokenizer.encode(prompt + completion)

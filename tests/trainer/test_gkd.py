@@ -34,7 +34,7 @@ from funrl.batch import Batch
 from funrl.cli.run import main
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
-from funrl.models import Inputs, decoder_model, place
+from funrl.models import Inputs, decoder_model, place, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.placed import Teacher
 from funrl.tasks import arithmetic
@@ -44,7 +44,7 @@ from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import Settings, SettingsError
 from funrl.trainer.steps.roles import reads_scores, role_names
 
-LARGER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"embed": 24, "head": 8}))
+LARGER = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"embed": 24, "head": 8}))
 
 
 def saved(folder, model, seed, tokenizer=None):

@@ -1,6 +1,5 @@
 """The supervised warm start: what it learns, its cache, and weights from a directory."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -16,7 +15,7 @@ from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs import warmstart
@@ -108,7 +107,7 @@ def hole(file):
 
 
 def another_model(folder):
-    model = decoder_model(dataclasses.replace(small_job().model.config, mlp=24))
+    model = decoder_model(with_fields(small_job().model.config, mlp=24))
     hf.save(folder, model, model.init(torch.Generator().manual_seed(0)))
 
 

@@ -99,8 +99,9 @@ def title(found: Estimate, settings: Settings) -> str:
     world = meshes.Mesh(job.sizes).world
     trained = "" if job.lora is None else f", of which {found.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
     return (
-        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, {settings.models.dtype}, "
-        f"{world} device{'s' * (world > 1)} ({settings.estimate.hardware}): train {train}{generate}\n"
+        f"{job.model.config.source.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, "
+        f"{settings.models.dtype}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "
+        f"train {train}{generate}\n"
         f"a step: {found.step}"
     )
 

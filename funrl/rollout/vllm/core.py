@@ -141,15 +141,15 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
     """Reason why vLLM cannot generate with a model; None where none is known."""
     config = model.config
     heads = model.abilities.paged_kernel
-    if config.family not in PROVEN_FAMILIES or heads is None:
-        return f"model_type is {config.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
+    if config.source.family not in PROVEN_FAMILIES or heads is None:
+        return f"model_type is {config.source.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
     if device == "cpu" and heads.head not in CPU_HEADS:
         sizes = ", ".join(map(str, CPU_HEADS))
         return f"the model's heads have size {heads.head}; vLLM's attention on a CPU takes {sizes}"
     layers = model.abilities.cost.layers
-    if config.family == "qwen2" and layers[0].queries != config.embed:
+    if config.source.family == "qwen2" and layers[0].queries != config.embed:
         count = model.abilities.heads
         return f"heads={count} of size {heads.head} do not make embed={config.embed}, as vLLM's qwen2 takes it"
     windows = tuple(layer.window for layer in layers)

@@ -437,7 +437,7 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory:
       SettingsError: one is beyond it, and the way out.
     """
     config = model.config
-    ends = [("eos_token_id of config.json", token) for token in config.eos]
+    ends = [("eos_token_id of config.json", token) for token in config.special_tokens.eos]
     ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
     for name, token in ends:
         if token is not None and token >= config.vocab:

@@ -166,7 +166,7 @@ def job_of(
     reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
     smallest = min(reading, key=lambda name: reading[name].config.vocab)
     check_token_ids(task, tokenizer, models[smallest], directories.get(smallest))
-    stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)

@@ -110,8 +110,8 @@ def check_layouts(
                 )
         if sizes["sequence"] > 1 and not model.abilities.splits_rows:
             raise MeshError(
-                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.family}, whose layers carry a state along "
-                "a row, so that its tokens are not split over sp; use dp and tp"
+                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.source.family}, whose layers carry a state "
+                "along a row, so that its tokens are not split over sp; use dp and tp"
             )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     if "policy" in models:

@@ -7,7 +7,6 @@ read is made again and takes the place of the damaged one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -31,6 +30,7 @@ from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import shard
+from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.names import names_of
@@ -154,7 +154,7 @@ def cache_directory() -> Path:
 def _key(job: Job) -> str:
     """A hash of everything that the weights depend on. The mesh is not among it: it does not change them."""
     facts = {
-        "version": VERSION, "config": dataclasses.asdict(job.model.config), "task": job.task.name, "batch": BATCH,
+        "version": VERSION, "config": saved_fields(job.model.config), "task": job.task.name, "batch": BATCH,
         "lr": LR,
         "steps": job.warmstart_steps, "seed": job.settings.run.seed, "dtype": job.settings.models.dtype,
         "demonstrations": job.task.demonstrations(0, 16) if job.task.demonstrations else None,
