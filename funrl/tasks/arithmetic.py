@@ -29,7 +29,7 @@ ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
 MODELS = ("arithmetic", "arithmetic_moe")  # the task by the name of its model: dense, or with experts
-WARMSTART_STEPS = 400
+WARMSTART_STEPS = 800
 TRAINING_PROMPTS = 4096
 
 Split = Literal["train", "heldout"]

@@ -34,7 +34,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.names import names_of
 from funrl.models.placed import Placed, place
-from funrl.optim import Schedule, chain, clip_by_global_norm, fused_adamw, join, linear, warmup_constant
+from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.sources.observing import WarmstartObserver
@@ -47,7 +47,7 @@ LR = 3e-3
 SHOW_EVERY = 10  # steps
 DIGEST = "sha256"  # file with the checksum of a cached warm start
 ABANDONED_S = 86400.0  # a draft of a cached warm start that is older is nobody's any more
-VERSION = 3  # of this procedure: a change of it that changes the weights raises the number
+VERSION = 2  # of this procedure: a change of it that changes the weights raises the number
 
 
 def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: str | Path | None = None) -> trees.Tree:
@@ -124,7 +124,8 @@ def fine_tune(job: Job, mesh: Mesh, stage: WarmstartObserver) -> trees.Tree:
 def supervised_steps(job: Job, device: torch.device) -> Iterator[tuple[trees.Tree, float]]:
     """The weights and the loss after each step of the warm start. Weights are updated in place."""
     steps, alone = job.warmstart_steps, single(device)
-    optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(learning_rate(steps), b2=0.99))
+    schedule = warmup_cosine(LR, steps // 20, steps)
+    optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(schedule, b2=0.99))
     placed = place(job.model, alone, dtype=job.dtype)
     role = Role(placed, loss=sft().losses["policy"], optimizer=optimizer, metric="train/loss")
     weights = sharded(first_draw(job), placed)
@@ -134,16 +135,6 @@ def supervised_steps(job: Job, device: torch.device) -> Iterator[tuple[trees.Tre
             rows = rows_of(demonstration_batch(job, step, device), mesh=alone)
             states, metrics = learn({"policy": role}, states, rows, UpdatePlan(step))
         yield states["policy"].params, metrics["train/loss"]
-
-
-def learning_rate(steps: int) -> Schedule:
-    """A short warm-up, the peak until half of the steps, then a line to 0.
-
-    The model reads the digits that belong together only after some 200 steps at the peak; a rate that falls earlier
-    would make it need more.
-    """
-    falling = steps - steps // 2
-    return join([warmup_constant(LR, steps // 20), linear(LR, 0.0, falling)], [steps // 2])
 
 
 @contextlib.contextmanager
