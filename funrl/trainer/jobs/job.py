@@ -18,7 +18,7 @@ from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_budget,
@@ -237,7 +237,7 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
         x is None for x in (settings.models.model, settings.examples.data, settings.examples.prompts, given.records)
     )
     steps = settings.run.warmstart_steps
-    steps = arithmetic.WARMSTART_STEPS * scratch if steps is None else steps
+    steps = TASKS[settings.examples.task].warmstart_steps * scratch if steps is None else steps
     if steps and task.demonstrations is None:
         raise SettingsError(f"--warmstart_steps={steps}: only the embedded task has demonstrations; use 0")
     return steps
