@@ -51,10 +51,9 @@ class Batch:
     """Rows of tokens and what is known of each; immutable. What is None is not held."""
 
     def __init__(self, schema: Schema | None = None, /, **fields: Value | None):
-        """
-        Args:
-          schema: declarations of the fields that the batch may have; None: `FIELDS`.
-          fields: the values.
+        """Args:
+        schema: declarations of the fields that the batch may have; None: `FIELDS`.
+        fields: the values.
         """
         schema = FIELDS if schema is None else schema  # as a default of the parameter, torch.compile could not trace it
         for name in fields:

@@ -99,7 +99,8 @@ def _from_name(name: str) -> ModuleType:
 
 def written_names(path: Path) -> dict[str, bool] | None:
     """Names that the text of a Python file gives at its top level, and whether the text defines a function or class
-    there; None where only running it tells them."""
+    there; None where only running it tells them.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

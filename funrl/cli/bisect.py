@@ -165,7 +165,6 @@ def compare_checkpoints(one: Path, other: Path) -> list[Difference]:
     Raises:
       DamagedError: one cannot be read.
     """
-
     a, b = recorded(one), recorded(other)
     found = []
     for name in a.arrays.keys() ^ b.arrays.keys():

@@ -201,7 +201,8 @@ def _rank(command: Command, run_dir: str | None, inputs: Mapping[str, str], mesh
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     """End a run whose terminal is gone like one that the user interrupts. One that a job scheduler terminates stops
-    with its state saved; before its first step it is interrupted too. Under torchrun every rank sees to it itself."""
+    with its state saved; before its first step it is interrupted too. Under torchrun every rank sees to it itself.
+    """
     from funrl.processes.workers import ask_to_stop
 
     def interrupt(sign: int, _: Any) -> None:

@@ -24,7 +24,8 @@ WANTS = ("logp", *EXTRAS)
 
 class TokenScores(NamedTuple):
     """A model's scores of tokens; None: not asked for. All have the tokens' shape, `topk_logp` a dim K more; but for
-    `load`, which is of a model with experts, and a tuple of tensors of its own."""
+    `load`, which is of a model with experts, and a tuple of tensors of its own.
+    """
 
     logp: Tensor | None = None  # nats, of the token
     entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
@@ -274,7 +275,8 @@ def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: fl
 
 def _cached(x_CV: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Rows of logits, and the number of the first: as many as a CPU's cache holds, as several passes go over them. A
-    tracer, and a GPU, has all of them at once."""
+    tracer, and a GPU, has all of them at once.
+    """
     if not is_plain(x_CV):
         return iter([(0, x_CV)])
     step = max(1, _CACHED // max(1, x_CV.shape[1]))

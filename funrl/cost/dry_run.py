@@ -136,7 +136,8 @@ def read_model(path: str, code: str = "native") -> Model:
 
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task, else
-    a usual number, for which the model has positions."""
+    a usual number, for which the model has positions.
+    """
     if run_kind(algorithm, settings.examples.data) == "supervised":
         if settings.estimate.text_tokens is not None:
             return settings.estimate.text_tokens

@@ -72,7 +72,8 @@ def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
 
 def hidden(found: Estimate, costs: Costs, hardware: Hardware) -> float:
     """Seconds of the collectives of a phase during which kernels run: of those that are begun before they are needed,
-    as far as there are kernels meanwhile. On a CPU both take the same cores, and nothing is hidden."""
+    as far as there are kernels meanwhile. On a CPU both take the same cores, and nothing is hidden.
+    """
     if not hardware.accelerator:
         return 0.0
     return min(_sent(found, costs.early, hardware), costs.cover)

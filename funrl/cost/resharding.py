@@ -31,6 +31,7 @@ from funrl.models.huggingface.config import config_from_hf
 
 
 def define_flags(table: flags.FlagValues) -> None:
+    """Define this program's flags."""
     model = "Hugging Face directory or config.json, of which only config.json is read; it must be given"
     flags.DEFINE_string("model", None, model, table)
     flags.DEFINE_string("mesh", "dp1", "devices in training, such as dp4,tp2", table)

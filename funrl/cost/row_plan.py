@@ -117,7 +117,8 @@ def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str
 
 def table_columns(job: Job) -> int:
     """Numbers of each row that its rank tells all others: of a text its length, of a completion its end and rewards
-    too, and whether these failed."""
+    too, and whether these failed.
+    """
     if not job.generates:
         return 1
     functions = job.settings.rewards.reward.split(",") if job.settings.rewards.reward else []

@@ -78,7 +78,8 @@ def verifying(job: Job, parts: Parts, generator: Generator, kept: dict[str, floa
 
 def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
     """Of each weight of the policy its boxes before and after a sync, its bytes in the engine, and whether these are
-    the trainer's own."""
+    the trainer's own.
+    """
     plan, merged = generator.to_engine, merged_weights(parts.roles["policy"].placed.model)
     trained = job.master if job.lora is None else job.dtype
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):

@@ -40,7 +40,8 @@ class Deployed(NamedTuple):
 
     def exported(self, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
         """Whole weights under other names, one after the other, as `export_weights` gives them; a layer's merged
-        weights at a time."""
+        weights at a time.
+        """
         for part in self._parts():
             layouts = {name: self.stored[name] for name in part}
             yield from export_weights({name: self.weight(name) for name in part}, layouts, self.mesh, names)

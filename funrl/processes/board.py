@@ -41,8 +41,7 @@ class Board:
     def __init__(
         self, folder: str, ranks: int, create: bool = False, report: Callable[[BaseException], None] | None = None
     ) -> None:
-        """
-        Args:
+        """Args:
           folder: that all ranks of the run share.
           ranks: how many there are.
           create: make the memory, which the ranks open.
@@ -109,11 +108,10 @@ class Supervision:
     def __init__(
         self, board: Board, heartbeat_s: float | None, timeout_s: float | None, stalled_s: float | None = None
     ) -> None:
-        """
-        Args:
-          heartbeat_s: seconds without progress after which it says for whom the run waits; None: it says nothing.
-          timeout_s: how long ranks wait in a collective; None: that is not known here.
-          stalled_s: see `Lookout`.
+        """Args:
+        heartbeat_s: seconds without progress after which it says for whom the run waits; None: it says nothing.
+        timeout_s: how long ranks wait in a collective; None: that is not known here.
+        stalled_s: see `Lookout`.
         """
         self.board, self.timeout_s = board, timeout_s
         self.speaks = heartbeat_s is not None

@@ -119,9 +119,8 @@ class Heart:
     """The record of this rank, and the thread that keeps it ticking."""
 
     def __init__(self, record: Any, link: Link) -> None:
-        """
-        Args:
-          record: `RECORD_BYTES` of writable memory.
+        """Args:
+        record: `RECORD_BYTES` of writable memory.
         """
         self.record, self.link = record, link
         self.beats = self.ticks = self.phases = self.collectives = 0

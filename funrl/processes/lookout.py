@@ -20,11 +20,10 @@ class Lookout:
     """Watcher of some ranks: speaks when one of them has made no progress for a heartbeat, then ever less often."""
 
     def __init__(self, heartbeat_s: float, ending: str = "", stalled_s: float | None = None) -> None:
-        """
-        Args:
-          heartbeat_s: seconds without progress.
-          ending: continues a line, such as "; --timeout=60 ends the run".
-          stalled_s: seconds without an answer after which a rank counts as stalled; None: it never does.
+        """Args:
+        heartbeat_s: seconds without progress.
+        ending: continues a line, such as "; --timeout=60 ends the run".
+        stalled_s: seconds without an answer after which a rank counts as stalled; None: it never does.
         """
         self.heartbeat_s, self.ending, self.stalled_s = heartbeat_s, ending, stalled_s
         self.unanswered_s: dict[int, float] = {}  # of each rank, without the time in which this process was stopped
@@ -94,7 +93,8 @@ class Lookout:
 
 def late(signs: Mapping[int, Sign], silent: Collection[int] = ()) -> list[int]:
     """The ranks that the others wait for: those that do not answer; else, of those that are not in a collective
-    themselves, the ones that are least far."""
+    themselves, the ones that are least far.
+    """
     if silent:
         return sorted(silent)
     running = {rank: sign for rank, sign in signs.items() if sign.status == RUNNING}
@@ -149,7 +149,8 @@ def duration(seconds: float) -> str:
 
 def rescuers(signs: Mapping[int, Sign], dead: Collection[int], elsewhere: bool) -> Order:
     """The replica that saves the state: all of its ranks live and hold a whole state of one step; of several, the first
-    of those that are farthest."""
+    of those that are farthest.
+    """
     members: dict[int, list[int]] = {}
     for rank, sign in signs.items():
         members.setdefault(sign.replica, []).append(rank)

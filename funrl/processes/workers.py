@@ -301,7 +301,8 @@ def _wait(pids: dict[int, int], supervision: Supervision) -> dict[int, int]:
 
 def _end(pids: dict[int, int], sign: signal.Signals) -> None:
     """Ask the remaining ranks to end, and kill those that have not after a few seconds. One that the kernel does not
-    end, as it waits for a disk, is left behind."""
+    end, as it waits for a disk, is left behind.
+    """
     for signal_now in (sign, signal.SIGKILL):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

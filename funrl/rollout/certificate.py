@@ -233,7 +233,8 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
 
 def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
-    are compared."""
+    are compared.
+    """
     spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
     trained, mesh = source.stored, source.mesh
     awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}

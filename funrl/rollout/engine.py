@@ -107,7 +107,8 @@ class Engine(Protocol):
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """Weights that the engine computes with, each once and in the form in which `load` takes them; None instead of
-        one that cannot be read back, on all ranks alike."""
+        one that cannot be read back, on all ranks alike.
+        """
         ...
 
     def check(self, requests: Sequence[Request]) -> None:

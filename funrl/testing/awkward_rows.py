@@ -155,9 +155,8 @@ class ThreadRanks:
     """Threads that stand for ranks, each with some of the rows, and the exchange between them."""
 
     def __init__(self, owned: Sequence[Sequence[int]]):
-        """
-        Args:
-          owned: rows of each rank.
+        """Args:
+        owned: rows of each rank.
         """
         self.owned, self.box = owned, [None] * len(owned)
         self.barrier = threading.Barrier(len(owned), timeout=60)

@@ -92,6 +92,7 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> st
 
 
 def title(found: Estimate, settings: Settings) -> str:
+    """First lines of a report: the model, the meshes and the step."""
     job = found.job
     train = meshes.text(job.sizes) + (" fully sharded" if settings.devices.fsdp else "")
     if settings.devices.fsdp_models is not None:

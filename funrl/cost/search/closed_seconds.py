@@ -178,7 +178,8 @@ def _sharding(
 
 def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
     """Seconds of what layers send in passes: two sums over tensor ranks, keys and values to sequence ranks, tokens to
-    their experts."""
+    their experts.
+    """
     config = one.model.config
     cost = one.model.abilities.cost
     seconds = 0.0

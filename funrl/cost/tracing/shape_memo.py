@@ -136,9 +136,8 @@ class Scan(NamedTuple):
 
 
 def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
-    """
-    Args:
-      by_shapes: whether results have shapes that no numbers of a tensor change.
+    """Args:
+    by_shapes: whether results have shapes that no numbers of a tensor change.
     """
     parts: list[Any] = [func]
     found = _scan((*args, *kwargs.items()) if kwargs else args, parts)

@@ -246,9 +246,8 @@ class Tracer(TorchDispatchMode):
     def _count(
         self, func: Any, operator: Operator, key: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
     ) -> None:
-        """
-        Args:
-          key: what calls of as much work have alike; None: this one is counted by itself.
+        """Args:
+        key: what calls of as much work have alike; None: this one is counted by itself.
         """
         works = _works()
         if key is None:

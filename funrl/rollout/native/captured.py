@@ -22,9 +22,8 @@ class CapturedFunctions:
     """
 
     def __init__(self, device: torch.device, problem: str | None = None):
-        """
-        Args:
-          problem: a reason why nothing is captured; None: on CUDA all is.
+        """Args:
+        problem: a reason why nothing is captured; None: on CUDA all is.
         """
         self._capture = device.type == "cuda" and problem is None
         self._met: set[Hashable] = set()

@@ -74,10 +74,9 @@ class NativeEngine:
         speculate: int = 0,
         static: bool = False,
     ):
-        """
-        Args:
-          static: decode by passes of static shape; see `static_decode`.
-          The others are as `native_engine` says.
+        """Args:
+        static: decode by passes of static shape; see `static_decode`.
+        The others are as `native_engine` says.
         """
         device = weights.mesh.device
         self.weights, self.version, self.paused = weights, None, False

@@ -59,9 +59,8 @@ class Flights:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None, seats: int = 0
     ):
-        """
-        Args:
-          seats: to begin with; where there are never more, `last` stays the same tensor.
+        """Args:
+        seats: to begin with; where there are never more, `last` stays the same tensor.
         """
         self.numbers: dict[int, LiveRequest] = {}
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None

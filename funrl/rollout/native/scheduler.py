@@ -50,10 +50,9 @@ class Scheduler:
     def __init__(
         self, flights: Flights, max_rows: int, page_tokens: int, pass_tokens: int, speculate: int = 0, few_rows: int = 0
     ):
-        """
-        Args:
-          speculate: tokens of a draft at most.
-          few_rows: tokens of a pass, drafts included, up to which there are drafts.
+        """Args:
+        speculate: tokens of a draft at most.
+        few_rows: tokens of a pass, drafts included, up to which there are drafts.
         """
         self.max_rows, self.pool = max_rows, PagePool(0, page_tokens)
         self._speculate, self._few_rows = speculate, few_rows
@@ -198,7 +197,8 @@ class Scheduler:
 
     def _drafts(self, decoding: np.ndarray) -> np.ndarray:
         """Tokens of a draft that each decoding seat has now, with pages for them. Where many rows are decoded together
-        there are none: a pass takes about as much longer as it has tokens more."""
+        there are none: a pass takes about as much longer as it has tokens more.
+        """
         drafts = np.zeros(len(decoding), dtype=np.int64)
         left = self._few_rows - len(decoding) if self._speculate else 0
         running = {flight.seat: flight for flight in self._running} if left > 0 else {}

@@ -27,10 +27,9 @@ class StaticDecode:
     """Passes that only decode."""
 
     def __init__(self, backend: TorchBackend, flights: Flights, scheduler: Scheduler, problem: str | None = None):
-        """
-        Args:
-          flights: with a seat for each row and one more, which nobody ever gets.
-          problem: a reason why passes are not captured as CUDA graphs.
+        """Args:
+        flights: with a seat for each row and one more, which nobody ever gets.
+        problem: a reason why passes are not captured as CUDA graphs.
         """
         self._backend, self._flights, self._scheduler = backend, flights, scheduler
         self._device, slots = flights.last.device, len(flights.lengths)

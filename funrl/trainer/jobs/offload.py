@@ -85,7 +85,8 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
 
 def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
     """The stages that need the weights of each frozen role that has its own. Reward models, which the source has, are
-    not among them: they stay on the device."""
+    not among them: they stay on the device.
+    """
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}

@@ -30,7 +30,8 @@ WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def kinds_of(algorithm: Any) -> tuple[str, ...]:
     """The kinds of runs that an algorithm can make, the default first: with an advantage or a filter the policy
     samples; without them, or where texts have labels, texts are given. A comparison with a teacher over the whole
-    vocabulary does either."""
+    vocabulary does either.
+    """
     if getattr(algorithm, "example", "row") in GIVEN_EXAMPLES:
         return SUPERVISED
     if getattr(algorithm, "example", "row") == "demonstrated":
@@ -73,22 +74,27 @@ class Bound(NamedTuple):
 
 
 def at_least(low: float) -> Bound:
+    """Bound of a number that must not be less than `low`."""
     return Bound(f"at least {low}", lambda x: x >= low)
 
 
 def at_most(high: float) -> Bound:
+    """Bound of a number that must not be more than `high`."""
     return Bound(f"at most {high}", lambda x: x <= high)
 
 
 def above(low: float) -> Bound:
+    """Bound of a number that must be more than `low`."""
     return Bound(f"above {low}", lambda x: x > low)
 
 
 def below(high: float, text: str = "") -> Bound:
+    """Bound of a number that must be less than `high`, which `text` may name."""
     return Bound(f"below {text or high}", lambda x: x < high)
 
 
 def one_of(*choices: str) -> Bound:
+    """Bound of a text that must be one of some choices."""
     return Bound(f"one of {', '.join(choices)}", lambda x: x in choices)
 
 

@@ -50,7 +50,8 @@ class SolutionStep(NamedTuple):
 
 def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bool:
     """True if a model with this tokenizer reads the policy's tokens as they are: the two have one vocabulary and, where
-    prompts are chats, one chat template."""
+    prompts are chats, one chat template.
+    """
     chats = any(example.messages for example in prompts)
     same = tokenizer.get_vocab() == policys.get_vocab()
     return same and (not chats or tokenizer.chat_template == policys.chat_template)

@@ -118,11 +118,10 @@ class Skips:
     """The updates of a run that were not made: counted, explained, and ended where they are too many in a row."""
 
     def __init__(self, most: int, mesh: Mesh, folder: str | None, note: Callable[[str], None]) -> None:
-        """
-        Args:
-          most: updates of a role in a row, at which `check` raises.
-          folder: the run's checkpoints, beside which rows are saved; None: they are not.
-          note: shows a line.
+        """Args:
+        most: updates of a role in a row, at which `check` raises.
+        folder: the run's checkpoints, beside which rows are saved; None: they are not.
+        note: shows a line.
         """
         self.most, self.mesh, self.note = most, mesh, note
         self.folder = None if folder is None else Path(folder).parent / FOLDER
