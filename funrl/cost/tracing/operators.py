@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import funrl.compiled_kernels.gated_delta
-import funrl.compiled_kernels.grouped_linear
-import funrl.compiled_kernels.varlen_attention  # noqa: F401  (these register their operators)
+# These register their operators.
+import funrl.compiled_kernels.gated_delta  # noqa: F401
+import funrl.compiled_kernels.grouped_linear  # noqa: F401
+import funrl.compiled_kernels.varlen_attention  # noqa: F401
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.data.packing import UNIT, RowCost
