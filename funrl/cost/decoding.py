@@ -44,9 +44,14 @@ def generation(
 
 
 def completions(
-    job: Job, generator: Generator, whole: Generator, sampling: Sampling, prompt_tokens: int, room: float,
+    job: Job,
+    generator: Generator,
+    whole: Generator,
+    sampling: Sampling,
+    prompt_tokens: int,
+    room: float,
     hardware: Hardware,
-) -> Costs:  # fmt: skip
+) -> Costs:
     """Costs of completions that are drawn alike; the others as in `generation`."""
     found = Costs()
     for often, count in waves(job, whole, sampling, prompt_tokens, room, hardware):
@@ -65,7 +70,8 @@ def waves(
     """
     assert isinstance(generator.engine, NativeEngine)
     model = generator.engine.model
-    rows, page = own_prompts(job, generator) * sampling.samples, _page_tokens(hardware)
+    rows = own_prompts(job, generator) * sampling.samples
+    page = _page_tokens(hardware)
     pages = -(-(prompt_tokens + sampling.max_new_tokens) // page)
     assert model.init_cache is not None
     one = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
@@ -88,7 +94,9 @@ def _wave(
     Args:
       count: rows that are decoded together.
     """
-    model, mesh, wanted = job.model, generator.mesh, generator.engine.weights.layouts
+    model = job.model
+    mesh = generator.mesh
+    wanted = generator.engine.weights.layouts
     page = _page_tokens(hardware)
     length = prompt_tokens + sampling.max_new_tokens
     each = -(-length // page)

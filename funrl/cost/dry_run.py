@@ -84,7 +84,8 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     Raises:
       ValueError: the first thing that cannot work.
     """
-    sizes, settings = meshes.parse(settings.devices.mesh), located(settings)
+    sizes = meshes.parse(settings.devices.mesh)
+    settings = located(settings)
     model = plain_model(settings)
     kind = run_kind(algorithm, settings.examples.data)
     settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")
@@ -101,12 +102,25 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
     return Job(
-        settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
-        dtype=TORCH_DTYPES[settings.models.dtype], model=model, models=models, directories=directories,
-        rates=learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
-        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=lora_of(settings, model),
+        settings=settings,
+        sizes=sizes,
+        generate_sizes=generating,
+        device="cpu",
+        dtype=TORCH_DTYPES[settings.models.dtype],
+        model=model,
+        models=models,
+        directories=directories,
+        rates=learning_rates(settings, algorithm, model),
+        tokenizer=None,
+        task=task,
+        algorithm=algorithm,
+        sampling=sampling,
+        eval_sampling=sampling,
+        pad=0,
+        warmstart_steps=0,
+        lora=lora_of(settings, model),
         judge=judge,
-    )  # fmt: skip
+    )
 
 
 def plain_model(settings: Settings) -> Model:
@@ -153,7 +167,8 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     if settings.models.model is not None or settings.examples.prompts is not None:
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
-    tokenizer, prompts = arithmetic.tokenizer(), arithmetic.heldout_prompts(64)
+    tokenizer = arithmetic.tokenizer()
+    prompts = arithmetic.heldout_prompts(64)
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
 
 
@@ -166,14 +181,18 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     Raises:
       SettingsError: rows are longer than the model's positions.
     """
-    width, judge, job = check_width(job, tokens), job.judge, job._replace(judge=None)  # none is opened
+    # none is opened
+    width = check_width(job, tokens)
+    judge = job.judge
+    job = job._replace(judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = job._replace(settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))
         found = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
-        axes, rests = axes_of(mesh), found.pop("rests").peak
+        axes = axes_of(mesh)
+        rests = found.pop("rests").peak
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
             engine, _ = engine_bytes(job, parts, parts.generator)
@@ -218,7 +237,8 @@ def check_width(job: Job, tokens: int) -> int:
     Raises:
       SettingsError: a sequence of it is longer than the model's positions.
     """
-    positions, reader = job.model.config.max_positions, job.lead in READERS
+    positions = job.model.config.max_positions
+    reader = job.lead in READERS
     if isinstance(job.task, Texts):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
@@ -238,7 +258,8 @@ def _describe(job: Job, tokens: int) -> str:
         texts = len(TEXT_FIELDS[job.task.kind])
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
-    rows, width = count * job.sampling.samples, tokens + job.sampling.max_new_tokens
+    rows = count * job.sampling.samples
+    width = tokens + job.sampling.max_new_tokens
     return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
 
 
@@ -279,12 +300,17 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
       plan: of all rows.
     """
     mesh = whole.mesh
-    parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
-    rows, width = len(plan.lengths), int(plan.lengths[0])
+    parts = build(job, mesh, lambda _: None)
+    settings = job.settings
+    ranks = mesh.size(mesh.row_axes)
+    rows = len(plan.lengths)
+    width = int(plan.lengths[0])
     once = job._replace(settings=with_flags(settings, epochs=1, minibatches=1))
     rows_on = functools.partial(full_rows, once, parts, tokens)
     scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
-    local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.updates.minibatches / ranks), {}
+    local = math.ceil(rows / ranks)
+    mini = math.ceil(rows / settings.updates.minibatches / ranks)
+    found = {}
     piece, scoring = (
         rows_of_a_pass(budget, width, mesh) for budget in (settings.updates.token_budget, scoring_budget(settings))
     )
@@ -317,9 +343,14 @@ def _stored(parts: Parts) -> int:
 
 
 def trace_step(
-    job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False, learns: bool = True,
+    job: Job,
+    parts: Parts,
+    rows: Rows,
+    hardware: Hardware,
+    real: bool = False,
+    learns: bool = True,
     written: dict[str, tuple[torch.Size, torch.dtype]] | None = None,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Score rows and learn from them with the trainer's own functions.
 
     Args:
@@ -335,7 +366,8 @@ def trace_step(
         for name, role in parts.roles.items()
     }
     weights, frozen = role_weights(tracer, job, parts)
-    made, learning = [rows], _learning_step(parts) - 1
+    made = [rows]
+    learning = _learning_step(parts) - 1
     del rows  # they are gone when they have been moved
     no_source = Source(dict, lambda state, step: (made.pop(), state, {}), lambda roles, step: {})
     trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))

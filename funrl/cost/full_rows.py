@@ -61,9 +61,11 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         other = torch.arange(rows) % 2 == 1 if "mismatched" in found.required else None
         return batch._replace(length=one.length.expand(rows).clone(), mismatched=other)
     length = tokens + job.sampling.max_new_tokens
-    shape, wide = (own, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
+    shape = (own, -(-length // 8) * 8)
+    wide = torch.promote_types(job.dtype, torch.float32)
     choices = job.model.abilities.choices
-    at_T, score_B = torch.arange(shape[1]), torch.arange(rows).remainder(2).to(wide)
+    at_T = torch.arange(shape[1])
+    score_B = torch.arange(rows).remainder(2).to(wide)
     return Batch(
         tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
         mask=((at_T >= tokens) & (at_T < length)).expand(shape).clone(),

@@ -56,9 +56,14 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
     text = TEMPLATE if settings.judging.judge_template is None else read_template(settings.judging.judge_template)
     sampling = Sampling(greedy=True, max_new_tokens=settings.judging.judge_max_new_tokens)
     return JudgeJob(
-        directory, model, None, text, re.compile(settings.judging.judge_pattern), sampling,
+        directory,
+        model,
+        None,
+        text,
+        re.compile(settings.judging.judge_pattern),
+        sampling,
         generate_sizes(settings, sizes, model, memory),
-    )  # fmt: skip
+    )
 
 
 def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware) -> JudgeCost:
@@ -72,13 +77,15 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
       SettingsError: what it reads and writes is more than its positions.
     """
     assert parts.generator is not None
-    read, positions = tokens_to_read(job, judge, prompt_tokens), judge.model.config.max_positions
+    read = tokens_to_read(job, judge, prompt_tokens)
+    positions = judge.model.config.max_positions
     if read + judge.sampling.max_new_tokens > positions:
         raise SettingsError(
             f"--judge={judge.directory}: it reads {read} tokens and may write {judge.sampling.max_new_tokens} "
             f"(--judge_max_new_tokens), but it has {positions} positions"
         )
-    mesh, layers = view(parts.mesh, judge.sizes), judge.model.config.layers
+    mesh = view(parts.mesh, judge.sizes)
+    layers = judge.model.config.layers
     each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
     settings = with_flags(job.settings, batch_prompts=job.settings.run.batch_prompts * each, kv_cache_gb=None)
 

@@ -103,7 +103,8 @@ def duration_text(seconds: float, figures: int = 2) -> str:
     """
     units = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
     most = {"us": 1000, "ms": 1000, "s": 100, "min": 100, "h": 72}  # of a unit before the next one is used
-    amount, unit = seconds, "s"
+    amount = seconds
+    unit = "s"
     for length, unit in units:
         amount = seconds / length
         if unit == "days" or float(f"{amount:.{figures}g}") < most[unit]:

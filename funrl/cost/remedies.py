@@ -75,7 +75,8 @@ def verdict_of(
     Args:
       costs: estimates other settings.
     """
-    room, peak = hardware.memory * USABLE, peak_of(found)
+    room = hardware.memory * USABLE
+    peak = peak_of(found)
     over = tuple(name for name, phase in found.phases.items() if phase.total > room)
     known = Verdict(peak.nbytes <= room, room, peak, over, step_seconds(found, hardware), ())
     if known.fits:
@@ -98,10 +99,13 @@ def verdict_of(
 
 def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
     """Changes of flags that may help the worst phase, most promising first."""
-    peak, sizes, heads = found.phases[worst].peak, found.job.sizes, found.job.model.abilities.heads
+    peak = found.phases[worst].peak
+    sizes = found.job.sizes
+    heads = found.job.model.abilities.heads
     states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
     passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
-    total, changes = sum(peak.values()), []
+    total = sum(peak.values())
+    changes = []
     if not settings.devices.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
     if settings.devices.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:

@@ -88,7 +88,8 @@ def resharding_report(
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     built = decoder_model(config)
-    shapes, logical = built.shapes, built.axes
+    shapes = built.shapes
+    logical = built.axes
     start = time.perf_counter()
     train_rules = rules.fully_sharded(rules.STORED) if fsdp else rules.STORED
     src = rules.layouts(shapes, logical, train_rules, parse(mesh))

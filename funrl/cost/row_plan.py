@@ -63,7 +63,8 @@ class RowPlan(NamedTuple):
 
 def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
-    settings, mesh = job.settings, parts.mesh
+    settings = job.settings
+    mesh = parts.mesh
     samples = rows_of_step(job) // settings.run.batch_prompts
     source = mesh if parts.generator is None else parts.generator.mesh
     lengths = np.full(settings.run.batch_prompts * samples, width)
@@ -92,7 +93,8 @@ def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes:
       found: costs by phase; those of a move are of one move.
       token_bytes: that a move sends of a token, before the rows are scored and after it.
     """
-    first, again = _traffic_before(job, plan, token_bytes[0]), _moves(plan.lengths, plan.again, token_bytes[1])
+    first = _traffic_before(job, plan, token_bytes[0])
+    again = _moves(plan.lengths, plan.again, token_bytes[1])
     traffic: dict[str, Any] = dict(zip(MOVES, (first, again), strict=True))
     often: dict[str, int] = dict(zip(MOVES, (_count(plan.before), _count(plan.again)), strict=True))
     return {
@@ -108,7 +110,8 @@ def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str
     Args:
       token_bytes: that are sent of a token.
     """
-    source, table = plan.before[0].mesh, {}
+    source = plan.before[0].mesh
+    table = {}
     if source.size(source.row_axes) > 1:
         nbytes = float(WORD * table_columns(job) * len(plan.lengths))
         table["all_reduce", source.group_name(source.row_axes)] = Traffic(1, nbytes)
@@ -148,14 +151,19 @@ def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> d
 
 def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
     """Share of useful FLOPs in those that all ranks have time for, by phase that packs rows."""
-    mesh, budget, found = parts.mesh, scoring_budget(job.settings), {}
-    ranks, scores = mesh.size(mesh.row_axes), plan.before[-1].owner
+    mesh = parts.mesh
+    budget = scoring_budget(job.settings)
+    found = {}
+    ranks = mesh.size(mesh.row_axes)
+    scores = plan.before[-1].owner
     for name, role in parts.roles.items():
         cost = row_cost(role.placed)
-        read, owner = plan.lengths, scores
+        read = plan.lengths
+        owner = scores
         if name in READERS and job.generates:  # one token more, where it reads them
             readers = [reader for reader in READERS if reader in parts.roles]
-            read, owner = plan.lengths + 1, plan.before[1 + readers.index(name)].owner
+            read = plan.lengths + 1
+            owner = plan.before[1 + readers.index(name)].owner
         if role.writes or read is not plan.lengths:
             packing = pack_in_place(read, owner, ranks, budget, cost, token_ranks(mesh))
             found[f"score_{name}"] = _share([(packing, read)], ranks, cost)

@@ -26,7 +26,8 @@ from funrl.trainer.steps.roles import BASE
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
     """Own weights of the roles that learn, and the weights that do not, by name; on no device."""
-    own, frozen = {}, {}
+    own = {}
+    frozen = {}
     if job.lora is not None:
         base = decoder_of(parts.begin.stored)
         kept = {name: x for name, x in base.items() if name != "unembed" or needs_unembedding(parts)}
@@ -66,7 +67,8 @@ def resharding(job: Job, parts: Parts, generator: Generator, kept: dict[str, flo
 
 def verifying(job: Job, parts: Parts, generator: Generator, kept: dict[str, float], hardware: Hardware) -> Costs:
     """Digests of the trainer's and of the engine's weights, and their one sum over all ranks."""
-    mesh, seconds = parts.mesh, 0.0
+    mesh = parts.mesh
+    seconds = 0.0
     for (old, new), _, alike in _leaves(job, parts, generator):
         numbers = sum(volume(box) for box in ([new] if alike else [old, new]) if box is not None)
         seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
@@ -80,7 +82,8 @@ def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tupl
     """Of each weight of the policy its boxes before and after a sync, its bytes in the engine, and whether these are
     the trainer's own.
     """
-    plan, merged = generator.to_engine, merged_weights(parts.roles["policy"].placed.model)
+    plan = generator.to_engine
+    merged = merged_weights(parts.roles["policy"].placed.model)
     trained = job.master if job.lora is None else job.dtype
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
@@ -93,7 +96,8 @@ def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: di
     Args:
       rests: bytes of weights and optimizers, by kind.
     """
-    stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
+    stages = offload.frozen_stages(parts.roles)
+    itemsize = job.dtype.itemsize
     own = {name: role for name, role in parts.roles.items() if role.loss is None and not role.on_base}
     stored = {name: trees.leaves(role.stored) for name, role in own.items()}
     frozen = {

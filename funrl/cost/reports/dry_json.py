@@ -15,7 +15,9 @@ from funrl.mesh import mesh as meshes
 
 def as_object(found: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str, Any]:
     """The numbers of a dry run; bytes, FLOPs and seconds are of one rank."""
-    job, settings, rates = found.job, found.job.settings, rates_of(found, hardware)
+    job = found.job
+    settings = found.job.settings
+    rates = rates_of(found, hardware)
     return {
         "model": {
             "family": job.model.config.family,

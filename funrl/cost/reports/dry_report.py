@@ -119,7 +119,8 @@ def memory(found: Estimate) -> str:
 
 def work(found: Estimate, hardware: Hardware) -> str:
     """FLOPs and seconds of each phase."""
-    rows, whole = [], [0.0, 0.0, 0.0, 0.0]
+    rows = []
+    whole = [0.0, 0.0, 0.0, 0.0]
     for name, costs in found.phases.items():
         sent = communication(found, costs, hardware)
         spent = (costs.flops, costs.seconds, sent, hidden(found, costs, hardware))

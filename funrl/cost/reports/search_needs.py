@@ -100,7 +100,8 @@ def _other_flags(verdict: Verdict) -> list[str]:
 
 def _offload(settings: Settings, algorithm: Algorithm, found: Search) -> str:
     """Memory of the leanest mesh with --offload, traced."""
-    ranked, hardware = found.ranked, found.hardware
+    ranked = found.ranked
+    hardware = found.hardware
     least = leanest(ranked)
     if (
         least is None

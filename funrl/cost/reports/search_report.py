@@ -45,7 +45,8 @@ def search_text(found: Search, line: Sequence[str], needed: Sequence[str], descr
 
 def _answer(found: Search, line: Sequence[str]) -> str:
     """The best way in two lines: its command, and what it costs."""
-    best, rates = found.best[0], found.best[0].rates
+    best = found.best[0]
+    rates = found.best[0].rates
     count = len(found.ranked.splits) + len(found.ranked.others)
     if not best.fits:
         verdict = f"nothing fits {found.world} devices; of {count} ways to split the run this needs least:"
@@ -116,12 +117,18 @@ def search_json(found: Search, needed: Sequence[str], verdict: Verdict) -> str:
 
 
 def _traced_row(one: Traced) -> tuple[str, ...]:
-    rates, spans = one.rates, "" if one.nodes == 1 else f", {spans_text(one.nodes)}"
+    rates = one.rates
+    spans = "" if one.nodes == 1 else f", {spans_text(one.nodes)}"
     return (
-        written_flags(one.flags), size(one.peak.nbytes), "yes" if one.fits else "no", duration_text(rates.seconds),
-        duration_text(3600 * rates.hours), f"{rates.tokens_per_second:,.0f}",
-        f"{rates.tokens_per_second_per_device:,.0f}", f"traced, largest in {one.peak.phase}{spans}",
-    )  # fmt: skip
+        written_flags(one.flags),
+        size(one.peak.nbytes),
+        "yes" if one.fits else "no",
+        duration_text(rates.seconds),
+        duration_text(3600 * rates.hours),
+        f"{rates.tokens_per_second:,.0f}",
+        f"{rates.tokens_per_second_per_device:,.0f}",
+        f"traced, largest in {one.peak.phase}{spans}",
+    )
 
 
 def _rough_row(found: Search, one: Other) -> tuple[str, ...]:

@@ -29,7 +29,9 @@ from funrl.trainer.settings.settings import scoring_budget
 SAVED_SIZES = (8, 4, 4)
 ENTERING = 2
 DISPATCHED = 3  # of a token for each of its experts, in sizes of the residual stream
-MOMENTS, GRADIENT = 8, 4  # bytes of a weight that learns: its moments and its gradient in float32
+# bytes of a weight that learns: its moments and its gradient in float32
+MOMENTS = 8
+GRADIENT = 4
 
 
 class Rough(NamedTuple):
@@ -51,7 +53,8 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
       width: tokens of a row.
     """
     split = split_of(job, width, hardware)
-    resting, seconds = _resting(job, split), training_seconds(job, split, hardware)
+    resting = _resting(job, split)
+    seconds = training_seconds(job, split, hardware)
     if job.generates:
         seconds += sync_seconds(job, split, hardware) + generation_seconds(job, split, hardware, resting)
     return Rough(resting + _learning(job, split) + _activations(job, split), seconds)
@@ -84,7 +87,8 @@ def _learning(job: Job, split: MeshSplit) -> float:
 
 def _activations(job: Job, split: MeshSplit) -> float:
     """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
-    config, settings = job.model.config, job.settings
+    config = job.model.config
+    settings = job.settings
     layer = split.item * _saved(job.model, split)
     learned = pieces_of(split, settings.updates.minibatches, settings.updates.token_budget).tokens
     scored = pieces_of(split, 1, scoring_budget(settings)).tokens

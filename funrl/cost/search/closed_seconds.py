@@ -31,21 +31,32 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import scoring_budget
 
 # By the dry runs of Qwen2.5 0.5B and 7B, Llama 70B, Qwen3 30B and Mixtral 8x7B, kernel by kernel.
-PRODUCTS, KERNELS = 7, 34  # of a layer's forward pass: matrix products, and all others
+# of a layer's forward pass: matrix products, and all others
+PRODUCTS = 7
+KERNELS = 34
 NORM_KERNELS = 14  # more in a layer that norms queries and keys
-EXPERT_KERNELS, CHOICE_KERNELS = 37, 3  # more in a layer with experts, and for each that a token goes to
+# more in a layer with experts, and for each that a token goes to
+EXPERT_KERNELS = 37
+CHOICE_KERNELS = 3
 TOKEN_KERNELS = 84  # of a step of decoding beside its layers: embedding, norm, logits, drawing
 # Numbers that kernels other than products read and write of a token in a layer's forward pass, in sizes of the residual
 # stream, of the mlp and of the heads of queries and keys, once more where these are normed; and with experts in sizes
 # of the stream for each expert of a token: there, and back from each rank whose experts see all tokens.
 MOVED = (46, 9, 9)
-DISPATCHED, COMBINED = 8, 7
+DISPATCHED = 8
+COMBINED = 7
 LEARNED = 2.7  # of them, and of the kernels, in forward and backward pass together
 # Bytes of a weight in sizes of a number that is computed in: for each gather, each scattered sum, each micro-batch that
 # gives it a gradient, and more where it is of the tables, whose gradient is in float32.
-GATHERED, SCATTERED, GRADIENT, TABLE_GRADIENT = 5.5, 2.5, 6.5, 12.0
+GATHERED = 5.5
+SCATTERED = 2.5
+GRADIENT = 6.5
+TABLE_GRADIENT = 12.0
 UPDATED = 31  # bytes of a weight in an optimizer's step
-SCORED_LOGIT, LEARNED_LOGIT, DRAWN_LOGIT = 28, 90, 28  # bytes of a logit
+# bytes of a logit
+SCORED_LOGIT = 28
+LEARNED_LOGIT = 90
+DRAWN_LOGIT = 28
 
 
 class _Pass(NamedTuple):
@@ -77,20 +88,24 @@ def training_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
 
 
 def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> float:
-    settings, model, learns = job.settings, job.models[name], name in job.algorithm.losses
+    settings = job.settings
+    model = job.models[name]
+    learns = name in job.algorithm.losses
     scored = (
         int(not learns or settings.updates.epochs * settings.updates.minibatches > 1)
         if job.generates
         else int(not learns)
     )
-    updates, again = settings.updates.epochs * learns, settings.devices.remat != "none"
+    updates = settings.updates.epochs * learns
+    again = settings.devices.remat != "none"
     scoring = scored * pieces_of(split, 1, scoring_budget(settings)).count
     steps = updates * settings.updates.minibatches
     learning = steps * pieces_of(split, settings.updates.minibatches, settings.updates.token_budget).count
     one = _Pass(model, split.tensor, split.stream, split.experts, split.item, 0, 0, split.width)
     score = one._replace(tokens=scored * split.tokens, pieces=scoring)
     update = one._replace(tokens=updates * split.tokens, pieces=learning)
-    kernels, sent = sum(_kernels(score, hardware)), _summed(score, split.sequence, hardware)
+    kernels = sum(_kernels(score, hardware))
+    sent = _summed(score, split.sequence, hardware)
     products, others = _kernels(update, hardware)
     kernels += (3 + again) * products + (LEARNED + again) * others
     sent += (2 + again) * _summed(update, split.sequence, hardware)
@@ -141,7 +156,8 @@ def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: t
     Args:
       often: passes that score, and that learn; optimizer steps.
     """
-    (scoring, learning, steps), model = often, job.models[name]
+    scoring, learning, steps = often
+    model = job.models[name]
     each = computed(model, split.experts) / split.tensor
     numbers = (scoring + 2 * learning) * GATHERED * each if shards_of(job, split, name) > 1 else 0.0
     if job.lora is not None:
@@ -159,8 +175,12 @@ def _sharding(
     Args:
       often: as in `_weights`.
     """
-    (scoring, learning, steps), model, shards = often, job.models[name], shards_of(job, split, name)
-    weights, layers, gathering = computed(model, split.experts) / split.tensor, model.config.layers, 0.0
+    scoring, learning, steps = often
+    model = job.models[name]
+    shards = shards_of(job, split, name)
+    weights = computed(model, split.experts) / split.tensor
+    layers = model.config.layers
+    gathering = 0.0
     if shards > 1:
         near = split.reach <= RANKS_PER_NODE
         gathers = scoring + learning * 2
@@ -184,24 +204,28 @@ def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
     cost = one.model.abilities.cost
     seconds = 0.0
     if sequence > 1:
-        near, count = one.tensor * sequence <= RANKS_PER_NODE, one.pieces * config.layers
+        near = one.tensor * sequence <= RANKS_PER_NODE
+        count = one.pieces * config.layers
         nbytes = 2.0 * sum(layer.keys for layer in cost.layers) * one.tokens * sequence * one.item
         seconds = collective_seconds(hardware, "gather", count, nbytes / one.tensor, sequence, near)
     routers = one.model.abilities.routers
     if routers is not None and one.experts > 1:  # there and back
-        near, ways = one.tensor * sequence * one.experts <= RANKS_PER_NODE, 2 * len(routers.layers)
+        near = one.tensor * sequence * one.experts <= RANKS_PER_NODE
+        ways = 2 * len(routers.layers)
         nbytes = ways * one.tokens * min(routers.per_token, one.experts) * config.embed * one.item
         seconds += collective_seconds(hardware, "gather", 2 * ways * one.pieces, float(nbytes), one.experts, near)
     if one.tensor == 1:
         return seconds
-    near, count = one.tensor <= RANKS_PER_NODE, one.pieces * 2 * config.layers
+    near = one.tensor <= RANKS_PER_NODE
+    count = one.pieces * 2 * config.layers
     nbytes = 2.0 * config.layers * one.tokens * config.embed * one.item
     return seconds + collective_seconds(hardware, "all_reduce", count, nbytes, one.tensor, near)
 
 
 def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     """Seconds until the engine has the weights: what a rank receives, and the proof that it has them."""
-    have, wanted = stored(job, split, "policy"), generated(job, split)
+    have = stored(job, split, "policy")
+    wanted = generated(job, split)
     seconds = message_seconds(hardware, 0, split.item * max(0.0, wanted - have), near=False)
     if job.settings.engines.verify_sync:
         numbers = wanted + have * copies_weights(job, split)
@@ -215,9 +239,15 @@ def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: 
     Args:
       resting: bytes that a rank holds meanwhile, beside the cache.
     """
-    model, (tensor, ranks), settings = job.models["policy"], split.generating, job.settings
-    config, device, new = model.config, "cuda" if hardware.accelerator else "cpu", job.sampling.max_new_tokens
-    prompts, prompt, page = math.ceil(settings.run.batch_prompts / ranks), split.width - new, page_tokens(device)
+    model = job.models["policy"]
+    tensor, ranks = split.generating
+    settings = job.settings
+    config = model.config
+    device = "cuda" if hardware.accelerator else "cpu"
+    new = job.sampling.max_new_tokens
+    prompts = math.ceil(settings.run.batch_prompts / ranks)
+    prompt = split.width - new
+    page = page_tokens(device)
     rows = prompts * job.sampling.samples
     keys = model.abilities.cost.cached(tensor) * split.item
     room = (settings.engines.kv_cache_gb or 0) * 1e9 or FREE_SHARE * max(hardware.memory * USABLE - resting, 0.0)
@@ -226,7 +256,8 @@ def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: 
     one = _Pass(model, tensor, 1, 1, split.item, prompts * prompt, 0, prompt)
     at_once = min(max(1, pass_tokens(device) // prompt), math.ceil(most / job.sampling.samples))
     passes = math.ceil(prompts / at_once) * math.ceil(prompt / pass_tokens(device))
-    reading, step = one._replace(pieces=passes), one._replace(tokens=rows / waves, pieces=1, width=0)
+    reading = one._replace(pieces=passes)
+    step = one._replace(tokens=rows / waves, pieces=1, width=0)
     seen = page * math.ceil((prompt + new / 2) / page)
     decoding = sum(_kernels(step, hardware)) + _summed(step, 1, hardware) + _drawing(step, hardware)
     decoding += max(config.layers * hardware.launch, step.tokens * keys * seen / _speed(hardware))
@@ -235,7 +266,8 @@ def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: 
 
 def _drawing(step: _Pass, hardware: Hardware) -> float:
     """Seconds of the two tables, of logits in float32, and of drawing a token of each row."""
-    config, speed = step.model.config, _speed(hardware)
+    config = step.model.config
+    speed = _speed(hardware)
     table = config.vocab * config.embed / step.tensor
     product = max(2 * step.tokens * table / _rate(hardware, max(step.item, 4)), max(step.item, 4) * table / speed)
     logits = step.tokens * config.vocab

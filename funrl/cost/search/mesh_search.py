@@ -132,7 +132,8 @@ def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Sear
     Raises:
       ValueError: a flag that cannot work on any mesh; or the first reason, where no mesh can be.
     """
-    world, tokens = wanted_devices(settings.devices.mesh) or 1, tokens_of(settings, algorithm)
+    world = wanted_devices(settings.devices.mesh) or 1
+    tokens = tokens_of(settings, algorithm)
     ranked = ranked_splits(settings, algorithm, world, hardware)
 
     def trace(candidate: Candidate) -> Traced:
@@ -193,11 +194,13 @@ def _traced(ranked: Ranked, trace: Callable[[Candidate], Traced]) -> tuple[list[
             return None
         return best[-1]
 
-    room, splits = ranked.space.room, ranked.splits
+    room = ranked.space.room
+    splits = ranked.splits
     waiting = [(rough_key(one[0], room), number, 0) for number, one in enumerate(splits)]
     while waiting and len(best) < BEST and sum(one.fits and one.nodes > 1 for one in best) < SPANNING:
         _, number, position = heapq.heappop(waiting)
-        found, rough = attempt(number, splits[number][position]), splits[number][position].rough
+        found = attempt(number, splits[number][position])
+        rough = splits[number][position].rough
         if found is not None and not found.fits and rough.nbytes <= room:
             leaner = (i for i, one in enumerate(splits[number]) if i > position and one.rough.nbytes < rough.nbytes)
             for position in leaner:
@@ -276,7 +279,8 @@ def factorisations(world: int, count: int) -> Iterator[tuple[int, ...]]:
 
 def usable_axes(settings: Settings, models: Mapping[str, Model]) -> tuple[tuple[str, ...], dict[str, str]]:
     """The axes that a run may be split over, and why it may not over the others."""
-    usable, unused = ["data", "tensor"], {}
+    usable = ["data", "tensor"]
+    unused = {}
     for axis in (axis for axis in AXES if axis not in usable):
         short = next(short for short, name in SHORT.items() if name == axis)
         probe = with_flags(settings, mesh=f"{short}2", generate_mesh=None, fsdp=axis in ROW_AXES)
@@ -322,7 +326,8 @@ def chosen_mesh(settings: Settings, compose: Callable[[], Algorithm], hardware: 
     found = search(settings, compose(), hardware)
     best = found.best[0]
     flags = written_flags(best.flags)
-    held, room = size(best.peak.nbytes), size(hardware.memory * USABLE)
+    held = size(best.peak.nbytes)
+    room = size(hardware.memory * USABLE)
     if not best.fits:
         raise SettingsError(
             f"--mesh={settings.devices.mesh}: no mesh of {found.world} devices fits: {flags} "

@@ -137,7 +137,9 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
       ValueError: the models cannot be laid out so.
     """
     check_together(split)
-    base, sizes, memory = space.base, meshes.parse(split.devices.mesh), space.hardware.memory
+    base = space.base
+    sizes = meshes.parse(split.devices.mesh)
+    memory = space.hardware.memory
     default = generate_sizes(split, sizes, base.models["policy"], memory) if base.generates else sizes
     laid_out = with_flags(split, generate_mesh=meshes.text(default)) if base.generates else split
     check_meshes(laid_out, space.shallow, sizes, memory)
@@ -153,7 +155,8 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
 
 def _with_savings(space: SearchSpace, job: Job) -> Iterator[Candidate]:
     """A job as it is, and where memory may be short with flags that save some."""
-    nodes, seen = tensor_nodes(job), set()
+    nodes = tensor_nodes(job)
+    seen = set()
     for settings in _savings(job.settings, space.width):
         rough = closed_form(job._replace(settings=settings), space.width, space.hardware)
         if rough not in seen:  # a budget below a row's tokens changes nothing

@@ -30,7 +30,9 @@ from funrl.trainer.steps.micro import sizes_of, token_ranks
 # Messages of layers that are traced; deeper models are on the line through the two. With fewer than three no layer
 # stands between one whose weights are on their way and one whose gradients are.
 DEPTHS = (3, 4)
-MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
+# what sends messages from rank to rank, instead of a collective's rings
+MOVE = "move_rows"
+RESHARD = "reshard"
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
 TRACED = 2  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
@@ -97,7 +99,8 @@ def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
 
     Of those that share the tokens of rows it is the last: where keys go round a ring it has most to do.
     """
-    world, rank = Mesh(sizes).world, (sizes["sequence"] - 1) * sizes["tensor"]
+    world = Mesh(sizes).world
+    rank = (sizes["sequence"] - 1) * sizes["tensor"]
     if world == 1:
         yield single()
         return
@@ -228,8 +231,10 @@ def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Cost
     """
     if rows <= TRACED * piece:
         return at(rows).phases
-    few, more = at((TRACED - 1) * piece).phases, at(TRACED * piece).phases
-    found, steps = {}, rows / piece - (TRACED - 1)
+    few = at((TRACED - 1) * piece).phases
+    more = at(TRACED * piece).phases
+    found = {}
+    steps = rows / piece - (TRACED - 1)
     for name, costs in few.items():
         found[name] = along(costs, (more[name], steps))
         if name.startswith(UPDATES):  # a gradient is held from the second on, and not once more

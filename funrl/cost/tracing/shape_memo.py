@@ -106,7 +106,8 @@ def _described(func: Any, args: tuple, out: Any) -> _Result:
         return _Several(type(out), known) if len(set(storages)) == len(storages) else None
     if not isinstance(out, FakeTensor) or out.device != HOST or out.layout != torch.strided:
         return None
-    offset, storage = out.storage_offset(), out.untyped_storage()
+    offset = out.storage_offset()
+    storage = out.untyped_storage()
     # An operator that copies only where it must does so by the shapes, strides and types that it is given.
     view = isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
     if not view and (
@@ -145,7 +146,9 @@ def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
     return Scan(tuple(parts) if comparable else None, bool(found & _FAKE), bool(found & _REAL))
 
 
-_COMPARABLE, _FAKE, _REAL = 1, 2, 4
+_COMPARABLE = 1
+_FAKE = 2
+_REAL = 4
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 

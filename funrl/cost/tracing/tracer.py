@@ -76,22 +76,28 @@ class Tracer(TorchDispatchMode):
         if self.fake is not None:
             self.fake.cache_enabled = False  # what repeats is remembered by shapes
         self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
-        self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
+        self.hardware = hardware
+        self.logits = frozenset(logits)
+        self.cache = cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
         self.live: dict[int, tuple[int, str, Any]] = {}
         self.held: dict[str, float] = dict.fromkeys(MEMORY_KINDS, 0.0)
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
-        self.now, self.highest, self.part = Costs(), {}, "other"
+        self.now = Costs()
+        self.highest = {}
+        self.part = "other"
         self.under_way: dict[int, _Message] = {}  # by the storage of what will arrive
-        self.learns, self.optimizes = False, False
+        self.learns = False
+        self.optimizes = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled under it, and the guard costs more than what it guards
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, operator = kwargs or {}, operator_facts(func)
+        kwargs = kwargs or {}
+        operator = operator_facts(func)
         if operator.namespace == "prim":
             fake = operator.name == "device" and isinstance(args[0], FakeTensor)
             return args[0].device if fake else func(*args, **kwargs)
@@ -129,7 +135,9 @@ class Tracer(TorchDispatchMode):
             yield
         finally:
             self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
-            self.now, self.highest, self.learns = before, {}, False
+            self.now = before
+            self.highest = {}
+            self.learns = False
 
     def marked(self, optimizer: Transformation) -> Transformation:
         """The same optimizer; what its update makes is of the kind "optimizer"."""
@@ -170,7 +178,8 @@ class Tracer(TorchDispatchMode):
             self.held[kind] += nbytes
 
     def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        nbytes = storage.nbytes()
         self.live[key] = nbytes, kind, weakref.ref(storage, lambda _: self._drop(key))
         self.held[kind] += nbytes
         self.sum += nbytes
@@ -224,7 +233,8 @@ class Tracer(TorchDispatchMode):
             return answer, None
         positions = without_masks(func, args)
         if positions is not None:
-            args, key = positions, scan(func, positions, kwargs, operator.by_shapes).key
+            args = positions
+            key = scan(func, positions, kwargs, operator.by_shapes).key
         out = self.memo.run(func, args, kwargs, key)
         # A real tensor that was written to stays the tensor that the program goes on with.
         if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):

@@ -95,7 +95,11 @@ _ALIKE: dict[Any, Callable] = {  # the experts that ranks choose which are not t
     torch.ops._c10d_functional.all_to_all_single.default: _arrived,
 }
 _CONSTANT = (  # whole numbers and masks that are known, whatever they are shaped like
-    _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
-)  # fmt: skip
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+)
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)

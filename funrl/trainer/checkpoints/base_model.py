@@ -130,7 +130,8 @@ def check_base(
     Raises:
       CheckpointError: a weight differs, or is missing.
     """
-    known, began = facts["base"]["digests"], facts["base"]["directory"]
+    known = facts["base"]["digests"]
+    began = facts["base"]["directory"]
     changed = [name for name in (names or known) if digests.get(name) != known[name]]
     if changed:
         before = f", {began}" if began is not None and str(began) != str(directory) else ""

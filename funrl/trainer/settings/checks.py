@@ -33,9 +33,15 @@ LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
 REST_WEIGHT = 0.1  # weight of prompts beyond --difficulty, where it names none
 OF_OWN_DATA = (
-    "fields", "eval_data", "prompt_template", "system_prompt", "few_shot", "chat_template", "tools",
+    "fields",
+    "eval_data",
+    "prompt_template",
+    "system_prompt",
+    "few_shot",
+    "chat_template",
+    "tools",
     "template_arguments",
-)  # fmt: skip
+)
 
 
 def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
@@ -226,7 +232,8 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     Raises:
       SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
+    named = weights_by_name(settings, functions)
+    rewards = functions + len(scorers_of(settings))
     given = settings.rewards.reward_weights or named
     if given is None:
         return (1.0,) * rewards
@@ -354,7 +361,8 @@ def _check_minibatches(settings: Settings) -> None:
 def _check_generate_mesh(settings: Settings) -> None:
     if settings.devices.generate_mesh is None:
         return
-    world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
+    world = devices(mesh_sizes(settings))
+    generating = devices(mesh_sizes(settings, "generate_mesh"))
     if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
         raise SettingsError(
             f"--generate_mesh={settings.devices.generate_mesh}: generation does not split the "

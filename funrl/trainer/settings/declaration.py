@@ -10,7 +10,9 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
+# kinds of runs
+RL = ("rl",)
+SUPERVISED = ("supervised",)
 RUN_KINDS = RL + SUPERVISED
 START_FLAGS = ("run_dir", "resume", "overwrite")  # of where and how a run is started, not of what it computes
 HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples among those of a run's files

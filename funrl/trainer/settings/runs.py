@@ -121,5 +121,6 @@ def save_interval(text: str) -> Interval:
     """The interval that a text such as "50", "90s" or "10m" means."""
     found = INTERVAL.fullmatch(text)
     assert found is not None, text
-    number, unit = int(found[1]), found[2]
+    number = int(found[1])
+    unit = found[2]
     return Interval(0 if unit else number, number * {"": 0, "s": 1, "m": 60, "h": 3600}[unit])
