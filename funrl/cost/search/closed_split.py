@@ -129,8 +129,8 @@ def computed(model: Model, experts: int) -> float:
 
 def tables(model: Model) -> int:
     """Parameters of the embedding and of the unembedding."""
-    one = model.config.tied or not model.generates
-    return model.config.vocab * model.config.embed * (1 if one else 2)
+    shared = model.config.tied or not model.generates
+    return model.config.vocab * model.config.embed * (1 if shared else 2)
 
 
 def generated(job: Job, split: MeshSplit) -> float:
