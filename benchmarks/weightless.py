@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from funrl import trees
-from funrl.models import Config, decoder_config
+from funrl.models import Config
 
 
 class Weightless:
@@ -27,6 +27,4 @@ class Weightless:
 
 def smallest_config(vocab: int, max_positions: int) -> Config:
     """Sizes of a model that nothing is computed with."""
-    return decoder_config(
-        vocab=vocab, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=max_positions
-    )
+    return Config(vocab=vocab, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=max_positions)

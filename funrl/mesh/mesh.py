@@ -130,13 +130,12 @@ def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     Raises:
       MeshError: the mesh has no such rank.
     """
-    position = {}
-    outer = rank
+    at, outer = {}, rank
     for axis in reversed(AXES):
-        outer, position[axis] = divmod(outer, sizes[axis])
+        outer, at[axis] = divmod(outer, sizes[axis])
     if outer:
         raise MeshError(f"the mesh {text(sizes)} has no rank {rank}")
-    return position
+    return at
 
 
 def ranks_of(numbers: Sequence[int]) -> Ranks:
@@ -150,19 +149,18 @@ def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
     """Ranks of every group over `axes`: they agree on all other axes. In the order of their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
-        position = coordinates(sizes, rank)
-        groups.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(rank)
+        at = coordinates(sizes, rank)
+        groups.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
     return list(groups.values())
 
 
 def peers(sizes: dict[str, int], axes: tuple[str, ...], rank: int) -> list[int]:
     """Ranks of the group over `axes` that `rank` is in, in the order of the mesh."""
-    group = [0]
-    stride = 1
-    own = coordinates(sizes, rank)
+    group, stride = [0], 1
+    at = coordinates(sizes, rank)
     for axis in reversed(AXES):
-        indices = range(sizes[axis]) if axis in axes else (own[axis],)
-        group = [position * stride + inner for position in indices for inner in group]
+        positions = range(sizes[axis]) if axis in axes else (at[axis],)
+        group = [position * stride + inner for position in positions for inner in group]
         stride *= sizes[axis]
     return group
 

@@ -85,9 +85,7 @@ def orthogonalize(
     """
     if scaling not in SCALINGS:
         raise ValueError(f"scaling is {scaling!r}, there are {list(SCALINGS)}")
-    logical = axes_by_name(axes)
-    layout_of = dict(trees.named(layouts))
-    world = mesh or single()
+    logical, layout_of, world = axes_by_name(axes), dict(trees.named(layouts)), mesh or single()
 
     def kind(name: str, x: Tensor) -> _Kind:
         if axes is None and x.ndim != 2:
@@ -103,14 +101,14 @@ def orthogonalize(
         return (newton_schulz(x, coefficients) * SCALINGS[scaling](*x.shape[-2:])).view(whole.shape)
 
     def update(grads: trees.Tree, params: trees.Tree) -> trees.Tree:
-        named = [(name, grad.to(ns_dtype or accumulator_dtype(grad))) for name, grad in trees.named(grads)]
+        named = [(name, g.to(ns_dtype or accumulator_dtype(g))) for name, g in trees.named(grads)]
         kinds = [kind(name, x) for name, x in named]
         done = {}
         for own in dict.fromkeys(kinds):
             members = [(name, x) for (name, x), other in zip(named, kinds, strict=True) if other == own]
             results = _on_owners(lambda x, its=own.view: scaled(x, its), [x for _, x in members], own, world)
             done |= {name: x for (name, _), x in zip(members, results, strict=True)}
-        return trees.map_named(lambda name, grad: done[name].to(accumulator_dtype(grad)), grads)
+        return trees.map_named(lambda name, g: done[name].to(accumulator_dtype(g)), grads)
 
     def init(params: trees.Tree) -> tuple[()]:
         trees.map_named(kind, params)  # what is not a matrix is an error before the first update
@@ -156,8 +154,7 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
     """
     spec = kind.layout.spec if kind.layout else ()
     split = [(axis, d + 1) for d, axes in enumerate(spec) if d >= kind.view.batch for axis in reversed(axes)]
-    parts = mesh.size(tuple(axis for axis, _ in split))
-    copies = []
+    parts, copies = mesh.size(tuple(axis for axis, _ in split)), []
     for axis in AXES:  # ranks that hold copies share the work as long as there is some
         if parts < len(shards) and not any(axis in axes for axes in spec):
             copies.append(axis)
@@ -178,11 +175,11 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
         for axis, dim in reversed(split):
             x = collectives.all_to_all(x, mesh, axis, dim, 0)
         x = collectives.all_gather(x, mesh, tuple(copies))
-        yield from (_cut(padded, own) for padded in x[:count].unbind(0))
+        yield from (_cut(one, own) for one in x[:count].unbind(0))
 
 
 def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Pad [N, ...] with zeros after the last of each dim: [N, *shape]."""
+    """[N, ...] with zeros behind the last of each dim: [N, *shape]."""
     lacks = [longer - n for n, longer in zip(x.shape[1:], shape, strict=True)]
     return F.pad(x, [n for lack in reversed(lacks) for n in (0, lack)]) if any(lacks) else x
 
@@ -198,5 +195,5 @@ def axes_by_name(axes: trees.Tree) -> dict[str, tuple[str, ...]]:
     def is_leaf(node: trees.Tree) -> bool:
         return isinstance(node, tuple) and len(node) > 0 and all(isinstance(axis, str) for axis in node)
 
-    by_name, structure = optree.tree_flatten(axes, is_leaf=is_leaf)
-    return dict(zip(trees.names(structure), by_name, strict=True))
+    found, structure = optree.tree_flatten(axes, is_leaf=is_leaf)
+    return dict(zip(trees.names(structure), found, strict=True))

@@ -1,11 +1,11 @@
 """Signs of life of a rank: where it is, written at every phase and collective for whoever waits for it.
 
 A rank writes its step, its phase and its last collective in a record of fixed size, at a cost that does not depend on
-the number of ranks. A thread beside the program counts up, so that a stopped rank differs from one that computes. The
-records are read by `stall_monitor`; on one machine they are in memory that the ranks share with the process that has
-started them (`shared_progress`), otherwise they go through the store of the run's rendezvous (`store_progress`).
+the number of ranks. A thread counts on beside it, so that a rank that has stopped is told from one that computes. The
+records are read by `lookout`; on one machine they are in memory that the ranks share with the process that has started
+them (`board`), otherwise they go through the store of the run's rendezvous (`store_signs`).
 
-When a rank has failed, others may still hold the state of the run: what `set_rescue` was given is called in this thread
+When a rank has failed, others may still hold the state of the run: what `last_words` was given is called in this thread
 on the ranks that are chosen for it, while their programs wait in a collective for the one that has failed.
 """
 
@@ -22,25 +22,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 TICK_S = 0.25
-ORDER_S = 4.0  # how long a failed rank waits for a decision about what is saved
-SAVE_S = 120.0  # how long it then waits for the save
+ORDER_S, SAVE_S = 4.0, 120.0  # how long a rank that has failed waits for a decision, and for what is then saved
 RUNNING, FAILED, SAVING, ENDED = range(4)  # states of a rank
 NOBODY = -1  # instead of the number of a replica
 
 _RECORD = struct.Struct("<QQdiIIiiBB2x32s48s64s")
 RECORD_BYTES = 192
-_BEATS = 0
-_TICKS = 8
-_SINCE = 16
-_STEP = 24
-_PHASES = 28
-_COLLECTIVES = 32
-_RECOVERABLE = 36
-_REPLICA = 40
-STATUS = 44
-_WAITING = 45
-_PHASE = 48
-_COLLECTIVE = 80
+_BEATS, _TICKS, _SINCE, _STEP, _PHASES, _COLLECTIVES, _WHOLE, _REPLICA, STATUS, _WAITING, _PHASE, _COLLECTIVE = (
+    0, 8, 16, 24, 28, 32, 36, 40, 44, 45, 48, 80,
+)  # fmt: skip
 
 
 class Sign(NamedTuple):
@@ -54,7 +44,7 @@ class Sign(NamedTuple):
       step, phase: where it is; step 0 is before the first.
       phases: phases that it has entered, the same on every rank that is as far.
       collectives: over all ranks that it has begun, the same on every rank that is as far.
-      recoverable: the step whose recoverable state it holds, or its part of it; -1: none.
+      whole: the step after which it holds a whole state, its part of it at least; -1: none.
       replica: the ranks of one number hold every part of the state together; NOBODY: no ranks do without the others.
       status: RUNNING, FAILED, SAVING or ENDED.
       waiting: whether it is in a collective.
@@ -67,7 +57,7 @@ class Sign(NamedTuple):
     step: int
     phases: int
     collectives: int
-    recoverable: int
+    whole: int
     replica: int
     status: int
     waiting: int
@@ -79,8 +69,8 @@ class Sign(NamedTuple):
 NOT_BEGUN = Sign(0, 0, 0.0, 0, 0, 0, -1, NOBODY, RUNNING, 0, "not begun", "", "an unknown host")
 
 
-def decode(record: Any) -> Sign:
-    """Unpack the bytes of a record; `NOT_BEGUN` where nothing has been written."""
+def decoded(record: Any) -> Sign:
+    """The sign that the bytes of a record are; `NOT_BEGUN` where nothing has been written."""
     *numbers, phase, collective, host = _RECORD.unpack_from(record)
     sign = Sign(*numbers, *(text.rstrip(b"\0").decode(errors="replace") for text in (phase, collective, host)))
     return sign if sign.host else NOT_BEGUN
@@ -101,31 +91,31 @@ class Order(NamedTuple):
 class Link(Protocol):
     """The way from a rank to whoever reads its record."""
 
-    def tick(self, heart: Heartbeat) -> Order | None:
+    def tick(self, heart: Heart) -> Order | None:
         """Called a few times a second; the decision, once there is one."""
         ...
 
-    def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
-        """Report a failure; False where nobody decides about it."""
+    def failed(self, heart: Heart, error: BaseException, unwritable: bool) -> bool:
+        """Leave word of a failure; False where nobody decides about it."""
         ...
 
     def elsewhere(self) -> str | None:
         """A folder that all ranks see and that can be written, for what the usual one does not take."""
         ...
 
-    def notify(self, text: str) -> None:
-        """Print a line for the user, after the error."""
+    def tell(self, text: str) -> None:
+        """Tell the user, after the error."""
         ...
 
     def close(self) -> None:
-        """Stop asking other ranks for anything, as they may end at any moment."""
+        """Ask nothing of other ranks from here on, which may end at any moment."""
         ...
 
 
 Save = Callable[[bool, str | None], str]
 
 
-class Heartbeat:
+class Heart:
     """The record of this rank, and the thread that keeps it ticking."""
 
     def __init__(self, record: Any, link: Link) -> None:
@@ -133,14 +123,11 @@ class Heartbeat:
         Args:
           record: `RECORD_BYTES` of writable memory.
         """
-        self.record = record
-        self.link = link
+        self.record, self.link = record, link
         self.beats = self.ticks = self.phases = self.collectives = 0
         self.since = 0.0
         self.save: Save | None = None
-        self.replica = NOBODY
-        self.settled = threading.Event()
-        self.stop = threading.Event()
+        self.replica, self.settled, self.stop = NOBODY, threading.Event(), threading.Event()
         now = time.monotonic()
         _RECORD.pack_into(record, 0, 0, 0, now, 0, 0, 0, -1, NOBODY, RUNNING, 0, b"start", b"", _host())
         self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
@@ -154,36 +141,36 @@ class Heartbeat:
                 self._obey(order)
 
     def _obey(self, order: Order) -> None:
-        """Save this rank's part of the state if its replica was chosen."""
+        """Save this rank's part of the state if it is among those that shall."""
         if order.replica != NOBODY and order.replica == self.replica and self.save is not None:
             self.put("<B", STATUS, SAVING)
             try:
-                message = self.save(order.elsewhere, self.link.elsewhere())
+                said = self.save(order.elsewhere, self.link.elsewhere())
             except Exception as error:  # whatever it is, the first failure is the one that counts
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                message = f"the state could not be saved: {first}"
-            if message:
-                self.link.notify(message)
+                said = f"the state could not be saved: {first}"
+            if said:
+                self.link.tell(said)
         self.put("<B", STATUS, ENDED)
         self.settled.set()
 
-    def put(self, form: str, offset: int, value: Any) -> None:
+    def put(self, form: str, at: int, value: Any) -> None:
         """Write one field of the record."""
-        struct.pack_into(form, self.record, offset, value)
+        struct.pack_into(form, self.record, at, value)
 
     def beat(self) -> None:
         self.beats += 1
         struct.pack_into("<Q", self.record, _BEATS, self.beats)
 
 
-_own: Heartbeat | None = None  # of this process
+_own: Heart | None = None  # of this process
 _mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
 _groups: dict[str, tuple[bytes, bool]] = {}  # of process groups: over which axes, and whether of all ranks
 
 
 @contextlib.contextmanager
-def alive(heart: Heartbeat) -> Iterator[Heartbeat]:
-    """Write the marks of this process to a record while the context lasts."""
+def alive(heart: Heart) -> Iterator[Heart]:
+    """Have the marks of this process go to a record, for as long as the context lasts."""
     global _own
     before, _own = _own, heart
     heart.thread.start()
@@ -201,18 +188,18 @@ def alive(heart: Heartbeat) -> Iterator[Heartbeat]:
 
 
 def name_group(group: str, axes: str, everyone: bool) -> None:
-    """Record the axes of a process group, by its name."""
+    """Tell what a process group is, by its name."""
     _groups[group] = (f" over {axes}".encode(), everyone)
 
 
 def beat() -> None:
-    """Mark progress: a token of each completion, a micro-batch."""
+    """Something has been done: a token of each completion, a micro-batch."""
     if _own is not None:
         _own.beat()
 
 
 def at_step(number: int) -> None:
-    """Mark the begin of a step; the first is 1."""
+    """The step that begins, from 1."""
     if _own is not None:
         _own.put("<i", _STEP, number)
         _own.beat()
@@ -220,7 +207,7 @@ def at_step(number: int) -> None:
 
 def in_steps() -> bool:
     """True once the first step of this rank's program has begun."""
-    return _own is not None and decode(_own.record).step > 0
+    return _own is not None and decoded(_own.record).step > 0
 
 
 def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None) -> None:
@@ -231,7 +218,7 @@ def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Mark a phase of the program, which every rank enters; afterwards the record names it as the last one."""
+    """A phase of the program, which every rank enters. Behind it the record says that it was the last one."""
     heart = _own
     if heart is not None:
         heart.phases += 1
@@ -249,15 +236,14 @@ def phase(name: str) -> Iterator[None]:
 
 
 def entered(name: str, group: str = "") -> None:
-    """Mark the begin of a collective. Where it raises, `left` is not called, and the record keeps it.
+    """A collective begins; where it raises, `left` is not called, and the record keeps it.
 
     Args:
       group: name of its process group; "": it is not one of a group.
     """
     if torch.compiler.is_compiling() or _own is None:
         return
-    heart = _own
-    (axes, everyone) = _groups.get(group, (b"", False))
+    heart, (axes, everyone) = _own, _groups.get(group, (b"", False))
     if everyone:
         heart.collectives += 1
         heart.put("<I", _COLLECTIVES, heart.collectives)
@@ -269,34 +255,33 @@ def entered(name: str, group: str = "") -> None:
 
 
 def left() -> None:
-    """Mark that a collective has ended, or has been handed to a device."""
+    """A collective has ended, or has been handed to a device."""
     if torch.compiler.is_compiling() or _own is None:
         return
     _own.put("<B", _WAITING, 0)
     _own.beat()
 
 
-def set_rescue(save: Save | None, replica: int) -> None:
-    """Set the function that saves this rank's part of the state when another rank has failed.
+def last_words(save: Save | None, replica: int) -> None:
+    """Give what saves this rank's part of the state when another one has failed.
 
     Args:
-      save: (whether the usual folder cannot be written, another one that all ranks see or None) -> message.
+      save: (whether the usual folder cannot be written, another one that all ranks see or None) -> what is to be told.
       replica: see `Sign`.
     """
     if _own is not None:
-        _own.save = save
-        _own.replica = replica
+        _own.save, _own.replica = save, replica
         _own.put("<i", _REPLICA, replica)
 
 
-def mark_recoverable(step: int) -> None:
-    """Record the step whose recoverable state this rank holds its part of; -1: of none."""
+def holds(step: int) -> None:
+    """The step after which this rank holds its part of a whole state from here on; -1: of none."""
     if _own is not None:
-        _own.put("<i", _RECOVERABLE, step)
+        _own.put("<i", _WHOLE, step)
 
 
 def failed(error: BaseException, unwritable: bool = False) -> bool:
-    """Report that this rank fails, and wait until the state is saved: its own part too, in the heartbeat's thread.
+    """This rank fails. Wait until what can be saved has been: its own part too, in the thread beside.
 
     Args:
       unwritable: whether it is the usual folder that failed.
@@ -324,7 +309,7 @@ def failed(error: BaseException, unwritable: bool = False) -> bool:
 
 
 def closing() -> None:
-    """Mark the end of the program; other ranks end too."""
+    """The program ends, and so do other ranks."""
     if _own is not None:
         _own.link.close()
 

@@ -123,9 +123,7 @@ def constants(subject: Subject) -> None:
     total = torch.stack([f.num for f in parts]).sum()
     if total.requires_grad:
         grads = torch.autograd.grad(total, list(held.values()), allow_unused=True)
-        reached = [
-            k for k, gradient in zip(held, grads, strict=True) if gradient is not None and gradient.abs().max() > 0
-        ]
+        reached = [k for k, g in zip(held, grads, strict=True) if g is not None and g.abs().max() > 0]
         demand(not reached, f"a gradient goes through batch.{', batch.'.join(reached)}: detach it")
 
 
@@ -133,24 +131,22 @@ def finite_gradient(subject: Subject) -> None:
     """The gradient is finite, and there is one: by log-probabilities, or by what else the step writes."""
     batch = subject.batch()
     moving = {k: x.clone().requires_grad_() for k in schema_of(batch).by("step") if (x := batch.get(k)) is not None}
-    for where, x_BT in (("", nearby_logp(batch)), (" at a ratio of 1", batch.old_logp)):
+    for at, x_BT in (("", nearby_logp(batch)), (" at a ratio of 1", batch.old_logp)):
         leaf = x_BT.clone().requires_grad_()
         for loss in subject.losses():
             parts, _ = loss_parts(loss, leaf, batch._replace(**moving))
             total = torch.stack([f.num for f in parts]).sum()
             demand(total.requires_grad, "it depends on nothing that is trained: it has no gradient")
             grads = torch.autograd.grad(total, [leaf, *moving.values()], allow_unused=True)
-            for name, gradient in zip(("log-probabilities", *moving), grads, strict=True):
-                demand(gradient is None or gradient.isfinite().all(), f"its gradient by {name} is not finite{where}")
+            for name, g in zip(("log-probabilities", *moving), grads, strict=True):
+                demand(g is None or g.isfinite().all(), f"its gradient by {name} is not finite{at}")
 
 
 def reference_gradient(subject: Subject) -> None:
     """The gradient is that of the reference, by differences."""
-    batch = subject.batch()
-    reference = subject.reference
+    batch, reference = subject.batch(), subject.reference
     assert reference is not None
-    b = plain_batch(batch)
-    logp = nearby_logp(batch)
+    b, logp = plain_batch(batch), nearby_logp(batch)
 
     def total(values: list[list[float]]) -> float:
         out = reference(values, b)
@@ -163,14 +159,11 @@ def reference_gradient(subject: Subject) -> None:
         ours = torch.stack([f.num for f in loss_parts(subject.piece, leaf, batch)[0]]).sum()
     else:
         ours = term_output(subject.piece, leaf, batch)[0][batch.mask].sum()
-    gradient = gradient_by(leaf, ours)
-    step = 1e-6
+    gradient, step = gradient_by(leaf, ours), 1e-6
     for i, t in batch.mask.nonzero().tolist()[::3]:
-        up = logp.clone()
-        down = logp.clone()
+        up, down = logp.clone(), logp.clone()
         up[i, t] += step
         down[i, t] -= step
-        slope = (total(up.tolist()) - total(down.tolist())) / (2 * step)
-        got = gradient[i, t].item()
+        slope, got = (total(up.tolist()) - total(down.tolist())) / (2 * step), gradient[i, t].item()
         same = math.isclose(got, slope, rel_tol=1e-5, abs_tol=1e-7)
         demand(same, f"the gradient by token {t} of row {i} is {got:.6g}, the reference's by differences {slope:.6g}")

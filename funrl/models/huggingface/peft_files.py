@@ -22,8 +22,7 @@ from funrl.models.value_head import is_token_classifier
 
 ALL_LINEAR = "all-linear"  # every projection of the layers
 BEGIN = "base_model.model."  # of every name in the file
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def projections(model: Model) -> dict[str, tuple[str, ...]]:
@@ -33,16 +32,16 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
     """
     names = {name: weight for name, (weight, _) in names_of(model).items() if "/" in name}
     there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, weight in names.items()}
-    weights: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for name in (*PROJECTIONS, *OF_SOME):
         if name in there:
-            weights[there[name]] = (*weights.get(there[name], ()), name)
-    family = FAMILIES.get(model.config.source.family)
+            found[there[name]] = (*found.get(there[name], ()), name)
+    family = FAMILIES.get(model.config.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         own = [part.split(".")[-2] for part in parts]
-        if set(own) <= weights.keys():
-            weights[whole.split(".")[-2]] = tuple(weights[name][0] for name in own)
-    return weights
+        if set(own) <= found.keys():
+            found[whole.split(".")[-2]] = tuple(found[name][0] for name in own)
+    return found
 
 
 def targets_of(text: str, model: Model) -> tuple[str, ...]:
@@ -63,10 +62,10 @@ def targets_of(text: str, model: Model) -> tuple[str, ...]:
             experts = "" if model.abilities.routers is None else "; its routers and routed experts take no adapters"
             names = ", ".join(there)
             raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {names}{experts}")
-    weights = [weight for name in wanted for weight in there[name]]
-    if len(set(weights)) < len(weights):
+    found = [weight for name in wanted for weight in there[name]]
+    if len(set(found)) < len(found):
         raise ModelError("a projection is named twice")
-    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in weights)
+    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in found)
 
 
 def write_peft(
@@ -85,21 +84,19 @@ def write_peft(
       tokenizer: anything with `save_pretrained`.
     """
     assert model.adapters is not None
-    folder = Path(path)
-    lora = model.adapters.lora
+    folder, lora = Path(path), model.adapters.lora
     folder.mkdir(parents=True, exist_ok=True)
-    factors = _factors(model, own)
-    tensors = {}
+    factors, tensors = _factors(model, own), {}
     for name, (a, b) in factors.items():
         tensors |= {f"{BEGIN}{name}.lora_A.weight": a, f"{BEGIN}{name}.lora_B.weight": b}
     tensors |= {BEGIN + there: own[name] for name, there in HEAD_NAMES.items() if name in own}
     tensors = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
-    partial = folder / f".{ADAPTER_WEIGHTS}.partial"
+    partial = folder / f".{WEIGHTS}.partial"
     partial.write_bytes(b"")
     mode = partial.stat().st_mode  # the umask's; safetensors makes files that only their owner reads
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(mode)
-    os.replace(partial, folder / ADAPTER_WEIGHTS)
+    os.replace(partial, folder / WEIGHTS)
     ranks = {name.rpartition(".")[2]: len(a) for name, (a, _) in factors.items()}
     others = {name: rank for name, rank in sorted(ranks.items()) if rank != lora.rank}
     raw = {
@@ -120,29 +117,29 @@ def write_peft(
         "use_dora": False,
         "inference_mode": True,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def _factors(model: Model, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """The two factors of each adapted module of transformers, A [rank, in] and B [out, rank], by its name."""
-    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    found: dict[str, tuple[Tensor, Tensor]] = {}
     names = names_of(model)
     for name, _ in trees.named(trained_part(model, model.shapes)):
         if name.endswith(FIRST):
             first, second = (own[name.removesuffix(FIRST) + end] for end in (FIRST, SECOND))
             there = names[name][0].removesuffix(".lora_A.weight")
-            factors[there] = first.flatten(1), second.flatten(0, -2)
-    family = FAMILIES.get(model.config.source.family)
+            found[there] = first.flatten(1), second.flatten(0, -2)
+    family = FAMILIES.get(model.config.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         ends = [part.removesuffix(".weight") for part in parts]
         whole = whole.removesuffix(".weight")
         rows = {end: _rows(model, end) for end in ends}
-        for layer in {name.removesuffix(end) for name in factors for end in ends if name.endswith(end)}:
-            pairs = [(factors.pop(layer + end, None), rows[end]) for end in ends]
-            factors[layer + whole] = _one(pairs)
-    return factors
+        for layer in {name.removesuffix(end) for name in found for end in ends if name.endswith(end)}:
+            pairs = [(found.pop(layer + end, None), rows[end]) for end in ends]
+            found[layer + whole] = _one(pairs)
+    return found
 
 
 def _rows(model: Model, end: str) -> int:
